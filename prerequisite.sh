@@ -9,12 +9,15 @@
 #       -> .venv in this checkout, on top of it where that is possible
 #   otherwise
 #       -> .venv in this checkout with everything
+#
+# With --gpu-target it is an environment like that of a machine with GPUs, outside this checkout.
 set -euo pipefail
 
 usage() {
   cat <<'TEXT'
 usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--versions] [--all]
                        [--benchmarks] [--examples] [--print-python]
+       prerequisite.sh --gpu-target [--print-python]
 
   --test          also what scripts/test.sh and scripts/check.sh need
   --rdma          also the system packages for RDMA (libibverbs-dev, ibverbs-providers, rdma-core,
@@ -31,6 +34,10 @@ usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--versions
                   needs
   --benchmarks    also what benchmarks/transport.py compares with: Open MPI with UCX, mpi4py
   --examples      also what examples/cutpoint takes models from: transformers (in --test as well)
+  --gpu-target    an environment like that of a machine with GPUs, which needs none: Python 3.12, torch
+                  2.11.0 with CUDA 13.0, and what --test installs; 7 GB, kept for all checkouts in
+                  ~/.cache/megatron-adaptive/gpu-target (XDG_CACHE_HOME); for
+                  scripts/test.sh --gpu-target
   --print-python  only print the Python that is or would be used; set nothing up
 TEXT
 }
@@ -44,16 +51,19 @@ fail() {
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 cd -- "$root"
 venv=$root/.venv
+cache=${XDG_CACHE_HOME:-${HOME:-$root/build}/.cache}/megatron-adaptive
 declare -A asked=(
   [test]=0 [rdma]=0 [views]=0 [lab]=0 [slurm]=0 [versions]=0 [benchmarks]=0 [examples]=0
 )
 print_only=0
+gpu_target=0
 for argument in "$@"; do
   case $argument in
     --test | --rdma | --views | --lab | --slurm | --versions | --benchmarks | --examples)
       asked[${argument#--}]=1
       ;;
     --all) for part in test rdma views lab slurm versions; do asked[$part]=1; done ;;
+    --gpu-target) gpu_target=1 ;;
     --print-python) print_only=1 ;;
     -h | --help)
       usage
@@ -278,7 +288,7 @@ install_compiler() {
 # ---- environments of other checkouts
 
 # Kept for two weeks after they were made: only this project's own requirements are pinned.
-kept_environments=${XDG_CACHE_HOME:-${HOME:-$root/build}/.cache}/megatron-adaptive/environments
+kept_environments=$cache/environments
 kept_days=14
 
 # Prints the folder for environments as the one that is about to be made from base.
@@ -450,7 +460,7 @@ set_up() {
   for part in "${!packages[@]}"; do
     if ((asked[$part])); then install_part "$part"; fi
   done
-  install_compiler
+  if [[ ${MEGATRON_ADAPTIVE_EXTENSION:-auto} != 0 ]]; then install_compiler; fi
   # Before anything can fail: a half-done set-up must not look whole.
   rm -f -- "$(stamp_path)"
   install_requirements
@@ -466,6 +476,57 @@ set_up() {
     for part in "${!packages[@]}"; do printf '%s=%s\n' "$part" "${asked[$part]}"; done
   } >"$(stamp_path)"
 }
+
+# ---- the environment of a machine with GPUs
+
+target=$cache/gpu-target
+target_torch=torch==2.11.0 # its wheel on the package index is the one with CUDA 13.0
+
+# Prints a Python 3.12, nothing where there is none.
+python_for_target() {
+  local candidate
+  for candidate in python3.12 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.12*/bin/python; do
+    # A shim of pyenv is there, but fails, where another version is chosen.
+    if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+}
+
+# Makes the environment with torch alone.
+make_target() {
+  local from
+  if [[ $(cat -- "$target/.torch" 2>/dev/null) == "$target_torch" ]]; then return; fi
+  from=$(python_for_target)
+  [[ -n $from ]] ||
+    fail '--gpu-target: there is no Python 3.12; install it (pyenv install 3.12, or python3.12-venv of Debian)'
+  say "making the environment $target from $from: several GB are downloaded"
+  "$from" -m venv "$target" >&2
+  python=$target/bin/python
+  pip_install "$target_torch" || fail "--gpu-target: pip could not install $target_torch into $target"
+  "$python" -c 'import sys, torch; sys.exit(torch.version.cuda != "13.0")' ||
+    fail "--gpu-target: the $target_torch that pip installed is not for CUDA 13.0; name another package index"
+  printf '%s\n' "$target_torch" >"$target/.torch"
+}
+
+if ((gpu_target)); then
+  for part in "${!asked[@]}"; do
+    if ((asked[$part])) && [[ $part != test ]]; then
+      fail "--gpu-target installs what --test does and nothing more: leave out --$part (or --all)"
+    fi
+  done
+  if ((print_only)); then
+    printf '%s\n' "$target/bin/python"
+    exit 0
+  fi
+  mkdir -p -- "$target"
+  # Checkouts share it: the lock is held while the usual set-up adds to it.
+  exec 8>"$target/.lock"
+  flock 8
+  make_target
+  VIRTUAL_ENV=$target exec bash "$root/prerequisite.sh" --test
+fi
 
 choose_python
 if ((print_only)); then

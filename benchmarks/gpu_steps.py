@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,12 +47,20 @@ OWN = f"{BASE} local --pipeline-schedule"
 ENGINE = f"{BASE} transformer_engine --split-backward True --pipeline-schedule"
 SHARED = ("1f1b", "adaptive", "1f1b, pinned", "1f1b, gloo", "megatron")
 PARTS = {
-    "PP 1": Job(f"{OWN} megatron", ("1f1b", "megatron"), ranks=1),
-    "PP 2": Job(f"{OWN} megatron", SHARED),
-    "PP 2, NCCL": Job(f"{OWN} megatron", ("1f1b", "adaptive", "megatron")),
-    "PP 2, split, V": Job(f"{OWN} zb-v {TWO_CHUNKS}", ("zb-v", "adaptive")),
-    "Transformer Engine, split": Job(f"{ENGINE} zb-h1", ("zb-h1", "adaptive")),
+    "pp1": Job(f"{OWN} megatron", ("1f1b", "megatron"), ranks=1),
+    "pp2": Job(f"{OWN} megatron", SHARED),
+    "nccl": Job(f"{OWN} megatron", ("1f1b", "adaptive", "megatron")),
+    "v": Job(f"{OWN} zb-v {TWO_CHUNKS}", ("zb-v", "adaptive")),
+    "te": Job(f"{ENGINE} zb-h1", ("zb-h1", "adaptive")),
 }
+TITLES = {
+    "pp1": "PP 1",
+    "pp2": "PP 2",
+    "v": "PP 2, split, V",
+    "nccl": "PP 2, NCCL",
+    "te": "Transformer Engine, split",
+}
+"""Names of the parts in rows."""
 JOBS = {
     size + name: Job(f"{flags} {job.flags}", job.competitors, job.ranks)
     for size, flags in SIZES.items()
@@ -65,6 +73,12 @@ MOST = 1.02
 """Goal of a step over megatron-core's."""
 UNDERESTIMATE = 1.1
 """Most that a rank may hold over its plan, which leaves a tenth free."""
+SYNCHRONIZED = "called a synchronizing CUDA operation"
+"""Text by which torch's sync debug mode reports an operation."""
+UNREPORTED = (
+    "torch did not even report a synchronization that was made on purpose: its text is no longer "
+    f"{SYNCHRONIZED!r}"
+)
 _PASS_S = 5.0
 
 
@@ -79,7 +93,7 @@ class GpuRank(Rank):
         Returns:
             Besides ``times`` and ``differences``: of each competitor ``peak_bytes`` by rank, of
             ours ``links``, how tensors went, and ``synchronizations``, the lines of code at which
-            its forwards and backwards made the host wait for the GPU; ``None`` without one.
+            its forwards and backwards made the host wait for the GPU, or why they are not known.
         """
         result = super().measure(rounds)
         ours = [name for name in self._functions if name != "megatron"]
@@ -111,11 +125,11 @@ class GpuRank(Rank):
         peaks: list[int] = self._job.gather(self._accelerator.peak_memory_bytes())
         return peaks
 
-    def _synchronizations(self, name: str) -> list[str] | None:
+    def _synchronizations(self, name: str) -> list[str] | str:
         import torch
 
         if not self._accelerator.is_cuda:
-            return None
+            return "there is no GPU"
         microbatches = self.read()
         self._prepare(name)
         with warnings.catch_warnings(record=True) as caught:
@@ -123,14 +137,28 @@ class GpuRank(Rank):
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 self._functions[name](microbatches)
+                after_step = len(caught)
+                torch.ones(1, device=self._accelerator.device).item()  # waits
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        places = {
-            "/".join([*Path(one.filename).parts[-3:], str(one.lineno)])
-            for one in caught
-            if "synchroniz" in str(one.message)
-        }
-        return sorted({place for found in self._job.gather(places) for place in found})
+        if not synchronizing_lines(caught[after_step:]):
+            return UNREPORTED
+        lines = synchronizing_lines(caught[:after_step])
+        return sorted({line for found in self._job.gather(lines) for line in found})
+
+
+def synchronizing_lines(caught: Iterable[warnings.WarningMessage]) -> set[str]:
+    """Returns the lines of code at which torch says that the host waited for the GPU.
+
+    Args:
+        caught: Warnings given while ``torch.cuda.set_sync_debug_mode`` was ``warn``; torch's remark
+            about that mode itself is one of them.
+    """
+    return {
+        "/".join([*Path(warning.filename).parts[-3:], str(warning.lineno)])
+        for warning in caught
+        if SYNCHRONIZED in str(warning.message)
+    }
 
 
 def _send_through_host() -> None:
@@ -183,6 +211,7 @@ def steps(part: str, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str
 def step_rows(part: str, found: Mapping[str, Any], *, tiny: bool = False) -> list[Row]:
     """Turns what :meth:`GpuRank.measure` returned into rows; without goals for a small model."""
     rows = []
+    part = TITLES[part]
     rounds: dict[str, list[float | None]] = found["times"]
     for name, times in rounds.items():
         note = ""
@@ -205,8 +234,8 @@ def step_rows(part: str, found: Mapping[str, Any], *, tiny: bool = False) -> lis
         rows.append(difference_row(part, what, values.values(), limit, note))
     for name, places in found["synchronizations"].items():
         what = f"{part}: synchronizations in forwards and backwards, {name}"
-        if places is None:
-            rows.append(missing(what, "there is no GPU"))
+        if isinstance(places, str):
+            rows.append(missing(what, places))
         else:
             # Through the host's pageable memory nothing else is possible.
             goal = None if name.endswith("gloo") else 0
@@ -214,34 +243,36 @@ def step_rows(part: str, found: Mapping[str, Any], *, tiny: bool = False) -> lis
     return rows
 
 
-def memory(folder: Path, *, tiny: bool) -> tuple[list[Row], dict[str, Any]]:
+def memory(folder: Path, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str, Any]]:
     """Compares what ranks held with what ``plan`` predicts for them.
 
     Args:
         folder: of the files of the parts before.
         tiny: they ran a small model.
+        limit_s: Time limit of each of the two predictions.
     """
     import torch
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "H100"
     rows, facts = [], {}
-    for part, stages in (("PP 1", 1), ("PP 2", 2)):
+    for part, stages in (("pp1", 1), ("pp2", 2)):
         path = folder / f"{part}.json"
+        title = TITLES[part]
         if not path.exists():
-            rows.append(missing(f"{part}: memory over the plan's", f"{part} has no result"))
+            rows.append(missing(f"{title}: memory over the plan's", f"{part} has no result"))
             continue
         held = json.loads(path.read_text(encoding="utf-8"))["facts"]["peak_bytes"]["1f1b"]
-        planned = _planned(stages, name, tiny=tiny)
+        planned = _planned(stages, name, tiny=tiny, limit_s=limit_s)
         facts[part] = {"held_bytes": held, "planned_bytes": planned}
         for stage, (its, predicted) in enumerate(zip(held, planned, strict=True)):
             note = f"{its / 2**30:.2f} GiB, planned {predicted / 2**30:.2f} GiB"
-            what = f"{part}: memory of stage {stage} over the plan's"
+            what = f"{title}: memory of stage {stage} over the plan's"
             goal = None if tiny else UNDERESTIMATE
             rows.append(Row(what=what, value=its / predicted, goal=goal, note=note))
     return rows, facts
 
 
-def _planned(stages: int, gpu: str, *, tiny: bool) -> list[float]:
+def _planned(stages: int, gpu: str, *, tiny: bool, limit_s: float) -> list[float]:
     """Returns the bytes that ``plan`` predicts for each stage."""
     shape = TINY_SHAPE if tiny else SHAPE
     size, batch = (1, 4) if tiny else (4, 32)
@@ -252,13 +283,17 @@ def _planned(stages: int, gpu: str, *, tiny: bool) -> list[float]:
     words = ["plan", "--model", shape, "--json"]
     words += f"--global-batch-size {batch} --micro-batch-sizes {size} --tp 1 --dp 1".split()
     words += f"--pp {stages} --schedules 1f1b --recompute none --precision bf16".split()
-    words += "--distributed-optimizer off --attention unfused --partition".split()
+    words += "--distributed-optimizer off --attention kernel --partition".split()
     layers = int(shape.split()[1]) // stages
     words.append("-".join([str(layers)] * stages))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cluster.yaml")
         path.write_text(cluster, encoding="utf-8")
-        found = ranks.run_module("megatron.adaptive", *words, "--cluster", path, limit_s=60)
+        words += ["--cluster", str(path)]
+        # One plan is simulated in less time than numba takes to compile the simulator.
+        found = ranks.run_module(
+            "megatron.adaptive", *words, limit_s=limit_s, NUMBA_DISABLE_JIT="1"
+        )
     planned: list[float] = found[0]["prediction"]["memory_bytes"]
     return planned
 
@@ -325,7 +360,9 @@ def main() -> int:
     if given.part == "device":
         rows, facts = device()
     elif given.part == "memory":
-        rows, facts = memory(given.json.parent, tiny=given.tiny)
+        rows, facts = memory(
+            given.json.parent, tiny=given.tiny, limit_s=(given.limit - _PASS_S) / 2
+        )
     else:
         rows, facts = steps(given.part, tiny=given.tiny, limit_s=given.limit - _PASS_S)
     result = {"rows": [row.as_dict() for row in rows], "facts": facts}

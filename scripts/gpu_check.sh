@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Sets up and runs everything that needs a GPU within some minutes, and writes one page and one JSON
-# of what ran, failed and was left out: scripts/gpu_check.sh [--minutes 10] [--output FOLDER].
-# --rehearse runs the same without a GPU. docs/benchmarks.md says what the parts are.
+# of what ran, failed and was left out:
 #
-# Without a network: carry what is missing there as wheels in a folder, and name it with
-# PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER. What cannot be had is left out by name.
+#   scripts/gpu_check.sh [--minutes 10] [--parts NAME ...] [--output FOLDER] [--pack FOLDER] [--rehearse]
+#
+# --rehearse runs the same without a GPU. docs/benchmarks.md says what the parts are.
+# Without a network: carry the folder that scripts/gpu_pack.sh makes, and name it with --pack. What
+# cannot be had is left out by name.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -15,6 +17,7 @@ say() { printf '%s\n' "$*" >&2; }
 set_up() {
   local python site=$PWD/build/gpu-check-site requirement
   export PIP_RETRIES=${PIP_RETRIES:-0} PIP_DEFAULT_TIMEOUT=${PIP_DEFAULT_TIMEOUT:-15}
+  if [[ -n ${1:-} ]]; then take_pack "$1"; fi
   if ! python=$(bash prerequisite.sh | tail -n 1) || [[ ! -x $python ]]; then
     say "prerequisite.sh failed: going on with what is there"
     python=$(bash prerequisite.sh --print-python || true)
@@ -22,12 +25,36 @@ set_up() {
     while IFS= read -r requirement; do
       install "$python" "$site" "$requirement"
     done < <("$python" scripts/environment.py | sed -n -E 's/^(missing|tool)=//p')
-    build_extension "$python" "$site" >&2 || say "not installed: the C++ extension"
+    if [[ ${MEGATRON_ADAPTIVE_EXTENSION:-auto} != 0 ]]; then
+      build_extension "$python" "$site" >&2 || say "not installed: the C++ extension"
+    fi
   fi
   if ! PYTHONPATH=$site "$python" -c 'import pytest' 2>/dev/null; then
     install "$python" "$site" "$(grep '^pytest==' requirements-test.txt)"
   fi
   printf '%s\n' "$python"
+}
+
+# Has pip look into the folder of scripts/gpu_pack.sh alone, and takes the extension from there if it
+# is of these sources and fits the Python that is used.
+take_pack() {
+  local pack python
+  pack=$(cd -- "$1" && pwd -P)
+  export PIP_NO_INDEX=1 PIP_FIND_LINKS=$pack/wheels
+  # Settings of this machine must not send pip to a network either.
+  export PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT=
+  python=$(bash prerequisite.sh --print-python)
+  if [[ $(cat -- "$pack/sources.sha256") != "$(bash scripts/gpu_pack.sh --digest)" ]]; then
+    say "the extension in $pack is of other sources than these: building it here"
+    return
+  fi
+  cp -- "$pack"/extension/_C*.so megatron/adaptive/
+  if [[ -x $python ]] && PYTHONPATH=$PWD "$python" -c '
+import sys
+from megatron.adaptive import extension
+sys.exit(extension.why_missing())' >&2; then
+    export MEGATRON_ADAPTIVE_EXTENSION=0 # it is there: prerequisite.sh has nothing to build
+  fi
 }
 
 # Builds the C++ extension also with a setuptools that is too old to read pyproject.toml.
@@ -47,7 +74,7 @@ install() {
 }
 
 if [[ ${1:-} == --set-up ]]; then
-  set_up
+  set_up "${2:-}"
   exit
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}

@@ -6,20 +6,32 @@
 # With two processors or more, three processes share the test files (-n 0 for one), for many tests wait
 # most of their time: for a cluster to start, or a node to be missed; two where memory is short. Each
 # file stays whole, since its tests share ranks, nodes or a browser.
+# With --gpu-target: what needs no GPU of the code that runs beside one, in an environment like that of
+# a machine with GPUs (prerequisite.sh --gpu-target), then a rehearsal of scripts/gpu_check.sh there.
+# Where files are named too, those alone.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 setup=--test
+gpu_target=0
 marks=(-m 'not (rdma_lab or slurm_lab or sanitizer or long)')
 words=()
 for word in "$@"; do
   if [[ $word == --all ]]; then
     setup=--all
     marks=()
+  elif [[ $word == --gpu-target ]]; then
+    setup=--gpu-target
+    gpu_target=1
   else
     words+=("$word")
   fi
 done
+# The code that runs beside a GPU: trainer, transports, staging, plug-in, extension.
+beside_gpus=(
+  tests/{training,gpt,engine,transport,plugin,checkpoint,data,gpu}
+  tests/test_*.py tests/benchmarks/test_gpu_*.py tests/multiprocess/test_equivalence.py
+)
 python=$(bash prerequisite.sh "$setup" | tail -n 1)
 processors=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)))')
 share=()
@@ -30,4 +42,11 @@ fi
 # Ranks of a test share the machine: more threads per rank only get in each other's way.
 export OMP_NUM_THREADS=1
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+if ((gpu_target)) && [[ " ${words[*]} " != *" tests/"* ]]; then
+  status=0
+  "$python" -m pytest "${share[@]}" "${marks[@]}" "${words[@]}" "${beside_gpus[@]}" || status=$?
+  # Limits of parts are those of a machine with GPUs, which has more processors than most.
+  VIRTUAL_ENV=${python%/bin/python} bash scripts/gpu_check.sh --rehearse --minutes 30 || status=$?
+  exit "$status"
+fi
 exec "$python" -m pytest "${share[@]}" "${marks[@]}" "${words[@]}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.layers import CHANNELS_BYTES
 from megatron.adaptive.planner.model import LayerKind, Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
@@ -59,7 +60,7 @@ def random_problem(seed: int) -> Problem:
                 name=name,
                 gpu=name,
                 gpus=gpus,
-                memory_bytes=rng.uniform(3e9, 2e10),
+                memory_bytes=rng.uniform(3e9, 2e10) + CHANNELS_BYTES,
                 intra=LinkSpeed(bytes_per_s=rng.uniform(5e9, 2e11), shared=rng.random() < 0.5),
                 price_per_hour=rng.uniform(1, 10),
             ),

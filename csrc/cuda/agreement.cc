@@ -218,7 +218,7 @@ class Talk {
   void finish(const char* what) {
     record(local_, stream());
     const Deadline limit = deadline_.at_most(kLongestTrial);
-    const bool done = await(local_, [&] {
+    const bool done = await(local_, stream(), [&] {
       if (tick_) {
         tick_();
       }

@@ -43,6 +43,9 @@ class Arena {
   const Event& written(unsigned slot) const { return written_[slot]; }
   const Event& consumed(unsigned slot) const { return consumed_[slot]; }
   const Context& context() const noexcept { return memory_.context(); }
+  const std::shared_ptr<const Context>& shared_context() const noexcept {
+    return memory_.shared_context();
+  }
   std::size_t size_bytes() const noexcept { return size_bytes_; }
 
   // Leaves all of it to the end of the process.

@@ -18,6 +18,9 @@ struct ContextHandle;
 struct StreamHandle;
 struct EventHandle;
 
+// Called by a thread of the driver; it may call nothing of the driver itself.
+using HostFunction = void(void* data);
+
 struct Uuid {
   unsigned char bytes[16];
 };
@@ -77,7 +80,9 @@ constexpr unsigned kEnablePeerAccess = 1;  // of cuIpcOpenMemHandle
   CALL(event_create, "cuEventCreate", nullptr, EventHandle** event, unsigned flags)               \
   CALL(event_destroy, "cuEventDestroy_v2", nullptr, EventHandle* event)                           \
   CALL(event_record, "cuEventRecord", nullptr, EventHandle* event, StreamHandle* stream)          \
-  CALL(event_query, "cuEventQuery", nullptr, EventHandle* event)
+  CALL(event_query, "cuEventQuery", nullptr, EventHandle* event)                                  \
+  CALL(launch_host, "cuLaunchHostFunc", nullptr, StreamHandle* stream, HostFunction* function,    \
+       void* data)
 
 struct Api {
 #define ADAPTIVE_DECLARE(member, name, older, ...) Result (*member)(__VA_ARGS__);

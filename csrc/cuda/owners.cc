@@ -1,16 +1,43 @@
 #include "cuda/owners.h"
 
-#include <algorithm>
-#include <new>
-#include <thread>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
 
 namespace adaptive::cuda {
 namespace {
 
-using std::chrono::microseconds;
-
 constexpr int kLooksAtOnce = 16;
-constexpr microseconds kShortestSleep(10), kLongestSleep(100);
+constexpr std::chrono::milliseconds kLookUp(20);
+
+// A place in a stream that a thread sleeps for. Shared with the driver, which may get there after
+// the thread has given up.
+struct Place {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool reached = false;
+};
+
+void reach(void* data) {
+  const std::unique_ptr<std::shared_ptr<Place>> held(static_cast<std::shared_ptr<Place>*>(data));
+  Place& place = **held;
+  {
+    const std::lock_guard<std::mutex> lock(place.mutex);
+    place.reached = true;
+  }
+  place.changed.notify_all();
+}
+
+// Has the driver wake who sleeps for what is on the stream now.
+std::shared_ptr<Place> mark(const Context& context, StreamHandle* stream) {
+  auto place = std::make_shared<Place>();
+  auto held = std::make_unique<std::shared_ptr<Place>>(place);
+  context.driver().check(context.api().launch_host(stream, &reach, held.get()), "cuLaunchHostFunc",
+                         "a wait of the channel");
+  static_cast<void>(held.release());  // reach() deletes it
+  return place;
+}
 
 }  // namespace
 
@@ -110,19 +137,28 @@ bool is_done(const Event& event) {
   return true;
 }
 
-bool await(const Event& event, const std::function<bool()>& given_up) {
+bool await(const Event& event, StreamHandle* stream, const std::function<bool()>& given_up) {
   for (int look = 0; look < kLooksAtOnce; ++look) {
     if (is_done(event)) {
       return true;
     }
   }
-  for (microseconds sleep = kShortestSleep; !is_done(event);
-       sleep = std::min(2 * sleep, kLongestSleep)) {
+  wait(stream, event);
+  const std::shared_ptr<Place> place = mark(event.context(), stream);
+  std::unique_lock<std::mutex> lock(place->mutex);
+  while (!place->changed.wait_for(lock, kLookUp, [&] { return place->reached; })) {
+    lock.unlock();
+    // The driver calls nobody after an error, which this throws.
+    if (is_done(event)) {
+      return true;
+    }
     if (given_up()) {
       return false;
     }
-    std::this_thread::sleep_for(sleep);
+    lock.lock();
   }
+  lock.unlock();
+  static_cast<void>(is_done(event));  // throws what went wrong on the device
   return true;
 }
 

@@ -1,7 +1,6 @@
 // Owners of what the driver hands out. All but Context are move-only; destructors never throw.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <functional>
 #include <memory>
@@ -67,6 +66,7 @@ class Owned {
 
   Handle get() const noexcept { return handle_; }
   const Context& context() const noexcept { return *context_; }
+  const std::shared_ptr<const Context>& shared_context() const noexcept { return context_; }
 
   // A driver that is shutting down refuses; then there is nothing left to destroy.
   void reset() noexcept {
@@ -112,8 +112,10 @@ void copy(const Context& context, Address to, Address from, std::size_t size_byt
           StreamHandle* stream);
 bool is_done(const Event& event);
 
-// Looks again and again, asleep in between, until `event` is done; false when `given_up` says so.
-// A sleep of the driver's own cannot be ended by anything but the device.
-bool await(const Event& event, const std::function<bool()>& given_up);
+// Sleeps until the driver says that `event` is done; false when `given_up` says so, which is asked
+// some times a second. `stream` is the caller's own and may be held up by that: it waits for the
+// event, and the driver calls back when it is past that. A sleep of the driver's own could not be
+// ended by anything but the device.
+bool await(const Event& event, StreamHandle* stream, const std::function<bool()>& given_up);
 
 }  // namespace adaptive::cuda

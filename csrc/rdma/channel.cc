@@ -48,6 +48,7 @@ class Pair : public Source, public std::enable_shared_from_this<Pair> {
   ChannelState& channel_state() const noexcept { return *channel_state_; }
   const Device& device() const noexcept { return *device_; }
   Outgoing& outgoing() const noexcept { return *outgoing_; }
+  const Incoming& incoming() const noexcept { return *incoming_; }
 
  private:
   void on_events();
@@ -235,6 +236,9 @@ class RdmaSender : public Sender {
 Info RdmaSender::info() const {
   const PortChoice& choice = pair_->device().choice;
   Info info = pair_->outgoing().info();
+  const Arena& received = pair_->incoming().slots();
+  info["receive_address"] = static_cast<std::int64_t>(received.address());
+  info["receive_bytes"] = static_cast<std::int64_t>(received.size_bytes());
   info["kind"] = std::string("rdma");
   info["device"] = choice.device;
   info["port"] = static_cast<std::int64_t>(choice.port);

@@ -47,6 +47,9 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   Notify& notify() noexcept { return notify_; }
   ibv_cq* queue() const noexcept { return queue_.get(); }
 
+  // The memory of its slots.
+  const Arena& slots() const noexcept { return arena_; }
+
   // Ends the queue pairs. Slots that are leased out stay readable.
   void stop() noexcept;
 

@@ -334,6 +334,8 @@ Info Outgoing::info() const {
   info["num_qps"] = static_cast<std::int64_t>(lanes_.size());
   info["inline_bytes"] = static_cast<std::int64_t>(inline_bytes_);
   info["write_bytes"] = static_cast<std::int64_t>(write_bytes_);
+  info["send_address"] = static_cast<std::int64_t>(staging_.address());
+  info["send_bytes"] = static_cast<std::int64_t>(staging_.size_bytes());
   return info;
 }
 

@@ -60,6 +60,7 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   std::byte* data() const noexcept { return memory_.data(); }
+  std::size_t size_bytes() const noexcept { return memory_.size_bytes(); }
   std::uint64_t address() const noexcept { return reinterpret_cast<std::uintptr_t>(data()); }
   std::uint32_t local_key() const noexcept { return region_->lkey; }
   std::uint32_t remote_key() const noexcept { return region_->rkey; }

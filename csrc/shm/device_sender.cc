@@ -148,7 +148,7 @@ void DeviceSender::carry_all(std::unique_lock<std::mutex>& lock) {
 void DeviceSender::carry(Job& job) {
   const auto ended = [this] { return stopping_.load() || channel_state_->broken(); };
   if (!job.on_device) {
-    if (cuda::await(job.ready, ended)) {
+    if (cuda::await(job.ready, stream_.get(), ended)) {
       outgoing_.send(job.message, job.data, {&owner_of, &job.owner});
     }
     return;
@@ -169,7 +169,7 @@ void DeviceSender::copy(Job& job, unsigned slot) {
                job.message.nbytes, stream_.get());
     cuda::record(peer_.written(slot), stream_.get());
     // The device comes to an end even where the channel has: the memory is its own until then.
-    if (!cuda::await(peer_.written(slot), [this] { return overdue(); })) {
+    if (!cuda::await(peer_.written(slot), stream_.get(), [this] { return overdue(); })) {
       throw Error("the device did not copy it in time");
     }
   } catch (...) {

@@ -15,6 +15,11 @@ constexpr std::chrono::seconds kDeviceEnds(10);
 constexpr std::chrono::seconds kSenderLetsGo(2);
 constexpr std::chrono::milliseconds kLookUp(1);
 
+cuda::Stream make_stream_of(const cuda::Arena& arena) {
+  const cuda::Current current(arena.context());
+  return cuda::make_stream(arena.shared_context());
+}
+
 }  // namespace
 
 DeviceSlots::DeviceSlots(cuda::Arena arena, ScopedFd sender,
@@ -26,6 +31,7 @@ DeviceSlots::DeviceSlots(cuda::Arena arena, ScopedFd sender,
       give_back_(std::move(give_back)),
       importer_(std::move(importer)),
       failed_(std::move(failed)),
+      waiting_(make_stream_of(arena_)),
       thread_([this] { run(); }) {}
 
 DeviceSlots::~DeviceSlots() {
@@ -37,6 +43,9 @@ DeviceSlots::~DeviceSlots() {
   thread_.join();
   if (!is_let_go(Deadline::after(kSenderLetsGo)) || stuck_) {
     arena_.leak();
+  }
+  if (stuck_) {
+    waiting_.leak();
   }
 }
 
@@ -106,7 +115,7 @@ bool DeviceSlots::return_first(std::unique_lock<std::mutex>& lock) {
   leaving_.pop_front();
   lock.unlock();
   std::optional<Deadline> limit;
-  const bool done = cuda::await(arena_.consumed(slot), [&] {
+  const bool done = cuda::await(arena_.consumed(slot), waiting_.get(), [&] {
     if (!limit) {
       const std::lock_guard<std::mutex> guard(mutex_);
       if (stopping_) {

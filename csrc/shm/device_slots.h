@@ -54,6 +54,7 @@ class DeviceSlots final : public DevicePayload {
   const std::function<void(unsigned)> give_back_;
   const std::function<Importer()> importer_;
   const std::function<void(const char*)> failed_;
+  cuda::Stream waiting_;  // of the thread, for what it waits for
   std::array<std::atomic<cuda::StreamHandle*>, kMostSlots> streams_{};
   std::array<std::atomic<bool>, kMostSlots> entered_{};
 

@@ -1,6 +1,7 @@
 // Tests of shared memory channels between GPUs, over the stand-in driver: each end a process of its
 // own, streams that go on after random delays.
 #include <dirent.h>
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <deque>
@@ -315,6 +316,49 @@ TEST(errors_say_what_failed) {
         [&] { gpu.in([&] { return cuda::allocate(gpu.context(), 77); }); },
         "cuMemAlloc(77 bytes) failed: operation not supported (CUDA_ERROR_NOT_SUPPORTED, 801)");
     check_throws<Error>([] { cuda::Driver::load("libm.so.6"); }, "libm.so.6 has no cuInit");
+  }).join();
+}
+
+// ---- Waits
+
+void linger(void*) {
+  ::usleep(500'000);
+}
+
+// It asked the driver 10,000 times a second, in every process that waited.
+TEST(a_wait_sleeps_until_the_driver_calls) {
+  Child([] {
+    Gpu gpu;
+    void* const library = ::dlopen(driver_library().c_str(), RTLD_NOW | RTLD_NOLOAD);
+    auto* const unanswered =
+        reinterpret_cast<unsigned (*)()>(::dlsym(library, "standin_unanswered"));
+    gpu.in([&] {
+      const cuda::Stream waiting = cuda::make_stream(gpu.context());
+      const cuda::Event event = cuda::make_event(gpu.context(), false);
+      auto* const computing = static_cast<cuda::StreamHandle*>(gpu.stream());
+      gpu.context()->api().launch_host(computing, &linger, nullptr);
+      cuda::record(event, computing);
+      check(cuda::await(event, waiting.get(), [] { return false; }), "the end of the work");
+      check(cuda::is_done(event) && unanswered() < 200, "few questions for it");
+      return 0;
+    });
+  }).join();
+}
+
+TEST(a_wait_can_be_given_up) {
+  Child([] {
+    Gpu gpu;
+    gpu.in([&] {
+      const cuda::Stream waiting = cuda::make_stream(gpu.context());
+      const cuda::Event event = cuda::make_event(gpu.context(), false);
+      auto* const computing = static_cast<cuda::StreamHandle*>(gpu.stream());
+      gpu.context()->api().launch_host(computing, &linger, nullptr);
+      cuda::record(event, computing);
+      check(!cuda::await(event, waiting.get(), [] { return true; }), "no longer waited for");
+      check(!cuda::is_done(event), "though it is not done");
+      gpu.finish();  // the driver calls when nobody waits any more
+      return 0;
+    });
   }).join();
 }
 

@@ -43,8 +43,9 @@ class Gpu {
     Payload(const Payload&) = delete;
     Payload& operator=(const Payload&) = delete;
     ~Payload() {
-      const Deadline deadline = patient();
-      cuda::await(made, [&] { return deadline.expired(); });
+      for (const Deadline deadline = patient(); !cuda::is_done(made) && !deadline.expired();) {
+        ::usleep(100);
+      }
     }
 
     Bytes bytes;
@@ -119,7 +120,8 @@ class Gpu {
       const cuda::Event event = cuda::make_event(context_, false);
       cuda::record(event, stream_.get());
       const Deadline deadline = patient();
-      check(cuda::await(event, [&] { return deadline.expired(); }), "a stream that ends");
+      check(cuda::await(event, stream_.get(), [&] { return deadline.expired(); }),
+            "a stream that ends");
       return 0;
     });
   }

@@ -34,6 +34,7 @@ using adaptive::cuda::ContextHandle;
 using adaptive::cuda::Device;
 using adaptive::cuda::EventExport;
 using adaptive::cuda::EventHandle;
+using adaptive::cuda::HostFunction;
 using adaptive::cuda::kNotReady;
 using adaptive::cuda::kSuccess;
 using adaptive::cuda::MemoryExport;
@@ -73,6 +74,7 @@ std::string setting(const char* name, const char* otherwise = "") {
 }
 
 thread_local std::vector<ContextHandle*> contexts;
+std::atomic<unsigned> unanswered{0};
 
 bool fails(const char* call) {
   return state().settings.fail == call;
@@ -244,6 +246,11 @@ File::Handle read_handle(const Export& exported) {
 }  // namespace standin
 
 using namespace standin;
+
+// Questions for an event that was not done yet.
+extern "C" __attribute__((visibility("default"))) unsigned standin_unanswered() {
+  return unanswered.load();
+}
 
 #define STANDIN extern "C" __attribute__((visibility("default"))) Result
 
@@ -433,10 +440,15 @@ STANDIN cuEventRecord(EventHandle* handle, StreamHandle* stream) {
       [event = std::move(event), number](Stream& self) { self.record(*event->shared, number); });
   return kSuccess;
 }
+STANDIN cuLaunchHostFunc(StreamHandle* stream, HostFunction* function, void* data) {
+  stream_of(stream).add([=](Stream&) { function(data); });
+  return contexts.empty() ? kInvalidContext : kSuccess;
+}
 STANDIN cuEventQuery(EventHandle* handle) {
   const EventPointer kept = event_of(handle);
   SharedEvent& event = *kept->shared;
   if (event.done.load() < event.recorded.load()) {
+    ++unanswered;
     return kNotReady;
   }
   const SpinLock guard(event.lock);

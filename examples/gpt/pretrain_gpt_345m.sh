@@ -68,7 +68,13 @@ OUTPUT_ARGS=(
   --eval-iters 10
 )
 
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+# One hardware queue lets messages of tensor parallelism start before the kernels that they run
+# beside; experts whose messages overlap with work need more than one.
+case " $* " in
+  *" --overlap-moe-expert-parallel-comm "*) queues=32 ;;
+  *) queues=1 ;;
+esac
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-$queues}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 exec torchrun --standalone --nproc-per-node "$NPROC_PER_NODE" "$root/pretrain_gpt.py" \

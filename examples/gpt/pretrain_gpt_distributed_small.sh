@@ -83,7 +83,13 @@ fi
 
 # Several ranks on few processors: one thread each, or they get in each other's way.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+# One hardware queue lets messages of tensor parallelism start before the kernels that they run
+# beside; experts whose messages overlap with work need more than one.
+case " $* " in
+  *" --overlap-moe-expert-parallel-comm "*) queues=32 ;;
+  *) queues=1 ;;
+esac
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-$queues}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 exec "${LAUNCHER[@]}" "${DISTRIBUTED_ARGS[@]}" "$root/pretrain_gpt.py" \

@@ -1,47 +1,53 @@
 """The one place that knows which device the process runs on.
 
-Two things live here and nowhere else:
-
-* :class:`Accelerator`, the device of this process and the few helpers that differ between CUDA and
-  CPU (memory, synchronization, backend).
-* :func:`install`, which lets an **unmodified** megatron-core run without CUDA. megatron-core names
-  the device ``"cuda"`` in tensor factories, asks ``torch.cuda`` for the current device and its
-  random state, and compares ``Tensor.type()`` with ``torch.cuda.*`` names. On a machine without
-  CUDA each of these names is substituted, process-wide, before megatron-core is imported. With
-  CUDA nothing is touched.
-
-Every substitution is a function ``_substitute_*`` with one canary test that fails without it, so
-that a new release of torch or megatron-core shows which of them changed.
+:class:`Accelerator` is the device of this process, with the few helpers that differ between CUDA
+and CPU (memory, synchronization, backend). :func:`install`, by which megatron-core runs without
+CUDA, comes from :mod:`~megatron.adaptive.without_cuda`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
+import dataclasses
 import logging
+import mmap
 import os
 import resource
-import sys
+import socket
 import time
-import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-import torch.distributed as dist
 
+from megatron.adaptive import device_collectives
 from megatron.adaptive.errors import SetupError
+from megatron.adaptive.without_cuda import install, install_for_trainer
+
+__all__ = [
+    "Accelerator",
+    "CpuClock",
+    "CudaClock",
+    "CudaMark",
+    "current_device",
+    "default_generator",
+    "detect",
+    "install",
+    "install_for_trainer",
+    "keep_freed_memory",
+    "lock_pages",
+    "locked_memory",
+    "make_current",
+    "quiet_imports",
+    "quiet_libraries",
+    "why_no_gpu",
+]
 
 _CPU = torch.device("cpu")
-_FACTORIES = (
-    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like"),
-    *("linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like"),
-    *("randperm", "tensor", "zeros", "zeros_like"),
-)
 
 # Of <malloc.h>; the second is the largest value that glibc takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -62,16 +68,29 @@ class Accelerator:
         device: the ``torch.device`` of parameters and activations.
         backend: the ``torch.distributed`` backend of collectives, ``nccl`` or ``gloo``.
         name: the part's marketing name, ``CPU`` without CUDA.
+        shares: Number of ranks that compute on the GPU, 1 on a CPU.
+        asked_backend: Backend that the user asked for, ``None`` without one.
     """
 
     device: torch.device
     backend: str
     name: str
+    shares: int = 1
+    asked_backend: str | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks compute on the same GPU: times are then slices of it."""
+        return self.shares > 1
 
     @property
     def is_cuda(self) -> bool:
         """Whether the device is a CUDA GPU."""
         return self.device.type == "cuda"
+
+    def make_current(self) -> None:
+        """Makes the device current in the calling thread, see :func:`make_current`."""
+        make_current(self.device)
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done; does nothing on a CPU."""
@@ -194,114 +213,229 @@ def lock_pages(address: int, size_bytes: int, device: torch.device) -> bool:
     return False
 
 
+class _LockedMemory(mmap.mmap):
+    """Memory of the host whose pages are locked until nothing refers to it."""
+
+    address = 0  # 0 while nothing is locked
+
+    def __del__(self) -> None:
+        if self.address:
+            with contextlib.suppress(Exception):  # at the end of the process CUDA may be gone
+                torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def locked_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Returns memory of the host that a GPU copies to and from by itself.
+
+    It takes the size that is asked for: torch's own pinned memory takes the next power of two.
+
+    Args:
+        size_bytes: Number of bytes.
+        device: The GPU, which must be current.
+
+    Returns:
+        ``[size_bytes] uint8``; its pages are locked as far as the driver allows, for as long as the
+        tensor or a view of it lives.
+    """
+    if not size_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = _LockedMemory(-1, size_bytes)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    if lock_pages(tensor.data_ptr(), size_bytes, device):
+        memory.address = tensor.data_ptr()
+    return tensor
+
+
+def make_current(device: torch.device) -> None:
+    """Makes a GPU current in the calling thread; does nothing for a CPU.
+
+    Every thread that touches CUDA calls this first. A new thread starts with GPU 0, and leaving
+    ``torch.cuda.stream()`` there makes a context on GPU 0: about 0.5 GB of its memory per process.
+
+    Args:
+        device: The process's device, with its index where it is a GPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def current_device() -> torch.device:
     """Return the device that this process computes on, as megatron-core sees it."""
-    device = torch.cuda.current_device()
-    # Without CUDA the call is substituted and answers with a device.
-    return torch.device("cuda", device) if isinstance(device, int) else device
+    if not torch.cuda.is_available():
+        return _CPU
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that draws for a device unless another one is named."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
     """Pick the device of this process and make it current.
 
     Processes beyond the number of GPUs share them in turn (two pipeline stages on one GPU work,
-    with gloo between them, for NCCL refuses two ranks on one device).
+    with gloo between them, for NCCL refuses two ranks on one device). Who shares a GPU with whom is
+    only known when all ranks have met: :func:`agree_on_sharing` has the last word.
 
     Args:
         local_rank: index of the process on its node.
         backend: ``nccl`` or ``gloo``; chosen from the hardware where ``None``.
 
     Raises:
-        SetupError: ``nccl`` was asked for on a machine without CUDA.
+        SetupError: ``nccl`` was asked for without a GPU for each rank, or
+            ``CUDA_VISIBLE_DEVICES`` names GPUs and there are none.
     """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    _require_devices(backend, ranks)
     if not torch.cuda.is_available():
-        if backend == "nccl":
-            raise SetupError(
-                "--distributed-backend nccl: this machine has no CUDA device and NCCL needs one; "
-                "leave the flag out or use gloo"
-            )
         return Accelerator(device=_CPU, backend="gloo", name="CPU")
     count = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
-    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > count
+    chosen = backend or ("gloo" if ranks > count else "nccl")
+    if chosen == "gloo":
+        device_collectives.install()
     return Accelerator(
         device=device,
-        backend=backend or ("gloo" if shared else "nccl"),
+        backend=chosen,
+        asked_backend=backend,
         name=torch.cuda.get_device_name(device),
+        shares=len(range(local_rank % count, max(ranks, local_rank + 1), count)),
     )
 
 
-def _keep_freed_memory() -> None:
-    """Let the C library keep what tensors give back, as a device's allocator does.
+def agree_on_sharing(
+    accelerator: Accelerator, store: Any, *, rank: int, world_size: int
+) -> Accelerator:
+    """Counts the ranks on this rank's GPU and picks the job's backend. Collective over all ranks.
+
+    A launcher may show each rank one GPU alone, as Slurm does with ``--gpus-per-task``, so that no
+    rank knows by itself whether others have the same one.
+
+    Args:
+        accelerator: Device of this rank, from :func:`detect`.
+        store: The job's store; waits in it end by its own limit.
+        rank: Global rank of this process.
+        world_size: Number of ranks of the job.
+
+    Raises:
+        SetupError: ``nccl`` was asked for and two ranks have one GPU; on all ranks alike.
+    """
+    own = _identity(accelerator.device) if accelerator.is_cuda else f"no GPU at rank {rank}"
+    keys = [f"gpu-of-rank/{other}" for other in range(world_size)]
+    store.set(keys[rank], own)
+    if not accelerator.is_cuda:
+        return accelerator
+    owners: dict[str, list[int]] = {}
+    for other, gpu in enumerate(store.multi_get(keys)):  # waits for all of them
+        owners.setdefault(gpu.decode(), []).append(other)
+    shared = next((ranks for ranks in owners.values() if len(ranks) > 1), None)
+    if shared is not None and accelerator.asked_backend == "nccl":
+        raise SetupError(
+            f"--distributed-backend nccl: ranks {', '.join(map(str, shared))} have one GPU, and "
+            f"NCCL refuses two ranks on one: start {len(owners)} ranks, or leave the flag out or "
+            "use gloo, with which ranks share"
+        )
+    chosen = accelerator.asked_backend or ("nccl" if shared is None else "gloo")
+    if chosen == "gloo":
+        device_collectives.install()
+    return dataclasses.replace(accelerator, backend=chosen, shares=len(owners[own]))
+
+
+def _identity(device: torch.device) -> str:
+    """Returns a text that only this GPU has, on all machines."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if hasattr(properties, "uuid"):
+        return str(properties.uuid)
+    place = [getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")]
+    return f"{socket.gethostname()} {place}"
+
+
+def _require_devices(backend: str | None, ranks: int) -> None:
+    """Checks that the machine has the GPUs that were asked for.
+
+    Args:
+        backend: Backend that the user asked for, ``None`` without one.
+        ranks: Number of this node's ranks.
+
+    Raises:
+        SetupError: It has not.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = None if torch.cuda.is_available() else why_no_gpu()
+    names_gpus = torch.version.cuda is not None and (visible or "").strip() not in ("", "-1")
+    if why is not None and (backend == "nccl" or names_gpus):
+        asked = f"CUDA_VISIBLE_DEVICES={visible}"
+        if backend == "nccl":
+            asked = "--distributed-backend nccl"
+        raise SetupError(f"{asked}: there is no GPU to use here: {why}")
+    count = torch.cuda.device_count() if why is None else 0
+    if backend == "nccl" and ranks > count and visible is None:  # every rank sees all GPUs
+        raise SetupError(
+            f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
+            f"GPU{'' if count == 1 else 's'}, and NCCL refuses two ranks on one: start at most "
+            f"{count} ranks per node, or leave the flag out or use gloo, with which ranks share"
+        )
+
+
+def why_no_gpu() -> str:
+    """Returns why torch sees no GPU, and what to do about it, in one line."""
+    if torch.version.cuda is None:
+        return (
+            f"torch {torch.__version__} is built without CUDA: install one with it "
+            "(requirements-gpu.txt), or leave the setting out or use gloo on CPUs"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip():
+        return (
+            "CUDA_VISIBLE_DEVICES is empty: unset it, or name GPUs in it as nvidia-smi numbers them"
+        )
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        if "driver" in said and ("too old" in said or "insufficient" in said):
+            return (
+                f"the NVIDIA driver is older than CUDA {torch.version.cuda}, which torch "
+                f"{torch.__version__} was built with ({said}): update the driver, or install a "
+                "torch for an older CUDA"
+            )
+        if "driver" in said or "NVML" in said:
+            return f"no NVIDIA driver answers ({said}): see whether nvidia-smi lists a GPU"
+        if visible is None:
+            return f"{said}: see whether nvidia-smi lists a GPU"
+    if visible is not None:
+        return (
+            f"CUDA_VISIBLE_DEVICES={visible} names no GPU of this machine: give numbers that "
+            "nvidia-smi lists, or unset it"
+        )
+    return "the NVIDIA driver lists none: see nvidia-smi"
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what tensors give back, as a device's allocator does; not with CUDA.
 
     It would hand the top of the heap to the system at nearly every backward and get it back page
-    by page: 2,000 faults and 3-5% of a backward's time in a GPT of hidden size 256.
+    by page: 2,000 faults and 3-5% of a backward's time in a GPT of hidden size 256. The setting is
+    the whole process's: call it where training begins, not where a module is imported.
     """
+    if torch.cuda.is_available():
+        return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # not every C library has it
         mallopt(_M_TRIM_THRESHOLD, _HEAP_KEPT_BYTES)
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
 
 
-def install() -> bool:
-    """Let megatron-core run without CUDA; a no-op with CUDA or when already installed.
-
-    Process-wide. Must run before the first import of ``megatron.core``.
-
-    Returns:
-        Whether the substitutions are in force.
-
-    Raises:
-        SetupError: ``megatron.core`` was imported before the first call.
-    """
-    if torch.cuda.is_available():
-        return False
-    # Fusions would go through torch.compile, whose first call takes half a minute on a CPU.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    if torch.cuda.current_device is _cpu:  # type: ignore[comparison-overlap]
-        return True
-    if "megatron.core.tensor_parallel" in sys.modules:
-        raise SetupError(
-            "megatron.core was imported before megatron.adaptive.accelerator.install(); "
-            "call install() first on a machine without CUDA"
-        )
-    _keep_freed_memory()
-    _substitute_current_device()
-    _substitute_synchronize()
-    _substitute_streams()
-    _substitute_factories()
-    _substitute_tensor_moves()
-    _substitute_tensor_type()
-    _substitute_random_state()
-    _substitute_compiler()
-    _substitute_grouped_products()
-    _substitute_exchanged_parts()
-    _substitute_unequal_parts()
-    return True
-
-
-def install_for_trainer() -> bool:
-    """Let also Megatron-LM's own trainer run without CUDA; a no-op with it.
-
-    Returns:
-        Whether the substitutions are in force.
-    """
-    if not install():
-        return False
-    # Without any device the trainer makes neither process groups nor seeds.
-    torch.cuda.device_count = lambda: 1
-    torch.cuda.set_device = lambda device: None
-    # A part that needs no setting of its own to overlap messages with work.
-    part = types.SimpleNamespace(name="CPU", major=10, minor=0)
-    torch.cuda.get_device_properties = lambda device=None: part  # type: ignore[assignment,return-value]
-    return True
-
-
 def quiet_libraries() -> None:
     """Silence warnings about optional GPU packages and torch's internals: users cannot act on them.
 
-    Call it before megatron-core is imported, which is when most of them are given.
+    For processes that are ours, such as the trainer's; in a user's use :func:`quiet_imports`. Call
+    it before megatron-core is imported, which is when most of them are given.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*")
@@ -309,206 +443,14 @@ def quiet_libraries() -> None:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 
-def _substitute_current_device() -> None:
-    """``torch.cuda.current_device()`` is passed on as ``device=``: answer with the CPU."""
-    torch.cuda.current_device = _cpu  # type: ignore[assignment]
-
-
-def _cpu() -> torch.device:
-    return _CPU
-
-
-def _substitute_synchronize() -> None:
-    """CPU work is done when the call returns: nothing to wait for, no stream to wait on."""
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.empty_cache = lambda: None
-
-
-class _NoStream:
-    """A stream of a device that has done all work when a call returns."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: Any = None) -> _NoStream:
-        """Returns what waits for nothing either."""
-        return self
-
-
-def _substitute_streams() -> None:
-    """There is one stream, in which nothing waits, whichever is asked for."""
-    torch.cuda.Stream = _NoStream  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = _NoStream  # type: ignore[assignment]
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
-
-
-def _is_cuda_name(device: Any) -> bool:
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, torch.device) and device.type == "cuda"
-
-
-def _substitute_factories() -> None:
-    """``torch.zeros(..., device="cuda")`` and its like make CPU tensors."""
-
-    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(factory)
-        def make(*args: Any, **kwargs: Any) -> Any:
-            if "device" in kwargs and _is_cuda_name(kwargs["device"]):
-                kwargs["device"] = _CPU
-            kwargs.pop("pin_memory", None)
-            return factory(*args, **kwargs)
-
-        return make
-
-    for name in _FACTORIES:
-        setattr(torch, name, on_cpu(getattr(torch, name)))
-
-
-def _substitute_tensor_moves() -> None:
-    """``Tensor.cuda()`` and ``Module.cuda()`` leave tensors where they are, on the CPU."""
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
-
-
-def _substitute_tensor_type() -> None:
-    """``Tensor.type()`` without arguments answers ``torch.cuda.FloatTensor`` for a CPU tensor.
-
-    megatron-core's optimizers sort parameters by that name and refuse every other.
-    """
-    original = torch.Tensor.type
-
-    @functools.wraps(original)
-    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        if isinstance(answer, str) and not answer.startswith("torch.cuda."):
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
-
-    torch.Tensor.type = type_name  # type: ignore[assignment,method-assign]
-
-
-def _substitute_random_state() -> None:
-    """The CUDA generator that megatron-core forks, saves and restores is the CPU generator."""
-    substitutes = {
-        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
-        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
-        "manual_seed": torch.manual_seed,
-    }
-    for module in (torch.cuda, torch.cuda.random):
-        for name, substitute in substitutes.items():
-            setattr(module, name, substitute)
-    # megatron-core sets the state through a lazy call on `default_generators[device.index]`, which
-    # would otherwise be queued until CUDA is initialized, that is for ever.
-    torch.cuda._lazy_call = lambda call, **kwargs: call()
-    torch.cuda.default_generators = _AnyIndex(torch.default_generator)  # type: ignore[assignment]
-
-
-def _substitute_compiler() -> None:
-    """Functions of megatron-core that ask to be compiled stay as they are.
-
-    Nothing is compiled anyway (``TORCHDYNAMO_DISABLE``), and asking alone loads the compiler: a
-    third of what a process takes to start. A user who turned it on, and others' functions, get it.
-    """
-    original = torch.compile
-
-    @functools.wraps(original)
-    def compile_others(model: Any = None, **options: Any) -> Any:
-        if model is None:
-            return functools.partial(compile_others, **options)
-        owner = getattr(model, "__module__", None) or ""
-        is_off = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-        return (
-            model if is_off and owner.startswith("megatron.core.") else original(model, **options)
-        )
-
-    torch.compile = compile_others
-
-
-def _substitute_grouped_products() -> None:
-    """The package of grouped matrix products exists, with the one function that experts call.
-
-    One kernel for all experts saves launches, of which a CPU has none.
-    """
-
-    def products(
-        rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
-    ) -> torch.Tensor:
-        """Multiplies each expert's rows with its matrix: ``[n, k], [e, k, m] -> [n, m]``."""
-        parts = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
-        return torch.cat([part @ (one.t() if trans_b else one) for part, one in parts])
-
-    package = types.ModuleType("grouped_gemm")
-    package.__dict__["ops"] = types.SimpleNamespace(gmm=products)
-    sys.modules["grouped_gemm"] = package
-
-
-def _substitute_exchanged_parts() -> None:
-    """An all-to-all takes the sizes of its parts as tensors too.
-
-    megatron-core turns those of a GPU into numbers, and leaves those of a CPU what they are.
-    """
-    original: Any = dist.all_to_all_single
-
-    def number(value: Any) -> Any:
-        return value.tolist() if torch.is_tensor(value) else value
-
-    @functools.wraps(original)
-    def exchange(output: torch.Tensor, input: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        named = {name: number(value) for name, value in options.items()}
-        return original(output, input, *map(number, rest), **named)
-
-    dist.all_to_all_single = exchange
-
-
-def _substitute_unequal_parts() -> None:
-    """Ranks gather parts of different sizes, and add up such parts, which gloo refuses.
-
-    The dispatchers of experts do where several ranks share an expert.
-    """
-    gather, add_up = dist.all_gather, dist.reduce_scatter
-
-    def differ(parts: list[torch.Tensor], options: dict[str, Any]) -> bool:
-        return len({part.shape for part in parts}) > 1 and not options.get("async_op")
-
-    @functools.wraps(gather)
-    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if not differ(parts, options):
-            return gather(parts, own, *args, **options)
-        whole = torch.cat(parts)
-        sent = [len(own)] * len(parts)
-        again = own.repeat(len(parts), *[1] * (own.dim() - 1))
-        dist.all_to_all_single(whole, again, [len(part) for part in parts], sent, *args, **options)
-        for part, found in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-            part.copy_(found)
-        return None
-
-    @functools.wraps(add_up)
-    def reduce_scatter(
-        own: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
-    ) -> Any:
-        if args or not differ(parts, options):  # another operation than the sum
-            return add_up(own, parts, *args, **options)
-        found = own.new_empty(len(parts), *own.shape)
-        received = [len(own)] * len(parts)
-        sent = [len(part) for part in parts]
-        dist.all_to_all_single(found.flatten(0, 1), torch.cat(parts), received, sent, **options)
-        own.copy_(found.sum(dim=0))
-        return None
-
-    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter  # type: ignore[assignment]
-
-
-class _AnyIndex(tuple):  # type: ignore[type-arg]
-    """A one-element sequence whose element answers to every index, a device included."""
-
-    def __new__(cls, element: Any) -> _AnyIndex:
-        return super().__new__(cls, (element,))
-
-    def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(0)
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Silence within the block what :func:`quiet_libraries` silences for good."""
+    logger = logging.getLogger("megatron.core")
+    level = logger.level
+    with warnings.catch_warnings():
+        quiet_libraries()
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

@@ -6,11 +6,14 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.planning.measured import errors_of, literature_rows, read_sets
 from megatron.adaptive.errors import ConfigError
+
+from .staged_set import staged_plan, write_staged_set
 
 PUBLISHED = os.environ.get("PLANNER_DATA", "")
 
@@ -93,6 +96,32 @@ def test_runs_that_no_model_of_the_set_has_are_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text("utf-8").replace("2-2", "2-3"), encoding="utf-8")
     with pytest.raises(ConfigError, match="0 models of model.json have 5 layers"):
         read_sets(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"stages": [{"replicas": [{"gpu": "V100", "tp": 1, "count": 9}]}]},
+        {"measured_s": None},
+        {"partition": "9-9-9"},
+        {"model": "another"},
+    ],
+)
+def test_a_run_that_the_set_leaves_out_stops_no_other(
+    broken: dict[str, Any], tmp_path: Path
+) -> None:
+    doubts = ["its figures were pasted; leave out of error figures"]
+    sound = [staged_plan(0.2), staged_plan(0.3, global_batch_size=8)]
+    write_staged_set(
+        tmp_path, [sound[0], {**staged_plan(1.0), **broken, "doubts": doubts}, sound[1]]
+    )
+    ((name, runs),) = read_sets(tmp_path).items()
+    assert name.endswith("two")
+    assert [run.seconds for run in runs] == [0.2, 0.3]
+    assert errors_of(runs)[0]["runs"] == 2
+    write_staged_set(tmp_path, [*sound, {**staged_plan(1.0), **broken}])
+    with pytest.raises(ConfigError):
+        errors_of(read_sets(tmp_path)[name])
 
 
 @pytest.mark.skipif(not PUBLISHED, reason="PLANNER_DATA names no folder of published sets")

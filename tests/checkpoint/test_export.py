@@ -18,7 +18,7 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.safetensors import SINGLE
 from megatron.adaptive.checkpoint.shards import CheckpointReader
 from megatron.adaptive.cli.checkpoint import export_hf, import_hf
-from megatron.adaptive.config.adapters import ADAPTER_CONFIG, adapter_arguments
+from megatron.adaptive.config.adapters import ADAPTER_CONFIG, Base, adapter_arguments
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.lora import MARK
@@ -231,7 +231,17 @@ def test_adapters_that_cannot_be_are_refused(flags: str, words: str) -> None:
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' asks for"),
         ({"something_new": 3}, "something_new 3 asks for"),
         ({"peft_type": "IA3"}, "its peft_type is not LORA"),
-        ({"target_modules": ".*proj"}, "target_modules '.*proj' is no list of names"),
+        ({"target_modules": 5}, "target_modules 5 is no list of names, no regular expression"),
+        ({"target_modules": []}, r"target_modules \[\] is no list of names"),
+        ({"target_modules": ".*[qv_proj"}, r"target_modules '.*' is no regular expression"),
+        ({"target_modules": "(a+)+q_proj"}, "repeats what repeats: write the names"),
+        ({"target_modules": "nothing"}, "target_modules 'nothing' fits no linear layer of llama"),
+        ({"target_modules": ".*(q_proj|lm_head)"}, "fits lm_head, which has no adapters here"),
+        ({"target_modules": r".*layers\.[12]\.self_attn.*q_proj"}, "in layer 1 than in layer 0"),
+        ({"lora_alpha": None}, "lora_alpha is None: it must be a number"),
+        ({"r": 2.5}, "r is 2.5: it must be a whole number"),
+        ({"r": None}, "r is None: it must be a whole number"),
+        ({"lora_dropout": "0.1"}, "lora_dropout is '0.1': it must be a number"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(
@@ -240,7 +250,7 @@ def test_other_kinds_of_adapters_are_refused(
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **keys}
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=words):
-        adapter_arguments(tmp_path)
+        adapter_arguments(tmp_path, Base(family="llama", layers=4))
 
 
 @pytest.mark.multiprocess
@@ -251,3 +261,47 @@ def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> No
     command = ["-m", "megatron.adaptive", "pretrain-gpt", *words.split()]
     assert run_ranks(command, world_size=1, log=log, limit_s=120.0) == 2
     assert re.search(r"error: .*of .*lora_A.weight the shape is \[.*\] there and", log.read_text())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "qwen3"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ".*(q|v)_proj",
+        ".*_proj",
+        r"model\.layers\.\d+\.self_attn\..*_proj",
+        r"transformer\.h\..*\.c_.*",
+        ".*mlp.*",
+        ".*attn.*",
+        r".*\.(qkv|o|gate_up)_proj",
+        "(?:model|transformer).*",
+    ],
+)
+def test_a_pattern_is_resolved_as_peft_does(
+    family: str, pattern: str, models: Path, tmp_path: Path
+) -> None:
+    """The linear layers that PEFT puts adapters beside, by their names."""
+    import peft
+    import transformers
+
+    document = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": pattern}
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(document))
+    config = transformers.AutoConfig.from_pretrained(models / family)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    linear = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+    expected = {
+        name.split(".", 3)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, linear)
+        and peft.tuners.tuners_utils.check_target_module_exists(
+            peft.LoraConfig(target_modules=pattern), name
+        )
+    }
+    try:
+        words = adapter_arguments(tmp_path, Base(family=family, layers=4))
+    except ConfigError as error:
+        message = str(error)
+        assert not expected or "has no adapters here" in message
+        return
+    assert words[-1].split(",") == sorted(expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron.adaptive.checkpoint.export import require_same
 from megatron.adaptive.cli.checkpoint import export_hf, import_hf
-from megatron.adaptive.cli.pretrain_gpt import load_recipe
-from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.cli.pretrain_gpt import load_recipe, train
+from megatron.adaptive.config.arguments import parse, read_recipe
 from megatron.adaptive.config.hugging_face import INDEX, SINGLE, load_config
+from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 from ..multiprocess.launch import run_ranks, tail
@@ -128,6 +130,16 @@ def test_export_writes_the_same_files(name: str, models: Path, tmp_path: Path) -
     export_hf([str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")])
     for file in (SINGLE, "config.json", "generation_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (models / name / file).read_bytes()
+
+
+def test_kimi_k2_is_read_and_written_as_deepseek_v3(models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kimi"
+    shutil.copytree(models / "deepseek_v3", folder)
+    _change(folder, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
+    import_hf([str(folder), "--output", str(tmp_path / "checkpoint")])
+    export_hf([str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")])
+    for file in (SINGLE, "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
 
 
 def test_weights_in_8_bits_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
@@ -326,6 +338,28 @@ def _cut(folder: Path) -> None:
     (folder / SINGLE).write_bytes(data[:-100])
 
 
+def _lengthen(folder: Path) -> None:
+    with (folder / SINGLE).open("ab") as file:
+        file.write(bytes(64))
+
+
+def _overlap(folder: Path) -> None:
+    """Lets two matrices of one shape lie at the same bytes, and cuts those that are free then."""
+    raw = (folder / SINGLE).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
+    last = max(
+        (name for name in header if name != "__metadata__"),
+        key=lambda name: header[name]["data_offsets"][1],
+    )
+    same = [name for name, entry in header.items() if entry.get("shape") == header[last]["shape"]]
+    other = next(name for name in same if name != last)
+    begin = header[last]["data_offsets"][0]
+    header[last]["data_offsets"] = header[other]["data_offsets"]
+    text = json.dumps(header).encode()
+    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + data[:begin])
+
+
 def _pickle(folder: Path) -> None:
     (folder / SINGLE).rename(folder / "pytorch_model-00001-of-00001.bin")
 
@@ -344,6 +378,8 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
     [
         (_miss_a_shard, "model-00002-of-00002.safetensors is missing, and 1 tensors are in it"),
         (_cut, "model.safetensors is cut or damaged .*copy it again"),
+        (_lengthen, "model.safetensors is cut or damaged .*behind them nothing may follow"),
+        (_overlap, "model.safetensors is cut or damaged .* overlaps .*copy it again"),
         (_pickle, "pytorch_model-00001-of-00001.bin, a pickle, .* save_pretrained"),
         (_edit(lambda t: t.update({_QUERY: t[_QUERY][:8].clone()})), r"q_proj.weight with shape"),
         (_edit(lambda t: t.update({_QUERY: t[_QUERY].to(torch.int8)})), "q_proj.* is of type I8"),
@@ -380,7 +416,11 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"mlp_bias": True}, "mlp_bias True asks for"),
         ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5': it must be a number"),
         ("llama", {"rope_parameters": [1]}, "config.json: a value is of another kind than trans"),
-        ("mistral", {"sliding_window": "x"}, "config.json: a value is of another kind than tran"),
+        (
+            "mistral",
+            {"sliding_window": "x"},
+            "config.json: sliding_window is 'x': it must be a whole",
+        ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -389,8 +429,13 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"rope_parameters": {"type": "linear", "factor": 1.5}}, "linear rotation"),
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 .* unknown"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized weights.*dequantize the model"),
-        ("llama", {"model_type": "lama"}, "'lama' is not known; the nearest is llama; deep"),
-        ("llama", {"model_type": "mpt", "alibi": True}, "nearest is llama, which lacks alibi; "),
+        ("llama", {"model_type": "lama"}, "nearest is llama, which has all its keys: write llama"),
+        ("llama", {"model_type": "qwen2_vl", "vision_config": {"a": 1}}, "text part are not apart"),
+        (
+            "llama",
+            {"model_type": "mpt", "alibi": True},
+            "nearest is llama, which lacks positions by a bias of the scores; alibi; ",
+        ),
         ("gemma", {"use_bidirectional_attention": True}, "True asks for attention to later tokens"),
         ("gemma", {"hidden_act": "silu"}, "hidden_act 'silu' .* nearest is gelu"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' .* gelu_pytorch_tanh"),
@@ -418,3 +463,114 @@ def test_what_the_layers_lack_is_refused_by_its_key(
     with pytest.raises(ConfigError, match=words) as info:
         load_config(tmp_path)
     assert "\n" not in str(info.value)
+
+
+# A recipe whose model is that of a folder, and flags that contradict the folder
+
+
+RECIPE = {
+    "num_layers": 99,
+    "hidden_size": 999,
+    "num_attention_heads": 9,
+    "ffn_hidden_size": 9999,
+    "max_position_embeddings": 9999,
+    "rotary_base": 500,
+    "qk_layernorm": True,
+    "norm_epsilon": 0.5,
+    "attention_dropout": 0.25,
+    "seq_length": 16,
+    "micro_batch_size": 1,
+    "train_iters": 1,
+    "lr": 1e-4,
+    "variants": {"size": {"large": {"num_query_groups": 3}, "small": {}}},
+}
+
+
+def _read(recipe: dict[str, Any], *words: str) -> TrainerConfig:
+    flags = read_recipe(recipe, [*words], "recipe.yaml").flags
+    return parse(flags, world_size=1, needs_data=False)
+
+
+def test_a_recipe_takes_its_model_from_the_folder(models: Path) -> None:
+    folder = f"load_hf={models / 'llama'}"
+    config = _read(RECIPE, folder)
+    expected = parse(
+        f"--load-hf {models / 'llama'} --mock-data --seq-length 16 --micro-batch-size 1"
+        " --train-iters 1 --lr 1e-4".split(),
+        world_size=1,
+    )
+    for group in ("model", "core"):
+        ours, theirs = (vars(getattr(one, group)) for one in (config, expected))
+        changed = {key: value for key, value in ours.items() if value != theirs[key]}
+        # What is of training stays that of the recipe.
+        assert changed in ({}, {"attention_dropout": 0.25})
+    assert config.model.num_layers == 4
+    with pytest.raises(ConfigError, match=r"--num-layers 5 contradicts --load-hf .* says 4: leave"):
+        _read(RECIPE, folder, "num_layers=5")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--hidden-size", 128),
+        ("--num-layers", 3),
+        ("--ffn-hidden-size", 100),
+        ("--num-query-groups", 4),
+    ],
+)
+def test_a_size_that_contradicts_the_folder_is_named(flag: str, value: int, models: Path) -> None:
+    run = f"--load-hf {models / 'llama'} --mock-data --micro-batch-size 1 --train-iters 1 --lr 1"
+    config = parse([*run.split()], world_size=1)
+    there = getattr(config.model, flag[2:].replace("-", "_"))
+    with pytest.raises(ConfigError, match=f"{flag} {value} contradicts --load-hf .* says {there}"):
+        parse([*run.split(), flag, str(value)], world_size=1)
+    parse([*run.split(), flag, str(there)], world_size=1)
+
+
+@pytest.mark.multiprocess
+def test_a_folder_of_other_weights_is_refused_before_a_model_is_built(
+    models: Path, tmp_path: Path
+) -> None:
+    """The model of the configuration would have 600 billion parameters."""
+    folder = tmp_path / "model"
+    shutil.copytree(models / "llama", folder)
+    sizes = {"hidden_size": 16384, "num_hidden_layers": 128, "intermediate_size": 65536}
+    _change(folder, **sizes, num_attention_heads=128, num_key_value_heads=128, head_dim=128)
+    run = f"--load-hf {folder} --mock-data --micro-batch-size 1 --train-iters 1 --lr 1 --bf16"
+    log = tmp_path / "log.txt"
+    command = [str(PRETRAIN), *run.split(), "--seq-length", "16"]
+    assert run_ranks(command, world_size=1, log=log, limit_s=100.0) == 2, tail(log)
+    errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "tensors are missing" in errors[0] or "with shape" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("base: [1, 2]", r"recipe.yaml: base is \[1, 2\]: it must be the name of a file"),
+        ("base: 5", "recipe.yaml: base is 5: it must be the name of a file"),
+        ("base: list.yaml", r"list.yaml holds \[1, 2\], and is the base of .*: it must be keys"),
+        ("base: two.yaml", "two.yaml is the base of .* and has one: keep one"),
+        ("base: nothing.yaml", "nothing.yaml: No such file"),
+        ("- 1", r"recipe.yaml holds \[1\]: it must be keys with values"),
+    ],
+)
+def test_a_base_that_is_no_recipe_is_named(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    (tmp_path / "list.yaml").write_text("[1, 2]")
+    (tmp_path / "two.yaml").write_text("base: list.yaml")
+    assert train([str(tmp_path / "recipe.yaml"), "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(words, line)
+
+
+def test_a_dry_run_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+    for task in ("pretrain", "finetune", "lora"):
+        words = [str(RECIPES / "qwen3-0.6b.yaml"), f"task={task}", "gpus=8", "--dry-run"]
+        assert train(words) == 0
+        assert "num_layers: 28" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no data is given"):
+        parse(read_recipe(load_recipe(RECIPES / "qwen3-0.6b.yaml"), [], "x").flags, world_size=1)

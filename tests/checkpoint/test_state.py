@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import random
+import types
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron.adaptive.checkpoint.state import load_scheduler
+from megatron.adaptive import accelerator
+
+accelerator.install()
+
+from megatron.adaptive.checkpoint.saver import _room_for  # noqa: E402
+from megatron.adaptive.checkpoint.state import load_rng, load_scheduler  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
     "init_lr": 0.0,
@@ -66,3 +75,42 @@ def test_the_winner_sets_the_usual_groups_and_leaves_those_with_a_rate_of_their_
     assert first["lr"] == pytest.approx(1e-3 + 0.6 * (expected - 1e-3))
     assert second["max_lr"] == 5e-2
     assert first["weight_decay"] == pytest.approx(0.04 if winner == "checkpoint" else 0.1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_random_states_of_another_kind_of_device_are_left_out_with_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.zeros(16, dtype=torch.uint8),  # as a GPU's generator has it
+        "tracker": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)},
+    }
+    load_rng(state)
+    (line,) = caplog.messages
+    assert "random states of a GPU, and this rank computes on a CPU" in line
+    assert "--no-load-rng" in line
+
+
+def test_memory_for_copies_is_locked_as_large_as_it_is_and_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pinned memory of torch's own takes the next power of two: here 4096 bytes."""
+    locked: dict[int, int] = {}
+
+    def lock(address: int, size_bytes: int, flags: int) -> int:
+        locked[address] = size_bytes
+        return 0
+
+    driver = types.SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=locked.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    copies = _room_for([torch.ones(513), torch.ones(3)], torch.device("cuda", 0))
+    assert [copy.shape for copy in copies] == [(513,), (3,)]
+    assert list(locked.values()) == [2112 + 64]
+    part = copies[1]
+    del copies
+    assert locked
+    del part
+    assert not locked

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import random
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
-from megatron.adaptive.checkpoint.torch_dist import ShardWriter
+from megatron.adaptive.checkpoint.torch_dist import ShardWriter, write_file
 
 Make = Callable[..., Any]
 FLAGS: list[dict[str, str | None]] = [
@@ -51,6 +53,24 @@ def contents(folder: Path, iteration: int) -> dict[str, bytes]:
     """The files of a checkpoint."""
     path = CheckpointFolder(folder).complete_path(iteration)
     return {one.name: one.read_bytes() for one in path.iterdir()}
+
+
+def test_a_full_disk_leaves_no_view_of_a_buffer_behind() -> None:
+    """Python 3.12.1 crashed as it collected the error, whose traceback held buffer and view."""
+    with pytest.raises(OSError, match="No space left on device") as failure:
+        write_file(Path("/dev/full"), [torch.ones(1000)], {})
+    cause = failure.value.__context__
+    assert cause is not None
+    held = [
+        value
+        for frame, _ in traceback.walk_tb(cause.__traceback__)
+        for value in frame.f_locals.values()
+        if isinstance(value, io.BytesIO)
+    ]
+    assert held
+    for buffer in held:
+        buffer.seek(0, io.SEEK_END)
+        buffer.write(bytes(1 << 20))  # refused while there is a view
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

@@ -107,6 +107,27 @@ def test_figures_are_those_of_transformers(
     assert f"sample: {said}\n" in done.stdout
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("more", [[], ["--lora-rank", "4"]])
+def test_checkpoints_of_a_run_from_a_folder_say_their_model(
+    folder: Path, tmp_path: Path, more: list[str]
+) -> None:
+    """Without a flag of the model: the run has left them beside its checkpoints."""
+    tokens = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    run = "--mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-6"
+    run += f" --seq-length {LENGTH} --save {tmp_path}/saved --save-interval 2 --eval-iters 0"
+    words = ["-m", "megatron.adaptive", "pretrain-gpt", "--load-hf", str(folder), *run.split()]
+    done = run_forked([*words, *tokens, *more], folder=tmp_path, limit_s=200, variables=forking())
+    assert done.returncode == 0, done.stderr
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": TEXT}) + "\n")
+    words = ["-m", "megatron.adaptive", "evaluate", "--data", str(text), "--load"]
+    words += [str(tmp_path / "saved"), "--seq-length", str(LENGTH), *tokens]
+    done = run_forked(words, folder=tmp_path, limit_s=200, variables=forking())
+    assert done.returncode == 0, done.stderr
+    assert "on validation set | lm loss value: " in done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

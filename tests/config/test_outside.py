@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.adaptive.config.forms import read_file
 from megatron.adaptive.config.outside import MAX_LEVELS, parse_json, printable, read_json
 from megatron.adaptive.errors import ConfigError, ScheduleError
 
@@ -67,3 +68,22 @@ def test_characters_that_change_a_terminal_are_written_out() -> None:
     shown = "a\\x1b[2J\\x07\\x7f\\x9b1m\\u202eb\\u2066\\ud800\\r{}é\U0001f600 \u200d{}"
     assert printable(text) == shown.format("\\t", "\\n")
     assert printable(text, lines=True) == shown.format("\t", "\n")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    """Some editors write one; readers of all forms pass it over."""
+    content = {"a": [1], "b": "c"}
+    for name, text in {
+        "x.json": json.dumps(content),
+        "x.yaml": "a: [1]\nb: c\n",
+        "x.toml": 'a = [1]\nb = "c"\n',
+    }.items():
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert read_file(tmp_path / name, "model") == content
+    assert parse_json((tmp_path / "x.json").read_bytes()) == content
+
+
+def test_long_integers_are_taken_where_numbers_are_not_checked() -> None:
+    found = parse_json('{"a": ' + "9" * 5000 + ', "b": -' + "9" * 5000 + "}", strict=False)
+    assert found == {"a": float("inf"), "b": float("-inf")}
+    assert parse_json("1" * 30, strict=False) == int("1" * 30)

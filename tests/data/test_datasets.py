@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from megatron.adaptive.config.data import DataConfig
+from megatron.adaptive.data.cache import kept
 from megatron.adaptive.data.corpus import Corpus
 from megatron.adaptive.data.datasets import Blend, Samples, build_datasets, parse_blend
 from megatron.adaptive.data.loader import Batching, MicrobatchLoader
@@ -278,6 +280,75 @@ def test_what_a_killed_build_left_is_not_taken_for_a_cache(
     (tmp_path / "cache" / names[1]).unlink()
     (tmp_path / "cache" / f".{names[1]}.0a1b2c3d.tmp").write_bytes(whole[:50])
     assert _tokens(_train(prefix, tmp_path, 40)) == expected
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "bit": lambda raw: raw[:140] + bytes([raw[140] ^ 4]) + raw[141:],
+    "zeros": lambda raw: raw[:128] + bytes(len(raw) - 128),
+    "cut": lambda raw: raw[: len(raw) - 40],
+    "empty": lambda raw: b"",
+}
+
+
+@pytest.mark.parametrize("part", ["document", "sample", "shuffle"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_index_is_made_anew(
+    damage: str, part: str, write_tokens: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefix = write_tokens(_numbered(40, 30))
+    expected = _tokens(_train(prefix, tmp_path, 40))
+    (path,) = (tmp_path / "cache").glob(f"*-{part}.npy")
+    raw = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](raw))
+    assert _tokens(_train(prefix, tmp_path, 40)) == expected
+    assert path.read_bytes() == raw
+    assert f"{path} is damaged" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "rule"),
+    [
+        ("shuffle", lambda array: array + 1, "a sample is none of the data's"),
+        ("document", lambda array: array + 40, "a document is none of the data's"),
+        ("sample", lambda array: array[::-1], "samples do not follow each other"),
+        ("sample", lambda array: array + np.array([0, 99]), "a sample begins outside the data"),
+        ("sample", lambda array: array[1:], "their shapes do not belong together"),
+        ("shuffle", lambda array: array * 1.0, "they are not whole numbers"),
+    ],
+)
+def test_an_index_of_other_data_is_made_anew(
+    part: str,
+    change: Callable[[Any], Any],
+    rule: str,
+    write_tokens: Write,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its bytes are those that were written, and they are wrong."""
+    prefix = write_tokens(_numbered(40, 30))
+    expected = _tokens(_train(prefix, tmp_path, 40))
+    (path,) = (tmp_path / "cache").glob(f"*-{part}.npy")
+    array = change(np.load(path))
+    path.unlink()
+    kept(str(path.parent), [path.stem], lambda: [array])
+    assert _tokens(_train(prefix, tmp_path, 40)) == expected
+    assert rule in caplog.text
+
+
+def test_damaged_conversations_are_tokenized_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    talk = [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"}]
+    path = tmp_path / "talks.jsonl"
+    path.write_text((json.dumps({"messages": talk}) + "\n") * 4)
+    options = {"sft": True, "variable_seq_lengths": True}
+    expected = _tokens(_train(path, tmp_path, 4, **options))
+    for file in sorted((tmp_path / "cache").glob("*.npy")):
+        raw = bytearray(file.read_bytes())
+        raw[130] ^= 1
+        file.write_bytes(raw)
+        assert _tokens(_train(path, tmp_path, 4, **options)) == expected
+        assert f"{file} is damaged" in caplog.text
 
 
 def test_no_warning_about_a_missing_cache(

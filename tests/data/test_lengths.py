@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,57 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> N
     path.write_text(line + "\n")
     with pytest.raises(DataError, match=r"talks.jsonl:1: is no conversation"):
         build(path, tmp_path, 1, sft=True)
+
+
+WELL = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2 3"}]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xef\xbb\xbf" + json.dumps(WELL).encode(),
+        json.dumps({**WELL, "score": float("nan")}).encode(),
+        json.dumps({**WELL, "score": float("-inf"), "id": 10**40}).encode(),
+        json.dumps(WELL)[:-1].encode() + b', "id": ' + b"9" * 6000 + b', "x": 1e999}',
+        json.dumps(WELL).encode() + b"\r",
+        json.dumps({**WELL, "tools": [{"type": "function"}], "lang": None}).encode(),
+    ],
+)
+def test_what_nobody_reads_does_not_count(tmp_path: Path, line: bytes) -> None:
+    """A byte order mark, line ends of Windows, numbers of any size in fields that are not read."""
+    path = tmp_path / "talks.jsonl"
+    path.write_bytes(line + b"\n" + json.dumps(WELL).encode() + b"\n")
+    dataset = build(path, tmp_path, 2, sft=True)
+    assert [dataset[n]["tokens"].tolist() for n in range(2)] == [[1, 200, 2, 3]] * 2
+    assert dataset[0]["loss_mask"].tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": "weather"}, "talks.jsonl:1: tools is no list of objects"),
+        ({"documents": [1]}, "talks.jsonl:1: documents is no list of objects"),
+        ({"messages": [{"role": "assistant", "content": 5}]}, "talks.jsonl:1: is no conversation"),
+        (
+            {"messages": [{"role": "assistant", "content": None}]},
+            "talks.jsonl:1: without a chat template a message is a text of system, user, assistant",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "2"}]},
+            "without a chat template .* is str of 'tool'; give a tokenizer with a template",
+        ),
+    ],
+)
+def test_fields_of_another_kind_are_named(
+    tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({**WELL, **fields}) + "\n")
+    with pytest.raises(DataError, match=words):
+        build(path, tmp_path, 1, sft=True)
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "talks.jsonl")
+    with pytest.raises(DataError, match="talks.jsonl: is no regular file"):
+        build(tmp_path / "talks.jsonl", tmp_path, 1, sft=True)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from megatron.adaptive.data.loader import Batching, Microbatch, MicrobatchLoader
 from megatron.adaptive.errors import DataError
+
+from ..multiprocess.launch import has_ended, wait_until
 
 # Reads of workers take milliseconds.
 pytestmark = pytest.mark.timeout(60)
@@ -196,3 +202,36 @@ def test_workers_survive_the_signals_that_stop_a_trainer() -> None:
         os.kill(pid, number)
     assert _numbers(loader.step(100)[99]) == [pid, pid]
     loader.close()
+
+
+class NeverRead(Numbered):
+    """Samples of which each takes longer than any test."""
+
+    def __init__(self, size: int, pids: Path) -> None:
+        super().__init__(size)
+        self._pids = pids
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        (self._pids / str(os.getpid())).touch()
+        time.sleep(600)
+        raise AssertionError("nobody waits for this")
+
+
+def test_workers_end_when_their_rank_is_killed(tmp_path: Path) -> None:
+    """They hold the rank's connections, so that other ranks waited for one that was gone."""
+    rank = os.fork()
+    if rank == 0:
+        loader = _loader(NeverRead(400, tmp_path), num_workers=2)
+        loader.step(1)[0]
+        os._exit(0)
+    wait_until(lambda: len([*tmp_path.iterdir()]) == 2, lambda: "no worker reads", 30.0)
+    workers = [psutil.Process(int(path.name)) for path in tmp_path.iterdir()]
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    try:
+        for worker in workers:
+            wait_until(partial(has_ended, worker), partial(str, worker), 30.0)
+    finally:
+        for worker in workers:
+            if not has_ended(worker):
+                worker.kill()

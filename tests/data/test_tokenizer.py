@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.adaptive.config.data import TokenizerConfig
+from megatron.adaptive.data.chat import Conversation
 from megatron.adaptive.data.corpus import Corpus
 from megatron.adaptive.data.tokenizer import (
     END_OF_DOCUMENT,
@@ -176,7 +177,7 @@ MIXED = ["naïve ✓ 🙂 中文\n\n\tx = 1", "", " <|im_end|> </s>", "don't 123
 CHAT = (
     "{%- for one in messages %}<|im_start|>{{ one.role }}\n"
     "{%- if one.role == 'assistant' and loop.last %}\n<think></think>{% endif %}\n"
-    "{%- generation %}\n{{ one.content | trim }}<|im_end|>\n{% endgeneration %}{%- endfor %}"
+    "{{ one.content | trim }}<|im_end|>\n{% endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -222,8 +223,8 @@ def test_a_conversation_is_what_the_template_writes(folder: Path) -> None:
     said = [("system", "short"), ("user", "a ✓"), ("assistant", " b 🙂 "), ("user", "b 🙂")]
     said += [("assistant", "d")]
     ours = _build("HuggingFaceTokenizer", folder)
-    ids, taught = ours.conversation(said)
     messages = [{"role": role, "content": content} for role, content in said]
+    ids, taught = ours.conversation(Conversation(messages=messages))
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     assert ids == theirs.apply_chat_template(messages, return_dict=False)
     parts = [
@@ -245,7 +246,9 @@ def test_a_template_may_refuse_and_runs_in_a_sandbox(folder: Path, tmp_path: Pat
     ):
         (tmp_path / "chat_template.jinja").write_text(template)
         with pytest.raises(DataError, match=reason):
-            _build("HuggingFaceTokenizer", tmp_path).conversation([("assistant", "yes")])
+            _build("HuggingFaceTokenizer", tmp_path).conversation(
+                Conversation(messages=[{"role": "assistant", "content": "yes"}])
+            )
 
 
 def test_a_folder_without_an_end_or_with_too_many_ids_is_refused(

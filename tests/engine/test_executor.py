@@ -257,6 +257,36 @@ def test_a_rule_is_asked_when_the_device_has_caught_up() -> None:
     assert unfinished == [min(1, number) for number in range(12)]
 
 
+@pytest.mark.parametrize(
+    ("action_ns", "ahead"), [(1_000_000, 1), (300_000, 1), (120_000, 3), (60_000, 5), (1, 9)]
+)
+def test_short_actions_leave_the_device_enough_to_do(action_ns: int, ahead: int) -> None:
+    """Before each short action the rule slept for the one before it, and the device for the rule.
+
+    How long actions take, the first step shows.
+    """
+
+    class Timed(Slow):
+        def resolve_ns(self, mark: int) -> int:
+            return mark * action_ns  # marks are taken before and after each action
+
+    clock = Timed()
+    pipeline = Ranks(Placement(num_ranks=1, num_chunks=2))
+    executor = make_executor(pipeline, clock=clock, pp_rank=0)
+    unfinished = []
+
+    def pick(state: RankState) -> Action | None:
+        unfinished.append((clock.launched - clock.finished) // 2)
+        return ready_first(state)
+
+    for _ in range(2):
+        executor.run(Counting(pipeline.placement, 0), Picks(pick), pipeline.state(0, 6))
+        executor.finish_step()
+    first, second = unfinished[:24], unfinished[24:]
+    assert max(first) == 1
+    assert second == [min(ahead, number) for number in range(24)]
+
+
 def test_a_static_order_waits_for_no_device() -> None:
     clock = Slow()
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=1))

@@ -172,3 +172,16 @@ def test_running_out_of_memory_names_rank_and_remedies(
     run.chunks[0].register_forward_pre_hook(fail)
     with pytest.raises(kind, match=said):
         train(run, 1)
+
+
+def test_an_error_that_names_infiniband_is_no_divergence(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("")
+
+    def fail() -> None:
+        raise RuntimeError("NCCL error: Infiniband device mlx5_0 was lost")
+
+    monkeypatch.setattr(run.optimizer, "step", fail)
+    with pytest.raises(RuntimeError, match="Infiniband"):
+        train(run, 1)

@@ -1,77 +1,51 @@
-"""Training on a GPU: one process, two processes that share it, and running out of its memory."""
+"""Training on a GPU by up to four ranks that share it: losses are those of one process."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
-import torch
 
-from tests.multiprocess.launch import ROOT, torchrun
+from .device import gpu_or_rehearsal
+from .jobs import ALONE, HALF, GpuJob, GpuJobs, compared
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = [*gpu_or_rehearsal, pytest.mark.multiprocess, pytest.mark.timeout(400)]
 
-LIMIT_S = 240.0
-FLAGS = (
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64"
-    " --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0"
-    " --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --log-interval 1"
-    " --mock-data --vocab-size 1023 --tokenizer-type NullTokenizer --eval-iters 0 --seed 7"
-    # On the device each stage would draw its weights from a generator of its own.
-    " --use-cpu-initialization"
-).split()
-
-
-def train(
-    folder: Path, flags: str, *, world_size: int, iterations: int = 4, base: list[str] = FLAGS
-) -> list[float]:
-    """Train; returns the losses that the log tells."""
-    log = folder / f"log-{world_size}-{abs(hash(flags))}.txt"
-    torchrun(
-        ROOT / "pretrain_gpt.py",
-        [*base, "--train-iters", str(iterations), *flags.split()],
-        world_size=world_size,
-        log=log,
-        limit_s=LIMIT_S,
-    )
-    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", log.read_text())]
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--pipeline-schedule 1f1b",
-        "--pipeline-schedule adaptive",
-        "--pipeline-schedule adaptive --num-virtual-stages-per-pipeline-rank 2"
-        " --pipeline-placement v --split-backward True",
-    ],
-)
-def test_two_processes_on_one_gpu_train_as_one_does(flags: str, tmp_path: Path) -> None:
-    alone = train(tmp_path, "", world_size=1)
-    two = train(tmp_path, f"--pipeline-model-parallel-size 2 {flags}", world_size=2)
-    assert len(alone) == 4
-    assert two == pytest.approx(alone, rel=1e-4)
+ADAPTIVE = "--pipeline-schedule adaptive"
+V = f"{ADAPTIVE} --model-chunks 2 --pipeline-placement v --split-backward True"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+BF16 = "--bf16"
+FP16 = "--fp16 --initial-loss-scale 1024"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LENGTHS = "--variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
+# Tensor ranks share each of two stages; the flag of stages comes last and counts.
+TENSOR = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+REPLICAS = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
+JOBS = {
+    "alone": GpuJob(flags=ALONE),
+    "alone, dropout": GpuJob(flags=f"{ALONE} {DROPOUT}"),
+    "alone, bf16": GpuJob(flags=f"{ALONE} {BF16}"),
+    "alone, fp16": GpuJob(flags=f"{ALONE} {FP16}"),
+    # The whole batch at once: no padding is ever a token of the loss.
+    "alone, lengths": GpuJob(flags=f"{ALONE} {LENGTHS} --micro-batch-size 8"),
+    "1f1b": GpuJob(flags="--pipeline-schedule 1f1b", ranks=2, like="alone"),
+    "megatron": GpuJob(flags=ALONE, ranks=2, like="alone"),
+    "dropout": GpuJob(flags=f"{V} {DROPOUT}", ranks=2, like="alone, dropout"),
+    "bf16": GpuJob(flags=f"{V} {BF16}", ranks=2, like="alone, bf16", rel=HALF),
+    "fp16": GpuJob(flags=f"{ADAPTIVE} {FP16}", ranks=2, like="alone, fp16", rel=HALF),
+    "recompute": GpuJob(flags=f"{V} {RECOMPUTE}", ranks=2, like="alone"),
+    "lengths": GpuJob(flags=f"{ADAPTIVE} {LENGTHS}", ranks=2, like="alone, lengths"),
+    "moves": GpuJob(flags=ADAPTIVE, ranks=2, like="alone", moves={"1": [3, 5], "2": [6, 2]}),
+    "three ranks": GpuJob(flags=f"{ADAPTIVE} --partition 3-3-2", ranks=3, like="alone"),
+    "four ranks": GpuJob(flags="--pipeline-schedule zb-h1", ranks=4, like="alone"),
+    "tensor ranks": GpuJob(flags=f"{ADAPTIVE} {TENSOR}", ranks=4, like="alone"),
+    "replicas": GpuJob(flags=f"{ADAPTIVE} {REPLICAS}", ranks=4, like="alone"),
+}
 
 
-@pytest.mark.multiprocess
-def test_bf16_trains_on_one_gpu(tmp_path: Path) -> None:
-    losses = train(tmp_path, "--bf16", world_size=1, iterations=8)
-    assert losses[-1] < losses[0]
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> GpuJobs:
+    return GpuJobs(JOBS, tmp_path_factory.mktemp, 45.0)
 
 
-@pytest.mark.multiprocess
-def test_too_large_a_batch_says_what_to_lower(tmp_path: Path) -> None:
-    # Logits of one microbatch alone take a multiple of any GPU's memory.
-    huge = "--micro-batch-size 4096 --global-batch-size 4096 --seq-length 2048".split()
-    base = [*FLAGS, *huge, "--max-position-embeddings", "2048"]
-    with pytest.raises(AssertionError) as failure:
-        train(tmp_path, "--vocab-size 200000", world_size=1, base=base)
-    said = [line for line in str(failure.value).splitlines() if "ran out of memory" in line]
-    assert said, str(failure.value)
-    for word in ("rank 0", "--micro-batch-size", "--recompute-granularity", "GiB"):
-        assert word in said[0]
+@pytest.mark.parametrize("name", compared(JOBS))
+def test_losses_are_those_of_one_process(jobs: GpuJobs, name: str) -> None:
+    jobs.check(name)

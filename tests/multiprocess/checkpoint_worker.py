@@ -160,13 +160,13 @@ class Training:
             The loss of each iteration. Dropout is drawn from the generators as they stand.
         """
         losses = []
-        chunk = self.chunks[0]
+        chunk, device = self.chunks[0], self.job.accelerator.device
         for iteration in range(first, last):
             generator = torch.Generator().manual_seed(iteration)
-            tokens = torch.randint(0, VOCAB, (2, 17), generator=generator)
+            tokens = torch.randint(0, VOCAB, (2, 17), generator=generator).to(device)
             chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            places = torch.arange(16).expand(2, 16)
+            places = torch.arange(16, device=device).expand(2, 16)
             loss = chunk(tokens[:, :-1], places, None, labels=tokens[:, 1:]).float().mean()
             self.optimizer.scale_loss(loss).backward()
             finalize_model_grads(self.chunks)

@@ -201,6 +201,14 @@ def wait_until(
         time.sleep(every_s)
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Returns whether a process has ended, whoever is to ask for its status."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 @contextlib.contextmanager
 def limited_disk(folder: Path, size: str) -> Iterator[Path]:
     """Gives a new folder a disk of a size, such as ``16m``; skips the test without the rights."""

@@ -1,16 +1,20 @@
 """Every way of cutting and ordering the work gives the numbers of one process.
 
 The reference is megatron-core's own loop in a single process. Each case trains the same model on
-the same samples; what must agree is the loss and the gradient norm of every iteration, and the
-validation loss in between.
+the same samples; what must agree is the loss, the gradient norm and the gradient norm of each layer
+in every iteration, and the validation loss in between.
+
+How far rounding alone may take them apart depends on the processor, so the tests measure it: one
+process trains each model once more, with the sums of all matrix products in another order. A case
+may be a few times as far from the reference as that. Errors planted into one process, far smaller
+than those that real faults cause, must be farther.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,538 +23,52 @@ import pytest
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_schedule
 
-from .free_orders import ORIGINS, free_order, write_files
-from .launch import SMALL_GPT, UNLIKE_LAYERS, CaseRuns
+from .compared_numbers import (
+    Outcome,
+    losses_of,
+    norms_of,
+    numbers_of,
+    require_close_numbers,
+    require_same_numbers,
+    require_same_steps,
+    tolerances,
+    too_far,
+)
+from .equivalence_cases import (
+    BY_KERNELS,
+    COMPARED,
+    DEALT,
+    DIFFERENT_LENGTHS,
+    FREE,
+    HALF,
+    MODERN_EXPERTS,
+    OPTIONS,
+    ORDERS,
+    PLACED,
+    PLAIN,
+    RESUMED,
+    SAME_LOSSES,
+    SAME_SUMS,
+    SHAPES,
+    SHORT_STEPS,
+    SPREAD_ANEW,
+    STEPS,
+    TODAY,
+    TRANSPORTED,
+    WITH_EXPERTS,
+    Case,
+    every_cut,
+    every_placement,
+    with_other_sums,
+)
+from .free_orders import free_order, write_files
+from .launch import CaseRuns
+from .variants import MISSING_SHARE, PLANTED
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
 LIMIT_S = 600.0  # of all cases of one world size; on two idle processors a quarter of it
-STEPS = 3
-SHORT_STEPS = 2  # of what is beyond shapes and schedules; validation comes after them
 REL = 1e-5
-
-BASE = f"{SMALL_GPT} --num-layers 8 --train-iters 3"
-NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
-DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
-# Everything that the models of today do otherwise than GPT-2.
-MODERN = (
-    f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
-    "--group-query-attention --num-query-groups 2 --normalization RMSNorm --disable-bias-linear"
-)
-# Documents of 20 to 80 tokens, some of them cut.
-LENGTHS = f"{NO_DROPOUT} --variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
-MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
-# What DeepSeek does otherwise: latent attention, two tokens more to predict, a loss per token.
-TIED_MTP = f"{NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1"
-MTP_LENGTHS = f"{TIED_MTP} {LENGTHS}"
-DEEPSEEK = (
-    f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
-    "--normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 8 "
-    "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --mtp-num-layers 2 "
-    "--calculate-per-token-loss --eod-mask-loss"
-)
-# With experts as well, whose balance the router's bias keeps, and one that all tokens share.
-DEEPSEEK_EXPERTS = (
-    f"{DEEPSEEK} --num-experts 8 --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 16 "
-    "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
-)
-# What Gemma does otherwise: norms behind both blocks, bounded scores, other positions in windows.
-GEMMA = (
-    f"{NO_DROPOUT} --position-embedding-type rope --geglu --normalization RMSNorm "
-    "--disable-bias-linear --apply-layernorm-1p --scale-embeddings --norm-block-outputs "
-    "--qk-layernorm --attention-softcap 2 --logit-softcap 3 --softmax-scale 0.3 --window-size 4,0 "
-    "--window-attn-skip-freq ([1]*3+[0])*2 --window-rotary-base 100"
-)
-GEMMA_LENGTHS = f"{GEMMA} {LENGTHS}"
-# Three of four layers see the last tokens alone.
-WINDOWS = f"{MODERN} --window-size 4,0 --window-attn-skip-freq 4"
-# Layers of four shapes, each twice: other widths, and no attention, a linear one, no feed-forward.
-UNLIKE = f"{MODERN} {UNLIKE_LAYERS}"
-# Experts in three of four layers, with biases as in GPT-2; and as models of today have them.
-EXPERTS = (
-    f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
-    "--moe-z-loss-coeff 0.001 --moe-ffn-hidden-size 48"
-)
-MODERN_EXPERTS = (
-    f"{MODERN} --num-experts 8 --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 32 "
-    "--moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 3 "
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
-    "--moe-shared-expert-intermediate-size 32"
-)
-# Experts, latent attention and multi-token prediction together.
-DEEP_EXPERTS = (
-    f"{NO_DROPOUT} --disable-bias-linear --position-embedding-type rope --multi-latent-attention "
-    "--mtp-num-layers 1 --num-experts 4 --moe-layer-freq [0]+[1]*7 --moe-aux-loss-coeff 0.01"
-)
-# Tokens that find no room are dropped, as many wherever they are.
-FULL_EXPERTS = (
-    f"{EXPERTS} --moe-expert-capacity-factor 0.7 --moe-pad-expert-input-to-capacity "
-    "--calculate-per-token-loss"
-)
-MODEL_NAMES = {
-    NO_DROPOUT: "",
-    DROPOUT: "dropout",
-    MODERN: "modern",
-    LENGTHS: "lengths",
-    MODERN_LENGTHS: "modern-lengths",
-    TIED_MTP: "tied-mtp",
-    MTP_LENGTHS: "mtp-lengths",
-    DEEPSEEK: "deepseek",
-    GEMMA: "gemma",
-    GEMMA_LENGTHS: "gemma-lengths",
-    WINDOWS: "windows",
-    UNLIKE: "unlike",
-    DEEPSEEK_EXPERTS: "deepseek-experts",
-    EXPERTS: "experts",
-    MODERN_EXPERTS: "modern-experts",
-    FULL_EXPERTS: "full-experts",
-    DEEP_EXPERTS: "deep-experts",
-}
-LOOP, V = "--pipeline-placement loop", "--pipeline-placement v"
-SEQUENCE = "--sequence-parallel"
-SPREAD = "--expert-model-parallel-size 2"
-GATHER, EXCHANGE = (f"--moe-token-dispatcher-type {kind}" for kind in ("allgather", "alltoall"))
-LAYOUT = "--pipeline-model-parallel-layout"
-RECOMPUTED = "--recompute-granularity full --recompute-method"
-RECOMPUTE = f"{RECOMPUTED} uniform --recompute-num-layers 1"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One job to train.
-
-    Attributes:
-        schedule: the order of work.
-        tp, pp, chunks, dp, cp: the shape.
-        extra: further flags.
-        model: flags that change the numbers; the reference has them too.
-        run: tells two runs of one job apart.
-        after: the job from whose checkpoint this one goes on.
-        until: last iteration; chosen from the other attributes where 0.
-    """
-
-    schedule: str
-    tp: int = 1
-    pp: int = 1
-    chunks: int = 1
-    dp: int = 1
-    extra: str = ""
-    model: str = NO_DROPOUT
-    run: int = 1
-    after: Case | None = None
-    until: int = 0
-    cp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.dp * self.cp
-
-    @property
-    def steps(self) -> int:
-        if self.until:
-            return self.until
-        return STEPS if self.model == NO_DROPOUT and not self.extra else SHORT_STEPS
-
-    @property
-    def reference(self) -> Case:
-        # Of different lengths, the whole batch at once: no padding is ever a token of the loss.
-        at_once = "--micro-batch-size 8" if "--variable-seq-lengths" in self.model else ""
-        return Case("megatron", model=self.model, extra=at_once)
-
-    def __str__(self) -> str:
-        """Name of the case; also that of its test."""
-        words = [f"tp{self.tp}-pp{self.pp}-chunks{self.chunks}-dp{self.dp}-{self.schedule}"]
-        words += [f"cp{self.cp}"] if self.cp > 1 else []
-        words += [MODEL_NAMES[self.model], *self.extra.replace("--", "").split()]
-        words += [f"run{self.run}"] if self.run > 1 else []
-        words += [f"until{self.until}"] if self.until else []
-        words += [f"after-{self.after}"] if self.after else []
-        return "-".join(word for word in words if word)
-
-    def to_json(self) -> dict[str, Any]:
-        """The case as ``worker.py`` takes it."""
-        flags = f"{BASE} {self.model} {self.extra} --pipeline-schedule {self.schedule}".split()
-        flags += ["--tensor-model-parallel-size", str(self.tp)]
-        flags += ["--pipeline-model-parallel-size", str(self.pp)]
-        flags += ["--context-parallel-size", str(self.cp)]
-        if self.chunks > 1:
-            flags += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
-        return {
-            "name": str(self),
-            "flags": flags,
-            "steps": self.steps,
-            "evaluate_after": SHORT_STEPS,
-            "after": str(self.after) if self.after else None,
-        }
-
-
-def same(first: Case, *others: dict[str, Any]) -> tuple[Case, ...]:
-    """Return a case and others that differ from it as said."""
-    return (first, *(dataclasses.replace(first, **other) for other in others))
-
-
-def every_shape() -> Iterator[Case]:
-    """All shapes that fit four processes, under every schedule that applies."""
-    for tp in (1, 2):
-        for pp in (1, 2, 4):
-            for dp in (1, 2):
-                if tp * pp * dp > 4:
-                    continue
-                for chunks in (1, 2) if pp > 1 else (1,):
-                    static = "1f1b" if chunks == 1 else "interleaved"
-                    for schedule in ("megatron", static, "adaptive"):
-                        yield Case(schedule, tp, pp, chunks, dp)
-
-
-PLAIN = Case("megatron")
-SHAPES = tuple(every_shape())
-OPTIONS = (
-    # Stages without layers, with the embedding or the loss alone, or with nothing at all.
-    Case("adaptive", pp=2, extra="--partition 0-8"),
-    Case("adaptive", pp=4, extra="--partition 0-5-3-0"),
-    Case("1f1b", pp=4, extra="--partition 3-0-4-1"),
-    Case("adaptive", pp=2, chunks=2, extra="--partition 3-0-5-0"),
-    Case("interleaved", pp=2, chunks=2, extra="--partition 0-4-0-4"),
-    # Little memory: an order that differs from every static one.
-    Case("adaptive", pp=4, extra="--activation-cap 1"),
-    Case("adaptive", pp=2, chunks=2, extra="--activation-cap 1"),
-    Case("adaptive", pp=4, chunks=2, extra="--activation-cap 1.5"),
-    Case("adaptive", tp=2, pp=2, chunks=2, extra="--activation-cap 1"),
-    # Other microbatches of the same samples.
-    Case("adaptive", pp=2, extra="--micro-batch-size 2"),
-    Case("1f1b", pp=2, dp=2, extra="--micro-batch-size 4"),
-    Case("adaptive", pp=2, chunks=2, extra=RECOMPUTE),
-    Case("adaptive", tp=2, pp=2, extra=RECOMPUTE),
-    # Gradients of data parallelism, reduced at the right moment.
-    Case("adaptive", dp=2, extra="--overlap-grad-reduce"),
-    Case("adaptive", dp=2, extra="--use-distributed-optimizer"),
-    Case("adaptive", pp=2, dp=2, extra="--overlap-grad-reduce --use-distributed-optimizer"),
-    Case("adaptive", pp=2, dp=2, extra="--overlap-grad-reduce --no-align-grad-reduce"),
-    Case("adaptive", pp=2, chunks=2, dp=2, extra="--overlap-grad-reduce"),
-    Case(
-        "interleaved",
-        pp=2,
-        chunks=2,
-        dp=2,
-        extra="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    ),
-    Case("1f1b", pp=4, model=DROPOUT),
-    Case("adaptive", pp=2, chunks=2, model=DROPOUT, extra=RECOMPUTE),
-    Case("megatron", pp=2, model=MODERN),
-    Case("adaptive", pp=2, chunks=2, model=MODERN),
-    Case("adaptive", tp=2, pp=2, model=MODERN),
-    Case("adaptive", pp=4, model=MODERN, extra="--partition 0-5-3-0"),
-)
-# Every other order of work, with whole and with split backwards.
-WHOLE = "--split-backward False"
-ORDERS = (
-    Case("gpipe", pp=2),
-    Case("gpipe", pp=2, chunks=2, extra=V),
-    Case("breadth-first", pp=2, chunks=2, dp=2),
-    Case("zb-h1", pp=4),
-    Case("zb-h1", tp=2, pp=2),
-    Case("zb-h1", pp=2, dp=2, extra="--overlap-grad-reduce --use-distributed-optimizer"),
-    Case("zb-v", pp=2, chunks=2),
-    Case("zb-v", pp=4, chunks=2, model=MODERN),
-    Case("zb-v", pp=2, chunks=2, dp=2, extra="--overlap-grad-reduce"),
-    Case("v-half", pp=4, chunks=2),
-    Case("varuna", pp=4, extra=RECOMPUTE),
-    Case("hinted", pp=4, chunks=2, extra="--activation-cap 4"),
-    Case("hinted", tp=2, pp=2, chunks=2, extra="--activation-cap 2"),
-    Case("hinted", pp=4, extra="--activation-cap 2"),
-    Case("dfc", pp=2, chunks=2),
-    Case("bfc", pp=2, chunks=2, extra="--split-backward True --weight-pieces 3"),
-    Case("adaptive", pp=4, chunks=2, extra="--weight-pieces 1"),
-    Case("adaptive", pp=2, chunks=2, extra=f"{V} {WHOLE}"),
-    Case("adaptive", tp=2, pp=2, extra=WHOLE),
-    Case("adaptive", pp=2, chunks=2, extra=LOOP),
-    Case("adaptive", pp=4, chunks=2, extra=f"{LOOP} --activation-cap 1"),
-)
-FREE = tuple(
-    Case(
-        "file",
-        pp=2,
-        chunks=2,
-        extra=f"{V if file.startswith('v') else LOOP} --schedule-file {file}",
-    )
-    for file in ORIGINS
-)
-# The default is shared memory, which the shapes use; few small slots make receivers copy and
-# messages go in pieces.
-FEW = "--micro-batch-size 2 --transport-slot-bytes 4096 --transport-slots 2"
-TRANSPORTED = tuple(
-    dataclasses.replace(case, extra=f"--transport {kind} {case.extra}".strip())
-    for kind in ("shm", "tcp", "gloo")
-    for case in (
-        Case("1f1b", pp=4),
-        Case("adaptive", pp=2, chunks=2, dp=2),
-        Case("adaptive", tp=2, pp=2, extra="--transport-slots 2"),
-        Case("gpipe", pp=2, extra=FEW),
-        Case("zb-v", pp=2, chunks=2, extra=f"{FEW} --transport-crc"),
-        Case("interleaved", pp=2, chunks=2, extra=FEW),
-    )
-    if kind != "shm" or case.extra
-)
-# First and last stage on the first rank; with three chunks the last one is on the last rank.
-PLACED = (
-    Case("adaptive", pp=2, chunks=2, extra=V),
-    Case("adaptive", pp=2, chunks=2, extra=V, model=MODERN),
-    Case("adaptive", pp=2, chunks=2, extra=f"{V} --partition 0-5-3-0 --activation-cap 1"),
-    Case("adaptive", pp=2, chunks=3, extra=f"{V} --partition 2-1-0-3-1-1"),
-    Case("adaptive", pp=4, chunks=2, extra=V),
-    Case("adaptive", tp=2, pp=2, chunks=2, extra=V),
-    Case("adaptive", tp=2, pp=2, chunks=2, extra=V, model=MODERN),
-    Case("adaptive", pp=2, chunks=2, dp=2, extra=V, model=MODERN),
-    Case("adaptive", pp=2, chunks=2, dp=2, extra=f"{V} --overlap-grad-reduce"),
-    Case(
-        "adaptive",
-        pp=2,
-        chunks=2,
-        dp=2,
-        extra=f"{V} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    ),
-)
-PACK, BALANCED = "--pack-to 100", "--balance-replicas both"
-DIFFERENT_LENGTHS = tuple(
-    Case(*words, **shape, model=model)  # type: ignore[arg-type]
-    for model, words, shape in (
-        (LENGTHS, ("1f1b",), {"pp": 2, "extra": PACK}),
-        (LENGTHS, ("adaptive",), {"pp": 2, "chunks": 2, "extra": f"{V} {PACK}"}),
-        (LENGTHS, ("interleaved",), {"pp": 2, "chunks": 2, "extra": f"{PACK} {RECOMPUTE}"}),
-        (LENGTHS, ("megatron",), {"pp": 2, "extra": PACK}),
-        (LENGTHS, ("adaptive",), {"pp": 2, "extra": "--micro-batch-size 2 --transport gloo"}),
-        (MODERN_LENGTHS, ("adaptive",), {"tp": 2, "extra": PACK}),
-        (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": PACK}),
-        (LENGTHS, ("1f1b",), {"pp": 2, "dp": 2, "extra": f"{PACK} --use-distributed-optimizer"}),
-        (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": "--micro-batch-size 2"}),
-        (MODERN_LENGTHS, ("1f1b",), {"pp": 2, "dp": 2}),
-        (MODERN_LENGTHS, ("adaptive",), {"pp": 4, "extra": PACK}),
-        (MTP_LENGTHS, ("adaptive",), {"pp": 2, "extra": PACK}),
-        (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": f"{PACK} --balance-replicas off"}),
-        (LENGTHS, ("interleaved",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{PACK} {BALANCED}"}),
-        (LENGTHS, ("combined-1f1b",), {"pp": 2, "chunks": 2, "extra": PACK}),
-        (LENGTHS, ("1f1b",), {"dp": 2, "extra": f"{PACK} {BALANCED}"}),
-    )
-)
-DEALT = (
-    Case("1f1b", dp=2, extra=f"{BALANCED} --overlap-grad-reduce --use-distributed-optimizer"),
-    Case("zb-h1", pp=2, dp=2, extra=f"{BALANCED} --overlap-grad-reduce"),
-)
-OVERLAP = "--overlap-moe-expert-parallel-comm"
-EACH = "--expert-tensor-parallel-size 1"
-# Pairs of what models of today need: latent attention, multi-token prediction, layouts, parts of
-# sequences; with whole and split backwards, in a loop and a V.
-TODAY = (
-    Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP),
-    Case("megatron", pp=2, chunks=2, model=TIED_MTP),
-    Case("interleaved", pp=2, chunks=2, model=DEEPSEEK, extra=f"{LAYOUT} E*1|tttt|(tt)*2|mmL"),
-    Case("1f1b", pp=2, dp=2, model=TIED_MTP, extra="--use-distributed-optimizer"),
-    Case("adaptive", pp=2, chunks=2, extra=f"{V} {WHOLE}", model=DEEPSEEK),
-    Case("adaptive", pp=2, cp=2, model=DEEPSEEK),
-    Case("adaptive", tp=2, model=TIED_MTP, extra=SEQUENCE),
-    Case("zb-v", tp=2, pp=2, chunks=2, model=DEEPSEEK, extra=SEQUENCE),
-    Case("zb-h1", pp=4, model=DEEPSEEK, extra=f"{LAYOUT} Et*3|t*5|mm|L"),
-    Case("megatron", pp=4, model=TIED_MTP, extra=f"{LAYOUT} Et*3|t*5|m|L"),
-    Case("adaptive", pp=4, model=TIED_MTP, extra=f"{LAYOUT} Et*3|t*5|m|L"),
-    Case("megatron", tp=2, pp=2, model=DEEPSEEK),
-    Case("adaptive", pp=2, chunks=2, extra=f"{V} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
-    Case("zb-h1", pp=2, dp=2, extra=f"{SPREAD} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
-    Case("adaptive", pp=2, chunks=2, extra=V, model=GEMMA),
-    Case("zb-h1", tp=2, pp=2, extra=SEQUENCE, model=GEMMA),
-    Case("adaptive", pp=2, extra=f"{RECOMPUTE} --partition 5-3", model=GEMMA),
-    Case("adaptive", pp=2, extra="--pack-to 100", model=GEMMA_LENGTHS),
-    Case("adaptive", pp=2, chunks=2, extra=V, model=UNLIKE),
-    Case("adaptive", tp=2, model=UNLIKE),
-    Case("1f1b", cp=2, model=MODERN),
-    Case("interleaved", cp=2, pp=2, chunks=2, model=MODERN),
-    Case("adaptive", tp=2, cp=2, model=MODERN, extra=SEQUENCE),
-    Case("adaptive", pp=2, chunks=2, extra="--decoder-first-pipeline-num-layers 2 " + LOOP),
-)
-# Attention by a kernel, as on GPUs, against scores that are written out.
-KERNEL = "--attention-backend fused"
-BY_KERNELS = (
-    Case("adaptive", pp=2, chunks=2, model=MODERN, extra=f"{V} {KERNEL}"),
-    Case("adaptive", pp=2, model=MODERN, extra=f"{RECOMPUTE} --partition 5-3 {KERNEL}"),
-    Case("adaptive", pp=2, model=WINDOWS, extra=f"--recompute-granularity selective {KERNEL}"),
-    Case("1f1b", cp=2, model=MODERN, extra=KERNEL),
-    Case("adaptive", pp=2, model=MODERN_LENGTHS, extra=f"--pack-to 100 {KERNEL}"),
-    Case("adaptive", pp=2, model=DEEPSEEK, extra=KERNEL),
-    Case("zb-h1", tp=2, pp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
-    Case("adaptive", tp=2, cp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
-)
-STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-WITH_EXPERTS = tuple(
-    Case(*words, **shape, model=model)  # type: ignore[arg-type]
-    for model, words, shape in (
-        # Dispatchers, expert parallelism, tensor parallelism, pipeline, placement, split: in pairs.
-        (EXPERTS, ("adaptive",), {"pp": 2, "extra": f"{GATHER} {WHOLE}"}),
-        (EXPERTS, ("adaptive",), {"dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
-        (MODERN_EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "extra": f"{V} {EXCHANGE}"}),
-        (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "extra": f"{SEQUENCE} {EXCHANGE}"}),
-        (FULL_EXPERTS, ("zb-h1",), {"pp": 2, "extra": EXCHANGE}),
-        (
-            DEEP_EXPERTS,
-            ("adaptive",),
-            {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"},
-        ),
-        (EXPERTS, ("1f1b",), {"pp": 2, "dp": 2, "extra": f"{SPREAD} {GATHER} {STATE}"}),
-        (EXPERTS, ("megatron",), {"pp": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
-        (EXPERTS, ("zb-v",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {GATHER}"}),
-        (EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
-        (
-            MODERN_EXPERTS,
-            ("interleaved",),
-            {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"},
-        ),
-        (
-            MODERN_EXPERTS,
-            ("zb-h1",),
-            {"tp": 2, "pp": 2, "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE}"},
-        ),
-        (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "pp": 2, "extra": f"{SEQUENCE} {GATHER}"}),
-        (
-            MODERN_EXPERTS,
-            ("adaptive",),
-            {"tp": 2, "pp": 2, "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE} {OVERLAP}"},
-        ),
-        (
-            MODERN_EXPERTS,
-            ("megatron",),
-            {"tp": 2, "dp": 2, "extra": f"{SEQUENCE} {SPREAD} {GATHER}"},
-        ),
-        (
-            MODERN_EXPERTS,
-            ("1f1b",),
-            {"dp": 4, "extra": f"--expert-model-parallel-size 4 {EXCHANGE} {RECOMPUTE}"},
-        ),
-    )
-)
-# Megatron-core's own order and others, whole and split: the same sums, one by one.
-SAME_SUMS = (
-    *(
-        same(
-            Case("megatron", pp=2, dp=2, model=model, extra=f"{SPREAD} {EXCHANGE}"),
-            {"schedule": "1f1b"},
-            {"schedule": "zb-h1"},
-            {"schedule": "adaptive"},
-            {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
-        )
-        for model in (EXPERTS, MODERN_EXPERTS)
-    ),
-    # Norms are sums over a rank's layers: only where the layers are the same.
-    same(
-        Case("interleaved", pp=2, chunks=2, dp=2, model=EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
-        {"schedule": "combined-1f1b", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
-    ),
-    same(
-        Case("zb-v", pp=2, chunks=2, dp=2, model=MODERN_EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
-        {"schedule": "dualpipe-v", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
-        {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
-    ),
-)
-# One training whose experts are spread over two ranks, all on each of two stages, and spread again.
-SPREAD_ANEW = (
-    Case(
-        *("adaptive", 1, 1, 1, 2, f"{SPREAD} --use-distributed-optimizer"),
-        model=MODERN_EXPERTS,
-        until=1,
-    ),
-)
-SPREAD_ANEW += (
-    dataclasses.replace(
-        SPREAD_ANEW[0],
-        pp=2,
-        chunks=2,
-        dp=1,
-        extra="--use-distributed-optimizer",
-        until=2,
-        after=SPREAD_ANEW[0],
-    ),
-)
-SPREAD_ANEW += (dataclasses.replace(SPREAD_ANEW[0], until=STEPS, after=SPREAD_ANEW[1]),)
-# Stopped as a V, gone on with as one stage for each rank, of another partition, and back.
-_BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
-_MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
-RESUMED = (
-    *(dataclasses.replace(_BEGUN, until=STEPS), _BEGUN, _MOVED),
-    dataclasses.replace(_BEGUN, until=STEPS, after=_MOVED),
-)
-HALF = (
-    Case("adaptive", pp=2, chunks=2, extra=f"{V} --bf16"),
-    Case("adaptive", pp=2, chunks=2, extra=f"{V} --fp16 --initial-loss-scale 1024"),
-    Case("adaptive", pp=2, chunks=2, dp=2, extra=f"{V} --bf16 --use-distributed-optimizer"),
-    Case("adaptive", pp=2, chunks=2, extra="--bf16"),
-    Case("adaptive", tp=2, pp=2, extra="--bf16"),
-    Case("1f1b", pp=2, dp=2, extra="--bf16 --use-distributed-optimizer"),
-    Case("zb-h1", pp=2, model=MODERN_EXPERTS, extra=f"--bf16 --moe-grouped-gemm {EXCHANGE}"),
-    Case(
-        *("1f1b", 1, 2, 1, 2, f"--bf16 --moe-grouped-gemm {SPREAD} {GATHER} {STATE}"),
-        model=MODERN_EXPERTS,
-    ),
-)
-# Jobs of one shape whose losses and norms must not differ in a single bit.
-DROPPING = Case("adaptive", model=DROPOUT)
-SAME_LOSSES = (
-    same(
-        dataclasses.replace(DROPPING, pp=2, chunks=2, extra=LOOP),
-        {"run": 2},
-        {"extra": f"{LOOP} --activation-cap 1"},
-        {"schedule": "interleaved"},
-        {"schedule": "megatron"},
-    ),
-    same(dataclasses.replace(DROPPING, pp=4), {"run": 2}, {"schedule": "1f1b"}),
-    same(dataclasses.replace(DROPPING, tp=2, pp=2), {"run": 2}, {"schedule": "1f1b"}),
-    same(dataclasses.replace(DROPPING, pp=2, dp=2), {"run": 2}, {"schedule": "1f1b"}),
-)
-
-
-# A norm is rounded differently when other ranks hold the layers.
-UNCLIPPED = "--clip-grad 0"
-
-
-def every_cut() -> Iterator[tuple[Case, Case]]:
-    """Jobs with dropout as one stage, and the same cut into stages.
-
-    Untied, for one matrix adds up its gradients in another order than two copies of it.
-    """
-    flags = f"{UNCLIPPED} --untie-embeddings-and-output-weights"
-    whole = dataclasses.replace(DROPPING, schedule="megatron", extra=flags)
-    for case in (
-        dataclasses.replace(DROPPING, extra=f"{RECOMPUTED} uniform --recompute-num-layers 2"),
-        dataclasses.replace(DROPPING, pp=2),
-        dataclasses.replace(
-            DROPPING, pp=2, extra=f"{RECOMPUTED} block --recompute-num-layers 1 --partition 3-5"
-        ),
-        dataclasses.replace(DROPPING, pp=2, chunks=2, extra=V),
-        dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{LOOP} --partition 0-5-3-0"),
-        dataclasses.replace(whole, pp=2, chunks=2, extra=""),
-        dataclasses.replace(DROPPING, pp=4),
-        dataclasses.replace(DROPPING, pp=4, schedule="zb-h1", extra="--partition 0-5-3-0"),
-        dataclasses.replace(
-            DROPPING, pp=4, chunks=2, extra=f"{V} --recompute-granularity selective"
-        ),
-    ):
-        yield whole, dataclasses.replace(case, extra=f"{flags} {case.extra}".strip())
-    for shape in ({"dp": 2}, {"tp": 2}):
-        case = dataclasses.replace(whole, **shape)
-        yield case, dataclasses.replace(case, schedule="adaptive", pp=2)
-
-
-def every_placement() -> tuple[Case, ...]:
-    """One job with dropout: as a loop, as a V, the same again, and as V, loop and V in turn.
-
-    The loop in between has another partition.
-    """
-    vee = dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{V} {UNCLIPPED}", until=STEPS)
-    loop = dataclasses.replace(vee, extra=f"{LOOP} {UNCLIPPED}")
-    begun = dataclasses.replace(vee, until=1)
-    moved = dataclasses.replace(
-        loop, extra=f"{loop.extra} --partition 3-1-0-4", until=2, after=begun
-    )
-    back = dataclasses.replace(vee, after=moved)
-    return loop, vee, dataclasses.replace(vee, run=2), begun, moved, back
 
 
 def each(cases: Iterable[Any]) -> list[Any]:
@@ -570,10 +88,8 @@ def cases_of(item: pytest.Item) -> list[Case]:
     found: list[Case] = []
     for value in arguments.params.values():
         found += value if isinstance(value, tuple) else [value]
-    return [*found, *(case.reference for case in found), PLAIN]
-
-
-Outcome = Callable[[Case], dict[str, Any]]
+    references = [case.reference for case in found]
+    return [*found, *references, *map(with_other_sums, references), PLAIN]
 
 
 @pytest.fixture(scope="module")
@@ -593,37 +109,6 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return lambda case: runs(case.world_size, str(case))
 
 
-def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[float]:
-    """Losses as all ranks of the last stage report them."""
-    reports = [values for values in seen[key] if values]
-    assert len(reports) == case.tp * case.dp * case.cp
-    assert all(report == reports[0] for report in reports)
-    found: list[float] = reports[0]
-    return found
-
-
-def norms_of(seen: dict[str, Any], key: str = "grad_norms") -> list[float]:
-    """Norms of gradients or parameters, which every rank knows."""
-    first: list[float] = seen[key][0]
-    assert all(norms == pytest.approx(first, rel=1e-6, abs=0) for norms in seen[key])
-    return first
-
-
-def require_same_numbers(case: Case, outcome: Outcome, rel: float) -> None:
-    seen, expected = outcome(case), outcome(case.reference)
-    losses, norms = losses_of(case, seen), norms_of(seen)
-    assert len(losses) == len(norms) == case.steps
-    expected_losses = losses_of(case.reference, expected)[: case.steps]
-    assert losses == pytest.approx(expected_losses, rel=rel, abs=0)
-    assert norms == pytest.approx(norms_of(expected)[: case.steps], rel=rel, abs=0)
-    sizes = norms_of(expected, "params_norm")
-    assert norms_of(seen, "params_norm") == pytest.approx(sizes, rel=rel, abs=0)
-    validation = losses_of(case, seen, "evaluated")
-    assert validation == pytest.approx(
-        losses_of(case.reference, expected, "evaluated"), rel=rel, abs=0
-    )
-
-
 def test_all_shapes_are_there() -> None:
     # TP, PP, chunks, DP: what fits four processes.
     shapes = {(case.tp, case.pp, case.chunks, case.dp) for case in SHAPES}
@@ -639,49 +124,59 @@ def test_all_shapes_are_there() -> None:
     "case", [*ORDERS, *TRANSPORTED, *each((*SHAPES, *OPTIONS, *PLACED, *DEALT))], ids=str
 )
 def test_every_case_equals_one_process(case: Case, outcome: Outcome) -> None:
-    require_same_numbers(case, outcome, REL)
+    require_same_numbers(case, outcome)
 
 
 @pytest.mark.parametrize("case", each(DIFFERENT_LENGTHS), ids=str)
 def test_documents_of_any_length_equal_one_process(case: Case, outcome: Outcome) -> None:
-    require_same_numbers(case, outcome, 1e-6)
+    require_same_numbers(case, outcome)
 
 
 @pytest.mark.parametrize("case", each(TODAY), ids=str)
 def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None:
-    require_same_numbers(case, outcome, 1e-6)
-    if "--mtp-num-layers" in case.model:
+    predicts = "--mtp-num-layers" in case.model
+    require_same_numbers(case, outcome, "predicted loss" if predicts and case.cp == 1 else "")
+    if predicts and case.cp > 1:
         # With parts of sequences each counts alike, however many tokens it has.
-        rel = 1e-6 if case.cp == 1 else 0.02
         (expected,) = outcome(case.reference)["further"]
         predicted = losses_of(case, outcome(case), "further")
-        assert predicted == pytest.approx(expected[: len(predicted)], rel=rel, abs=0)
+        assert predicted == pytest.approx(expected[: len(predicted)], rel=0.02, abs=0)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        dataclasses.replace(reference, until=SHORT_STEPS, variant=error)
+        for reference in dict.fromkeys(case.reference for case in COMPARED)
+        for error in PLANTED
+    ],
+    ids=str,
+)
+def test_planted_errors_are_found(planted: Case, outcome: Outcome) -> None:
+    limits = tolerances(planted.reference, outcome)
+    expected = numbers_of(planted.reference, outcome)
+    assert too_far(numbers_of(planted, outcome), expected, limits)
+    # No case of this model may hide an error in one layer's gradients behind rounding.
+    assert all(
+        values[0] < MISSING_SHARE / 2 for name, values in limits.items() if "norm of" in name
+    )
 
 
 @pytest.mark.parametrize("case", each(BY_KERNELS), ids=str)
 def test_kernels_of_attention_equal_scores_written_out(case: Case, outcome: Outcome) -> None:
-    require_same_numbers(case, outcome, REL)
+    require_same_numbers(case, outcome)
 
 
 @pytest.mark.parametrize("cases", [RESUMED], ids=["v-1f1b-v"])
 def test_predicting_layers_go_on_from_a_checkpoint(
     cases: tuple[Case, ...], outcome: Outcome
 ) -> None:
-    whole, *parts = cases
-    for key in ("losses", "further"):
-        losses = [loss for part in parts for loss in losses_of(part, outcome(part), key)]
-        expected = losses_of(whole, outcome(whole), key)
-        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
-    norms = [norm for part in parts for norm in norms_of(outcome(part))]
-    assert norms == pytest.approx(norms_of(outcome(whole)), rel=1e-6, abs=0)
+    require_same_steps(cases, outcome, "predicted loss")
 
 
 @pytest.mark.parametrize("case", each(WITH_EXPERTS), ids=str)
 def test_experts_equal_one_process(case: Case, outcome: Outcome) -> None:
-    require_same_numbers(case, outcome, 1e-6)
-    (expected,) = outcome(case.reference)["further"]
-    balancing = losses_of(case, outcome(case), "further")
-    assert balancing == pytest.approx(expected[: len(balancing)], rel=1e-6, abs=0)
+    require_same_numbers(case, outcome, "balancing loss")
 
 
 @pytest.mark.parametrize("cases", each(SAME_SUMS), ids=lambda cases: str(cases[0]))
@@ -702,16 +197,12 @@ def test_experts_do_not_depend_on_the_order(cases: tuple[Case, ...], outcome: Ou
 def test_a_checkpoint_of_experts_goes_on_wherever_they_are(
     cases: tuple[Case, ...], outcome: Outcome
 ) -> None:
-    whole, *parts = cases
-    found = [loss for part in parts for loss in losses_of(part, outcome(part))]
-    assert found == pytest.approx(losses_of(whole, outcome(whole)), rel=1e-6, abs=0)
-    norms = [norm for part in parts for norm in norms_of(outcome(part))]
-    assert norms == pytest.approx(norms_of(outcome(whole)), rel=1e-6, abs=0)
+    require_same_steps(cases, outcome)
 
 
 @pytest.mark.parametrize("case", FREE, ids=str)
 def test_a_free_order_is_followed_and_equals_one_process(case: Case, outcome: Outcome) -> None:
-    require_same_numbers(case, outcome, REL)
+    require_same_numbers(case, outcome)
     schedule = free_order(case.extra.split()[-1])
     for rank, order in enumerate(outcome(case)["orders"]):
         assert order == [str(action) for action in schedule.orders[rank]]
@@ -721,7 +212,7 @@ def test_a_free_order_is_followed_and_equals_one_process(case: Case, outcome: Ou
 def test_half_precision_is_close(case: Case, outcome: Outcome) -> None:
     # bf16 has 8 bits: what is tested is that nothing is lost or counted twice.
     assert all(math.isfinite(loss) for loss in losses_of(case, outcome(case)))
-    require_same_numbers(case, outcome, 0.02)
+    require_close_numbers(case, outcome, 0.02)
 
 
 @pytest.mark.parametrize("cases", each(SAME_LOSSES), ids=lambda cases: str(cases[0]))

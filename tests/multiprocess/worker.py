@@ -8,12 +8,13 @@ Usage: ``worker.py CASES RESULTS``. All cases read the same tokens, ``DATA`` bes
 A case goes on from the checkpoint of the case named in ``after``, one listed before, to iteration
 ``steps``. With ``"save": true`` it leaves a checkpoint itself, in a folder of its name. A case may
 also have ``"moves": {iteration: [layers, ...]}``: the layers of each stage from after that
-iteration on.
+iteration on, and ``"variant"``: another order of summation, or an error that is planted, see
+``variants.py``.
 
 ``RESULTS`` is written by rank 0 after every case: a JSON object of what each rank saw, by name::
 
     {"losses": [[float, ...] per rank], "grad_norms": [[float, ...] per rank],
-     "further": [[float, ...] per rank],
+     "layer_norms": [[{layer: float}, ...] per rank], "further": [[float, ...] per rank],
      "params_norm": [[float] per rank], "evaluated": [[float] per rank],
      "orders": [[str, ...] per rank], "shares": [[[int, ...] per replica, ...] per rank],
      "seconds": float}
@@ -69,6 +70,8 @@ from megatron.adaptive.gpt.step import Step, params_norm  # noqa: E402
 from megatron.adaptive.rebalance.dealing import ReplicaDealing  # noqa: E402
 from megatron.adaptive.rebalance.move_stages import move_stages, take_down  # noqa: E402
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, Row  # noqa: E402
+from tests.multiprocess.gradients import layer_norms, other_sums, plant  # noqa: E402
+from tests.multiprocess.variants import PLANTED  # noqa: E402
 
 VOCAB_SIZE = 256
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -121,7 +124,7 @@ class Meshes:
 
     def _set_up(self, config: TrainerConfig) -> tuple[list[Any], TrainingJob]:
         environment = self._environment
-        device = accelerator.detect(environment.local_rank, backend="gloo")
+        device = accelerator.detect(environment.local_rank)
         self._count += 1
         dist.init_process_group(
             device.backend,
@@ -209,15 +212,24 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, A
     loader = make_loader(run, run.samples.train, consumed)
     losses, further, norms, sizes, evaluated, trained = [], [], [], [], [], []  # type: ignore[var-annotated]
     shares: list[Any] = []
+    layers: list[dict[str, float]] = []
+
+    def keep_layer_norms() -> None:
+        layers.append(layer_norms(run))
+
+    if case.get("variant") in PLANTED:
+        plant(run, case["variant"])
     for iteration in range(done + 1, case["steps"] + 1):
         orders.words.clear()
         if dealing is None:
             microbatches = None if loader is None else loader.step(count)
-            result = step.train(microbatches, count, iteration)
+            result = step.train(microbatches, count, iteration, keep_layer_norms)
         else:
             microbatches, dealt = dealing.take(loader, count, iteration)
             shares.append(dealing.shares)
-            result = step.train(microbatches, len(dealt.numbers), iteration, dealt=dealt)
+            result = step.train(
+                microbatches, len(dealt.numbers), iteration, keep_layer_norms, dealt
+            )
             assert step.times is not None
             dealing.after_step(step.times)
         if not result.updated:
@@ -232,10 +244,10 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, A
             sizes.append(params_norm(run))
             valid = make_loader(run, run.samples.valid, 0)
             evaluated += step.evaluate(valid, config.run.eval_iters, count).values()
-        if (layers := case.get("moves", {}).get(str(iteration))) is not None:
+        if (partition := case.get("moves", {}).get(str(iteration))) is not None:
             box = [run]
             del run, step, checkpoints
-            run = move_stages(box, lambda: None, partition=layers)
+            run = move_stages(box, lambda: None, partition=partition)
             step = Step(run)
             checkpoints = Checkpoints(run)
     if dealing is not None:
@@ -251,6 +263,7 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, A
         "losses": losses,
         "further": further,
         "grad_norms": norms,
+        "layer_norms": layers,
         "params_norm": sizes,
         "evaluated": evaluated,
         "orders": trained,
@@ -263,7 +276,8 @@ def run_case(meshes: Meshes, case: dict[str, Any], config: TrainerConfig) -> dic
     started = time.monotonic()
     job = meshes.join(config)
     run = build_run(job)
-    seen, run = train(job, run, case)
+    with other_sums(case.get("variant", "")):
+        seen, run = train(job, run, case)
     everyone = job.gather(seen)
     meshes.leave(job, run)
     results: dict[str, Any] = {key: [one[key] for one in everyone] for key in seen}

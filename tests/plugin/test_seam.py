@@ -9,10 +9,12 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import megatron.adaptive
 from megatron.adaptive import accelerator
@@ -94,8 +96,45 @@ def test_schedule_megatron_is_megatron_core(monkeypatch: pytest.MonkeyPatch, by_
     if by_flag:
         put_arguments(monkeypatch, pipeline_schedule="megatron")
     megatron.adaptive.install("adaptive" if by_flag else "megatron")
-    chosen = schedules.get_forward_backward_func(**TWO)
-    assert chosen is schedules.forward_backward_pipelining_without_interleaving
+    chosen: Any = schedules.get_forward_backward_func(**TWO)
+    on_cpu = not torch.cuda.is_available()
+    own = chosen.__wrapped__ if on_cpu else chosen
+    assert own is schedules.forward_backward_pipelining_without_interleaving
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stream holds what is sent")
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("loop", "ranks"),
+    [
+        ("forward_backward_pipelining_without_interleaving", TWO),
+        ("forward_backward_pipelining_with_interleaving", {"pp_size": 2, "vp_size": 2}),
+    ],
+)
+def test_megatron_cores_own_loop_keeps_outputs_until_gloo_has_sent_them(
+    monkeypatch: pytest.MonkeyPatch, loop: str, ranks: dict[str, Any], fails: bool
+) -> None:
+    """Two chunks of megatron-core 0.17 on a CPU: a loss that is not a number."""
+    config = types.SimpleNamespace(deallocate_pipeline_outputs=True)
+    chunks = [torch.nn.Linear(1, 1) for _ in range(2)]
+    for chunk in chunks:
+        chunk.config = config  # type: ignore[assignment]
+    seen = []
+
+    def own(**given: Any) -> str:
+        seen.append(config.deallocate_pipeline_outputs)
+        if fails:
+            raise RuntimeError("the user's own error")
+        return "done"
+
+    monkeypatch.setattr(schedules, loop, own)
+    megatron.adaptive.install("megatron")
+    step = schedules.get_forward_backward_func(**ranks)
+    for model in (chunks[0], chunks):
+        with pytest.raises(RuntimeError, match="own error") if fails else nullcontext():
+            assert step(model=model) == "done"
+    assert seen == [False, False]
+    assert config.deallocate_pipeline_outputs  # as the user has set it
 
 
 def test_the_function_looks_like_megatron_cores() -> None:

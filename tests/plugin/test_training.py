@@ -73,6 +73,18 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
+        # All begin anew; a loop is what the others are compared with, instead of "plain".
+        "shape": CHUNKS,
+        "runs": {
+            name: {**settings, "first_weights": "by-layer"}
+            for name, settings in {
+                "loop": {"schedule": "interleaved"},
+                "own": {"schedule": "megatron"},
+                "v": {"schedule": "zb-v"},
+            }.items()
+        },
+    },
+    {
         "shape": {**CHUNKS, "tied": False, "per_token": True},
         "from": "untied",
         "runs": {
@@ -174,10 +186,13 @@ def test_two_ranks(tmp_path: Path) -> None:
     order = make_schedule("interleaved", Placement(num_ranks=2, num_chunks=2), 4)
     save(order, tmp_path / "order.json")
     results = run(TWO_RANKS, 2, tmp_path)
+    by_layer = results.pop(4)["runs"]
     with_dropout = results.pop(2)["runs"]
     # The numbers are others than Megatron-LM's, and the same in every order.
     assert numbers_of(with_dropout["interleaved"]) != numbers_of(with_dropout.pop("plain"))
     assert with_dropout["adaptive"] == with_dropout["interleaved"] == with_dropout["breadth-first"]
+    assert by_layer["loop"] != by_layer["plain"]  # drawn by rank
+    check_numbers([{"runs": {**by_layer, "plain": by_layer["loop"]}}])
     check_numbers(results)
     assert results[0]["refused"] == {
         "shapes": "adjust_tensor_shapes_fn was given (distillation does): stages exchange one "

@@ -6,7 +6,7 @@ Also ``pretrain``, Megatron-LM's own trainer as the wheel carries it from 0.17 o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,7 @@ FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 "
     "--lr 1e-3 --eval-iters 1 --eval-interval 100 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 255 --transformer-impl local --pipeline-model-parallel-size 2 --log-interval 1 "
-    "--no-persist-layer-norm --no-gradient-accumulation-fusion --attention-dropout 0 "
+    "--vocab-size 255 --pipeline-model-parallel-size 2 --log-interval 1 --attention-dropout 0 "
     "--hidden-dropout 0 --num-workers 0"
 )
 SEEN = re.compile(r"(?:lm loss|lm loss value|grad norm): ([0-9.E+-]+)")
@@ -136,6 +135,55 @@ def test_its_own_trainer_has_the_steps_of_its_own_schedule(
     assert first + rest == SEEN.findall(said["megatron"])
     assert (tmp_path / "saved/latest_checkpointed_iteration.txt").read_text() == "3"
     assert sorted(read_run(tmp_path / "traces").ranks) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "python_path",
+    [pytest.param(version, marks=real) for version in ("0.17.1", "0.19.2")],
+    indirect=True,
+)
+def test_its_own_trainer_makes_damaged_indices_anew(
+    python_path: str, tmp_path: Path, write_tokens: Callable[..., str]
+) -> None:
+    """Its own files are read as they are: one flipped bit gives other samples."""
+    prefix = write_tokens([[1 + n % 200] * 40 for n in range(60)])
+    words = [word for word in FLAGS.split() if word != "--mock-data"]
+    words += ["--data-path", prefix, "--split", "80,20,0", "--pipeline-schedule", "adaptive"]
+    said = []
+    for number in range(2):
+        log = tmp_path / f"{number}.txt"
+        command = ["-m", "megatron.adaptive", "pretrain", *words]
+        ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
+        assert ended == 0, tail(log)
+        said.append(SEEN.findall(log.read_text()))
+        (path,) = (Path(prefix).parent / "index_cache").glob("*train-shuffle.npy")
+        whole = path.read_bytes()
+        path.write_bytes(whole[:140] + bytes([whole[140] ^ 1]) + whole[141:])
+    assert said[0] == said[1]
+    assert len(said[0]) > 4
+    assert "shuffle.npy is damaged" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    "python_path",
+    [pytest.param(version, marks=real) for version in ("0.17.1", "0.18.2", "0.19.2")],
+    indirect=True,
+)
+def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
+    python_path: str, tmp_path: Path
+) -> None:
+    """Its own loop freed outputs that gloo had yet to send: from 0.17 on losses were NaN."""
+    words = "--num-virtual-stages-per-pipeline-rank 2 --bf16 --position-embedding-type rope"
+    said = {}
+    for name in ("megatron", "adaptive"):
+        log = tmp_path / f"{name}.txt"
+        command = ["-m", "megatron.adaptive", "pretrain", *FLAGS.split(), *words.split()]
+        command += ["--pipeline-schedule", name]
+        ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
+        assert ended == 0, tail(log)
+        said[name] = SEEN.findall(log.read_text())
+    assert len(said["megatron"]) == 10  # of four steps, validation and test
+    assert said["adaptive"] == said["megatron"]
 
 
 def test_one_without_trainer_names_the_version_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

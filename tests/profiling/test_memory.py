@@ -14,6 +14,7 @@ from megatron.adaptive.profiling import memory
 from megatron.adaptive.profiling.memory import (
     available_host_bytes,
     free_memory_bytes,
+    node_facts,
     total_host_bytes,
 )
 
@@ -115,6 +116,22 @@ def test_ranks_that_share_a_gpu_divide_what_others_leave_there(
     monkeypatch.setattr(torch, "cuda", cuda)
     gpu = Accelerator(device=torch.device("cuda", index), backend="gloo", name="GPU")
     assert free_memory_bytes(gpu, ranks) == 30 * GIB // share + 2 * GIB
+
+
+@pytest.mark.parametrize(("backend", "channels"), [("nccl", 400_000_000), ("gloo", 0)])
+def test_a_profile_counts_the_channels_that_a_job_opens(
+    monkeypatch: pytest.MonkeyPatch, backend: str, channels: int
+) -> None:
+    """Plans filled a GPU to its limit, and the channels of NCCL came on top."""
+    properties = SimpleNamespace(total_memory=80 * GIB)
+    cuda = SimpleNamespace(
+        mem_get_info=lambda device: (79 * GIB, 80 * GIB),
+        memory_reserved=lambda device: 0,
+        get_device_properties=lambda device: properties,
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    gpu = Accelerator(device=torch.device("cuda", 0), backend=backend, name="GPU")
+    assert node_facts(gpu, 1)["context_bytes"] == GIB + channels
 
 
 def test_nobody_else_asks_for_free_memory() -> None:

@@ -84,6 +84,8 @@ def changed(change: Callable[[dict[str, object]], object]) -> str:
     [
         ('{"action": "F", "chu', "not a line of JSON"),
         ("[1, 2]", "not a JSON object"),
+        ('{"begin_iteration": -1, "num_microbatches": 1}', "is -1, expected a number from 0"),
+        ('{"after_iteration": -1, "num_microbatches": 1}', "is -1, expected a number from 0"),
         ('{"format": "other", "version": 1}', "'other'"),
         ('{"format": "megatron-adaptive-trace", "version": "1"}', "version '1'"),
         (changed(lambda h: h.update(version=1)), "version 1, .* version 2; record it again"),

@@ -185,3 +185,15 @@ def test_describe_numbers() -> None:
     assert describe_numbers([]) == "none"
     assert describe_numbers([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
     assert describe_numbers(range(0, 100, 2)) == "0, 2, 4, 6, 8, 10, 12, 14, ... up to 98"
+
+
+def test_times_of_a_shared_gpu_are_called_time_slices(write_run: Callable[..., Path]) -> None:
+    run = read_run(write_run(gpu_ranks=2))
+    assert run.bubble_note == " (time slices of a shared GPU)"
+    assert "up to 2 ranks share a GPU" in run.notes()[0]
+
+
+def test_times_of_ranks_with_a_gpu_each_are_not(write_run: Callable[..., Path]) -> None:
+    run = read_run(write_run())
+    assert run.bubble_note == ""
+    assert not any("share a GPU" in line for line in run.notes())

@@ -435,3 +435,10 @@ class TestOtherLoggers:
             monkeypatch.setitem(sys.modules, package, None)
             with pytest.raises(ConfigError, match=f"{flag} needs the package {package}"):
                 make_log(settings(f"{flag} x"), io.StringIO())
+
+
+def test_the_bubble_of_a_shared_gpu_is_called_a_time_slice() -> None:
+    shared = dataclasses.replace(CPU, shares=2)
+    (line,) = printed(report(2, bubble_fraction=0.25), accelerator=shared)
+    assert "bubble: 25.0% (time slices of a shared GPU)" in line
+    assert "slices" not in printed(report(2, bubble_fraction=0.25))[0]

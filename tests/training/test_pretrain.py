@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron.adaptive import accelerator
+from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.errors import PeerLostError
+from megatron.adaptive.errors import PeerLostError, SetupError
 from megatron.adaptive.training import pretrain as module
+from megatron.adaptive.training.pretrain import device_lines, require_hardware_queues
+from tests.multiprocess.launch import ROOT
+
+accelerator.install()
+
+from megatron.adaptive.training.loop import Rebalancing  # noqa: E402
 
 GLOO = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error"
@@ -108,3 +120,77 @@ def test_the_first_rank_keeps_the_store_until_others_have_read_why(
     with pytest.raises(SystemExit):
         module._fail(PeerLostError("a connection broke"), store, watcher, first)
     assert store.looks == looks
+
+
+GPU = Accelerator(device=torch.device("cuda", 0), backend="gloo", name="a GPU", shares=2)
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+
+
+def settings(**changes: bool) -> Any:
+    """The flags that overlap messages with work."""
+    names = ("overlap_grad_reduce", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
+    held = types.SimpleNamespace(**{name: changes.get(name, False) for name in names})
+    held.world_size, held.load = 2, None
+    held.use_cpu_initialization = changes.get("use_cpu_initialization", True)
+    return types.SimpleNamespace(parallel=held, schedule=held, checkpoint=held, model=held)
+
+
+def test_experts_that_overlap_need_more_than_one_hardware_queue() -> None:
+    overlaps = settings(overlap_moe_expert_parallel_comm=True)
+    queues = [Environment(cuda_device_max_connections=number) for number in (1, 2)]
+    with pytest.raises(SetupError, match=f"^{OVERLAP}: CUDA_DEVICE_MAX_CONNECTIONS is 1.*32$"):
+        require_hardware_queues(overlaps, queues[0], GPU)
+    require_hardware_queues(overlaps, queues[1], GPU)
+    require_hardware_queues(settings(), queues[0], GPU)
+
+
+def test_overlap_on_a_shared_gpu_is_told_to_gain_nothing() -> None:
+    lines = device_lines(settings(overlap_grad_reduce=True), GPU)
+    assert lines[0] == "2 ranks share a GPU: busy and bubble are time slices of a shared GPU"
+    assert lines[1].startswith("warning: --overlap-grad-reduce: ")
+    assert "leave it out" in lines[1]
+    assert len(device_lines(settings(), GPU)) == 1
+    assert device_lines(settings(), dataclasses.replace(GPU, shares=1)) == []
+
+
+def test_layers_do_not_move_by_times_of_a_shared_gpu() -> None:
+    said: list[str] = []
+    schedule = types.SimpleNamespace(pipeline_schedule="1f1b", repartition="auto")
+    job = types.SimpleNamespace(accelerator=GPU, gather=lambda mine: [mine, False])
+    live: Any = types.SimpleNamespace(
+        log=types.SimpleNamespace(message=said.append),
+        config=types.SimpleNamespace(schedule=schedule),
+        run=types.SimpleNamespace(job=job, placement=types.SimpleNamespace(num_ranks=2)),
+        step=types.SimpleNamespace(times=None),
+    )
+    hook = Rebalancing(live)
+    hook.after_step(types.SimpleNamespace(num_microbatches=4))  # type: ignore[arg-type]
+    hook.before_step(2)
+    assert said == [
+        "  layers stay where they are: what ranks measure are time slices of a shared GPU"
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["pretrain_gpt_distributed_small", "pretrain_gpt_345m", "deepseek_small"]
+)
+@pytest.mark.parametrize(("flag", "queues"), [("--bf16", "1"), (OVERLAP, "32")])
+def test_examples_leave_experts_that_overlap_more_than_one_queue(
+    name: str, flag: str, queues: str
+) -> None:
+    lines = (ROOT / "examples" / "gpt" / f"{name}.sh").read_text().splitlines()
+    begin = lines.index('case " $* " in')
+    (end,) = (n for n, line in enumerate(lines) if line.startswith("export CUDA_DEVICE_MAX"))
+    script = "\n".join([*lines[begin : end + 1], "echo $CUDA_DEVICE_MAX_CONNECTIONS"])
+    done = subprocess.run(
+        ["bash", "-euc", script, name, flag], capture_output=True, text=True, check=True, env={}
+    )
+    assert done.stdout.strip() == queues
+
+
+def test_first_weights_that_depend_on_the_layout_are_told() -> None:
+    alone = dataclasses.replace(GPU, shares=1)
+    (line,) = device_lines(settings(use_cpu_initialization=False), alone)
+    assert "--use-cpu-initialization draws the same in all" in line
+    on_cpu = dataclasses.replace(alone, device=torch.device("cpu"))
+    assert device_lines(settings(use_cpu_initialization=False), on_cpu) == []

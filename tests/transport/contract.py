@@ -26,6 +26,7 @@ from megatron.adaptive.transport.interface import CODE_OF, Arrival, Label, Trans
 
 from .contract_rank import (
     LIMIT_S,
+    OVER_TORCH,
     SLOT_BYTES,
     SLOTS,
     Rank,
@@ -309,7 +310,7 @@ def drain(rank: Rank, kind: str) -> None:
         return
     time.sleep(0.2)
     kept = [wait(transport).take() for _ in range(4 * SLOTS)]
-    if kind != "gloo":  # gloo's close waits for the peer's
+    if kind not in OVER_TORCH:  # their close waits for the peer's
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None
     transport.close()
@@ -419,7 +420,7 @@ def arrivals(rank: Rank, kind: str) -> None:
     looked_ns = time.monotonic_ns()
     for number in range(8):
         arrival = wait(transport)
-        if kind in ("tcp", "gloo"):
+        if kind in ("tcp", *OVER_TORCH):
             assert arrival.arrived_ns is not None
             assert 0 < arrival.arrived_ns < (time.monotonic_ns() if number else looked_ns)
         else:
@@ -465,7 +466,7 @@ def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
         transport.send(peer, label(microbatch), torch.ones(SLOT_BYTES * SLOTS * 2))
         wait(transport).take()
     rank.mark("went on")
-    if kind == "gloo":
+    if kind in OVER_TORCH:
         rank.exit_with(["none", ""])
     rank.exit_with(error_of(lambda: _take(transport, LIMIT_S)))
 
@@ -503,13 +504,13 @@ def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
         else:
             first = error_of(lambda: _take(transport, 1.0))
     noticed_s = time.time()
-    if kind != "gloo" and "of step" not in first[1]:
+    if kind not in OVER_TORCH and "of step" not in first[1]:
         told = error_of(lambda: _take(transport, 5.0))  # the queue says it as well, with more
         first = told if told[0] != "none" else first
     sending = ["none", ""]
     while sending[0] == "none" and time.monotonic() < end_s:
         sending = error_of(lambda: transport.send(0, label(1), torch.ones(SLOT_BYTES)))
-        if kind == "gloo" and sending[0] == "none":
+        if kind in OVER_TORCH and sending[0] == "none":
             sending = error_of(lambda: transport.flush(1.0))
     begin_s = time.monotonic()
     closing = error_of(transport.close)

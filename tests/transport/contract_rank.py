@@ -7,7 +7,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -21,10 +21,13 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
 from megatron.adaptive.transport.interface import Arrival, Completions, Label, Transport
 from megatron.adaptive.transport.liveness import here
+from megatron.adaptive.transport.nccl import HostStreams, Streams
 
 LIMIT_S = 30.0
 CPU = torch.device("cpu")
 SLOT_BYTES, SLOTS = 4096, 4
+OVER_TORCH = ("gloo", "nccl")
+"""Transports over process groups; NCCL's has pairs of gloo's and streams of the host here."""
 
 
 class Rank:
@@ -35,6 +38,10 @@ class Rank:
         num_ranks: how many there are.
         store: shared with the other ranks and the test.
         address: what others reach this one at over a network.
+        streams: Streams that NCCL's channels use.
+        num_pairs: Number of NCCL's channels that this rank has opened.
+        fails_at: Number of the one that cannot be opened.
+        pair_limit_s: Longest wait for its peer in seconds.
     """
 
     def __init__(
@@ -44,6 +51,10 @@ class Rank:
         self.num_ranks = num_ranks
         self.store = dist.PrefixStore(call, store)
         self.address = "127.0.0.1"
+        self.streams: Streams = HostStreams()
+        self.num_pairs = 0
+        self.fails_at = 0
+        self.pair_limit_s = LIMIT_S
         self._root = store
         self._call = call
         self._connection = connection
@@ -81,6 +92,8 @@ class Rank:
         own = own_endpoint(
             self.rank, place, device=CPU, own_gpu=False, options=config, address=self.address
         )
+        if kind == "nccl":
+            own = replace(own, lacks={})
         made = LateConnector(
             members=list(range(self.num_ranks)),
             gather=self._gather("open"),
@@ -158,6 +171,18 @@ class LateConnector(Connector):
     ) -> Transport | None:
         self.rank.join_group()
         return super().over_torch(kind, peers, completions)
+
+    def streams(self) -> Streams:
+        """NCCL's channels work on the host here, where no stream has to wait for another."""
+        return self.rank.streams
+
+    def pair_group(self, store: dist.Store, index: int) -> Any:
+        """A pair of gloo's stands in for one of NCCL's."""
+        self.rank.num_pairs += 1
+        if self.rank.fails_at == self.rank.num_pairs:
+            raise RuntimeError("unhandled system error\nin a made-up library")
+        limit = datetime.timedelta(seconds=self.rank.pair_limit_s)
+        return dist.ProcessGroupGloo(store, index, 2, limit)
 
 
 def describe(rank: int) -> str:

@@ -5,10 +5,13 @@ A program gets a :class:`Rank` and its arguments and returns what the test looks
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from megatron.adaptive.errors import PeerLostError
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import CompletionQueue
 from megatron.adaptive.transport.liveness import Watcher, here
+from megatron.adaptive.transport.nccl import HostStreams, Moment
 
 from .contract_rank import CPU, LIMIT_S, Rank, error_of, label, wait
 
@@ -81,6 +85,179 @@ def stuck(rank: Rank) -> None:
     for microbatch in range(4):
         transport.send(peer, label(microbatch), torch.ones(1 << 20))
     rank.exit_with(error_of(lambda: transport.flush(0.5)))
+
+
+# ---- NCCL, over pairs of gloo's
+
+
+class HeldStreams(HostStreams):
+    """Streams of a device that gets to the end of its work when the test says so.
+
+    Attributes:
+        reached: whether threads whose names begin with a key pass the end of their streams' work.
+        users: names of the threads that took a finished tensor into their streams.
+        within: names of the threads that have a stream of their own.
+    """
+
+    def __init__(self, held: str) -> None:
+        self.reached = {held: threading.Event()}
+        self.users: list[str] = []
+        self.within: set[str] = set()
+
+    @contextlib.contextmanager
+    def private(self) -> Iterator[None]:
+        self.within.add(threading.current_thread().name)
+        yield
+
+    def mark(self) -> Moment:
+        name = threading.current_thread().name
+        return _Moment([event for held, event in self.reached.items() if name.startswith(held)])
+
+    def use(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.users.append(threading.current_thread().name)
+        return tensor
+
+
+class _Moment:
+    def __init__(self, events: list[threading.Event]) -> None:
+        self._events = events
+
+    def synchronize(self) -> None:
+        assert all(event.wait(LIMIT_S) for event in self._events)
+
+
+_HELD_SHAPE = (8191,)  # no other tensor of the process has it
+
+
+def _held_messages() -> int:
+    return sum(
+        type(one) is torch.Tensor
+        and one.shape == _HELD_SHAPE
+        and one.untyped_storage().nbytes() > 0
+        for one in gc.get_objects()
+    )
+
+
+def many_sends(rank: Rank, count: int, ahead: int) -> list[int]:
+    """Rank 0 sends; every ``ahead`` messages rank 1 says how many it has.
+
+    Returns:
+        How many messages the sender's process held beyond those that the receiver lacked.
+    """
+    transport, peer = rank.open("nccl")
+    if rank.rank == 1:
+        for number in range(count):
+            assert wait(transport).take()[0] == number
+            if number % ahead == ahead - 1:
+                transport.send(peer, label(number), torch.ones(1))
+        return []
+    excess = []
+    for number in range(count):
+        transport.send(peer, label(number), torch.full(_HELD_SHAPE, float(number)))
+        if number % ahead == ahead - 1 and number >= 2 * ahead:
+            taken = wait(transport).label.action.microbatch + 1
+            if number % (20 * ahead) == ahead - 1:
+                excess.append(_held_messages() - (number + 1 - taken))
+    return excess
+
+
+def late_computation(rank: Rank) -> list[str]:
+    """A message leaves when its sender has computed it, not when it was launched.
+
+    Returns:
+        Names of the threads that have streams of their own.
+    """
+    streams = HeldStreams("MainThread")
+    rank.streams = streams
+    transport, peer = rank.open("nccl")
+    if rank.rank == 1:
+        streams.reached["MainThread"].set()
+        rank.await_mark("sent")
+        assert transport.completions.wait(time.monotonic() + 0.3) is None
+        rank.mark("nothing came")
+        assert wait(transport).take().tolist() == [7.0, 7.0]
+        return sorted(streams.within)
+    computed = torch.zeros(2)
+    transport.send(peer, label(0), computed)  # returns at once
+    rank.mark("sent")
+    rank.await_mark("nothing came")
+    computed.fill_(7.0)
+    streams.reached["MainThread"].set()
+    return sorted(streams.within)
+
+
+def late_data(rank: Rank) -> list[str]:
+    """An arrival is announced when its data is there, and not with its header.
+
+    Returns:
+        Names of the threads that took the tensor into their streams.
+    """
+    streams = HeldStreams("receive-from-0")
+    rank.streams = streams
+    transport, peer = rank.open("nccl")
+    if rank.rank == 0:
+        transport.send(peer, label(0), torch.ones(2))
+        rank.mark("sent")
+        return []
+    rank.await_mark("sent")
+    assert transport.completions.wait(time.monotonic() + 0.3) is None
+    streams.reached["receive-from-0"].set()
+    arrival = wait(transport)
+    assert streams.users == []
+    assert arrival.take().tolist() == [1.0, 1.0]
+    return streams.users
+
+
+def one_takes_nothing(rank: Rank) -> list[str]:
+    """Rank 1 takes nothing off its channel: the sender and its channel to rank 2 go on.
+
+    Returns:
+        Error of the sender's flush.
+    """
+    streams = HeldStreams("receive-from-0")
+    rank.streams = streams
+    transport, _ = rank.open("nccl", {0: [1, 2], 1: [0], 2: [0]}[rank.rank])
+    if rank.rank != 1:
+        streams.reached["receive-from-0"].set()
+    if rank.rank == 0:
+        for number in range(20):
+            for peer in (1, 2):
+                transport.send(peer, label(number), torch.full((1 << 18,), float(number)))
+        rank.await_mark("all came")
+        seen = error_of(lambda: transport.flush(0.3))
+        rank.mark("flushed")
+        return seen
+    if rank.rank == 1:
+        rank.await_mark("flushed")
+        streams.reached["receive-from-0"].set()
+    for number in range(20):
+        arrival = wait(transport)
+        assert (arrival.label, float(arrival.take()[-1])) == (label(number), float(number))
+    if rank.rank == 2:
+        rank.mark("all came")
+    return []
+
+
+def row(rank: Rank) -> int:
+    """Ranks in a row exchange messages with their neighbours.
+
+    Returns:
+        How many channels this rank opened.
+    """
+    peers = [peer for peer in (rank.rank - 1, rank.rank + 1) if 0 <= peer < rank.num_ranks]
+    transport, _ = rank.open("nccl", peers)
+    for peer in peers:
+        transport.send(peer, label(rank.rank), torch.ones(3))
+    assert sorted(wait(transport).peer for _ in peers) == peers
+    return rank.num_pairs
+
+
+def broken_row(rank: Rank) -> list[str]:
+    """Rank 2 cannot open a channel to rank 3; returns the error, the same on all ranks."""
+    rank.pair_limit_s = 3.0
+    rank.fails_at = 1 if rank.rank == 2 else 0
+    peers = [peer for peer in (rank.rank - 1, rank.rank + 1) if 0 <= peer < rank.num_ranks]
+    return error_of(lambda: rank.open("nccl", peers))
 
 
 # ---- Liveness

@@ -18,6 +18,7 @@ import pytest
 
 from megatron.adaptive import extension
 
+from .contract_rank import OVER_TORCH
 from .pool import Pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
@@ -26,7 +27,7 @@ NATIVE: tuple[str, ...] = ("shm", "tcp")
 # Soft-RoCE needs a kernel module: tests/labs/rdma_lab boots one and asks for rdma here.
 if os.environ.get("TRANSPORT_CONTRACT"):
     NATIVE = tuple(os.environ["TRANSPORT_CONTRACT"].split(","))
-ALL = (*NATIVE, "gloo")
+ALL = (*NATIVE, *OVER_TORCH)
 SHM = tuple(kind for kind in NATIVE if kind == "shm")
 
 all_kinds = pytest.mark.parametrize("kind", ALL)
@@ -61,7 +62,7 @@ PROGRAMS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
 def _needs_extension(request: pytest.FixtureRequest) -> None:
     kind = getattr(request.node, "callspec", None)
     wanted = kind.params.get("kind", "shm") if kind is not None else "shm"
-    if wanted != "gloo" and extension.load() is None:
+    if wanted not in OVER_TORCH and extension.load() is None:
         pytest.skip(str(extension.why_missing()))
 
 
@@ -97,7 +98,7 @@ def test_killed_peer_is_named(start: Callable[..., Pool], kind: str, doing: str)
     assert noticed_s - killed_s < 5.0
     assert closing_s < 5.0
     assert closing[0] in ("none", "PeerLostError")
-    if kind != "gloo":
+    if kind not in OVER_TORCH:
         assert "F" in first[1], first
         assert "of step 3" in first[1], first
 
@@ -117,7 +118,7 @@ def test_a_stopped_peer_goes_on_within_the_limit_and_is_lost_beyond_it(
     ranks.await_mark("went on")
     ranks.signal(0, signal.SIGSTOP)
     name, text = ranks.result(1)
-    if kind == "gloo":
+    if kind in OVER_TORCH:
         return
     assert name == "PeerLostError", text
     assert "rank 0 (stage 0 on host-0)" in text

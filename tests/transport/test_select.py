@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megatron.adaptive.transport.select import (
     candidates,
     choose,
     log_lines,
+    rounds_of,
     size_of_channel,
     why_not,
 )
@@ -170,6 +172,40 @@ def test_there_is_always_a_slot_for_the_next_message(slots: int) -> None:
     size = size_of_channel(MIB, 1, slots=slots)
     held = max(0, slots - size.least_free)
     assert held + size.reservable <= max(0, slots - 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "ring", "rounds"),
+    [(2, False, 1), (8, False, 2), (8, True, 2), (9, True, 3), (64, True, 2)],
+)
+def test_channels_of_a_row_open_side_by_side(size: int, ring: bool, rounds: int) -> None:
+    """They opened one after another over the whole job, which took as many rounds as pairs."""
+    pairs = [(rank, rank + 1) for rank in range(size - 1)] + [(0, size - 1)] * ring
+    order = rounds_of(set(pairs))
+    assert sorted(order) == sorted(pairs)
+    assert last_round(order) == rounds
+
+
+def test_channels_of_any_ranks_open_in_a_bounded_number_of_rounds() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        everyone = list(itertools.combinations(range(rng.randint(2, 12)), 2))
+        pairs = rng.sample(everyone, rng.randint(1, len(everyone)))
+        most = max(sum(rank in pair for pair in pairs) for rank in range(12))
+        order = rounds_of(pairs)
+        assert sorted(order) == sorted(pairs)
+        assert last_round(order) <= 2 * most - 1
+
+
+def last_round(order: list[tuple[int, int]]) -> int:
+    """Returns when all pairs are connected if each takes one round and a rank does one at a time.
+
+    Ranks work off their own pairs in the order given.
+    """
+    done = dict.fromkeys(itertools.chain(*order), 0)
+    for low, high in order:
+        done[low] = done[high] = max(done[low], done[high]) + 1
+    return max(done.values())
 
 
 def test_ranks_on_processors_of_their_own_do_not_share_them() -> None:

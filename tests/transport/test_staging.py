@@ -32,6 +32,9 @@ class Device:
     Attributes:
         said: what was asked of streams and events, in order.
         copied: events are done only once this is set.
+        registered: Address and size of the memory that was pinned in place.
+        locks: whether memory can be pinned in place.
+        pinned: Shapes of the tensors that were made in pinned memory.
     """
 
     def __init__(self) -> None:
@@ -39,6 +42,7 @@ class Device:
         self.copied = threading.Event()
         self.copied.set()
         self.registered: list[tuple[int, int]] = []
+        self.pinned: list[tuple[int, ...]] = []
         self.locks = True
         self.current = self.stream("compute")
         self._streams = 0
@@ -98,9 +102,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         lambda self, stream: made.said.append(f"memory kept for {stream.name}"),
     )
     empty = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *sizes, pin_memory=False, **more: empty(*sizes, **more)
-    )
+
+    def make_empty(*sizes: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        tensor = empty(*sizes, **more)
+        if pin_memory:
+            made.pinned.append(tuple(tensor.shape))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", make_empty)
     return made
 
 
@@ -186,6 +195,54 @@ def test_slots_are_pinned_where_a_channel_tells_them(device: Device) -> None:
     assert device.registered == [(4096, 100), (8192, 50)]
     staging.close()
     assert device.registered == []
+
+
+def test_what_is_not_pinned_is_no_target_of_a_copy(device: Device) -> None:
+    """A copy to a slot that is not pinned kept the executor until the computation was done."""
+    device.locks = False
+    low, high = made = open_transports(staged=True, reservable=2)
+    low.send(1, label(0), torch.arange(5.0))
+    assert device.pinned == [(5,)]
+    assert take(high).take().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    device.locks = True
+    assert close_all(made) == []
+
+
+def test_a_pinned_slot_is_the_target_of_a_copy(ends: Ends, device: Device) -> None:
+    low, high = ends
+    low.send(1, label(0), torch.arange(5.0))
+    assert device.pinned == []
+    assert take(high).take().sum() == 10.0
+
+
+def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process took about 0.5 GB of GPU 0: there a thread's calls go that says nothing."""
+    current: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
+    )
+    gpu = torch.device("cuda", 1)
+    Staging(SimpleNamespace(), gpu, [], lambda *_: None).close()
+    assert sorted(current) == [("device-to-host", gpu), ("host-to-device", gpu)]
+
+
+def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It copies payloads out of slots of device memory where these run out."""
+    current: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
+    )
+    low, high = ends
+    gpu = torch.device("cuda", 1)
+    staging: Any = high._staging
+    monkeypatch.setattr(staging, "_device", gpu)
+    heard = threading.Event()
+    high.completions.listen(lambda item: heard.set())
+    low.send(1, label(0), torch.ones(1))
+    assert heard.wait(LIMIT_S)
+    assert current == [("arrivals", gpu)]
 
 
 def test_a_refusal_to_pin_is_no_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

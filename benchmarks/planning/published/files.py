@@ -54,7 +54,7 @@ def _read(path: Path, parse: Callable[[TextIO], Any]) -> Any:
         ConfigError: it cannot be read.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             return parse(file)
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(

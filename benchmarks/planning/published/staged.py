@@ -65,24 +65,25 @@ def read_staged(folder: Path, name: str) -> list[MeasuredRun]:
     )
     precision = Precision.named(part(models, ("training", "precision"), folder))
     runtime = replace(runtime_of(models), **_MEMORY)
+    # What the set says to leave out may not even describe a run.
+    plans = [plan for plan in part(document, ("plans",), folder) if not _is_left_out(plan)]
     made = {}
-    for key in dict.fromkeys(plan["model"] for plan in document["plans"]):
+    for key in dict.fromkeys(plan["model"] for plan in plans):
         tokens = int(part(models, ("models", key, "sequence_length"), folder))
         own = [row for row in memory if row["model"] == key]
         model = _model(key, tokens, precision, own)
         made[key] = model, _profile(model, [row for row in rows if row["model"] == key], own)
-    return [
-        _run(plan, *made[plan["model"]], cluster, runtime)
-        for plan in part(document, ("plans",), folder)
-    ]
+    return [_run(plan, *made[plan["model"]], cluster, runtime) for plan in plans]
+
+
+def _is_left_out(given: Mapping[str, Any]) -> bool:
+    return "leave out of error figures" in " ".join(given.get("doubts", ()))
 
 
 def _run(
     given: Mapping[str, Any], model: Model, profile: Profile, cluster: Cluster, runtime: Runtime
 ) -> MeasuredRun:
-    doubts = " ".join(given.get("doubts", ()))
-    untimed = "leave out of error figures" in doubts
-    unsound = untimed or "leave the memory out" in doubts
+    unsound = "leave the memory out" in " ".join(given.get("doubts", ()))
     peak = given.get("peak_memory_bytes")
     return MeasuredRun(
         plan=_plan(given, cluster),
@@ -90,7 +91,7 @@ def _run(
         cluster=cluster,
         profile=profile,
         runtime=runtime,
-        seconds=None if untimed else float(given["measured_s"]),
+        seconds=float(given["measured_s"]),
         peak_bytes=None if unsound or peak is None else float(peak),
     )
 

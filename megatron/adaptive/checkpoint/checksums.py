@@ -89,13 +89,17 @@ def sum_of_file(path: Path) -> FileSum:
 
 def write_summed(file: Any, sums: Checksums, data: Any) -> int:
     """Write all of a buffer to an unbuffered file, and sum it; returns its size in bytes."""
-    view = memoryview(data).cast("B")
-    for start in range(0, len(view), _PIECE_BYTES):
-        left = view[start : start + _PIECE_BYTES]
-        sums.update(left)
-        while left:
-            left = left[file.write(left) :]
-    return len(view)
+    # Views are released also if writing fails: Python 3.12.1 crashes when it collects a BytesIO
+    # with a view that the traceback of an error holds.
+    with memoryview(data) as given, given.cast("B") as view:
+        for start in range(0, len(view), _PIECE_BYTES):
+            with view[start : start + _PIECE_BYTES] as piece:
+                sums.update(piece)
+                written = 0
+                while written < len(piece):
+                    with piece[written:] as left:
+                        written += file.write(left)
+        return len(view)
 
 
 class CheckedFile:

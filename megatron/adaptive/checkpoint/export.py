@@ -342,7 +342,8 @@ def _adapter_config(found: _Exported) -> bytes:
     lora = found.config.lora
     given = None if lora.load_lora is None else Path(lora.load_lora)
     if given is not None and (given / peft.ADAPTER_CONFIG).is_file():
-        rank, alpha, dropout, targets = peft.adapter_arguments(given)[1::2]
+        words = peft.adapter_arguments(given, peft.base_of(found.config))
+        rank, alpha, dropout, targets = words[1::2]
         numbers = (int(rank), float(alpha), float(dropout))
         if (*numbers, targets) == tuple(dataclasses.asdict(lora).values())[:4]:
             return (given / peft.ADAPTER_CONFIG).read_bytes()

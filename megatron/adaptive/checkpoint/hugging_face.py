@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,13 +34,8 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder, write_files
 from megatron.adaptive.checkpoint.safetensors import DTYPES, FP8, TensorFolder
 from megatron.adaptive.checkpoint.torch_dist import Entry, common_files, indices_of, write_file
 from megatron.adaptive.config.core import LATENT_SETTINGS
-from megatron.adaptive.config.hugging_face import (
-    CONFIG,
-    NAMES,
-    PREDICTION,
-    FamilyNames,
-    load_config,
-)
+from megatron.adaptive.config.hugging_face import CONFIG, FLAGS_FILE, LOAD_FLAG, load_config
+from megatron.adaptive.config.hugging_face_names import NAMES, PREDICTION, FamilyNames
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.tokenizer import padded_vocab_size
 from megatron.adaptive.errors import CheckpointError, ConfigError
@@ -479,6 +475,34 @@ def meet(
             yield one, one.first + low - one.at, place[2], region
 
 
+def check_folder(folder: Path, config: TrainerConfig) -> None:
+    """Checks that a folder has the tensors of a model, by the headers of its files alone.
+
+    Raises:
+        AdaptiveError: see :class:`HuggingFaceReader`; or the embedding has too few rows.
+    """
+    with HuggingFaceReader(folder, config) as reader:
+        for name in reader.tensors:
+            reader.dtype(name)
+        multiple = config.model.make_vocab_size_divisible_by
+        ranks = config.parallel.tensor_model_parallel_size
+        # The one that makes numbers up has an id for the end on top of the given ones.
+        ids = (config.data.vocab_size or 0) + (config.data.tokenizer_type == "NullTokenizer")
+        rows = padded_vocab_size(ids, multiple, ranks)
+        _require_rows(rows, reader, config, folder)
+
+
+def _require_rows(
+    given: int, reader: HuggingFaceReader, config: TrainerConfig, folder: Path
+) -> None:
+    """Raises ConfigError if an embedding of so many rows has no place for the folder's."""
+    if given < (rows := reader.tensors[EMBEDDING].height):
+        raise ConfigError(
+            f"--vocab-size {config.data.vocab_size} makes {given} rows of the embedding, and"
+            f" {folder} has {rows}: leave it out"
+        )
+
+
 def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
     """Fills the parameters of this rank's chunks in place.
 
@@ -489,12 +513,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: Traine
     apply_factories(weights)
     shards = [one for one in nested_values(weights) if isinstance(one, ShardedTensor)]
     with HuggingFaceReader(folder, config) as reader:
-        rows, given = reader.tensors[EMBEDDING].height, state.padded_vocab_size(chunks)
-        if given < rows:
-            raise ConfigError(
-                f"--vocab-size {config.data.vocab_size} makes {given} rows of the embedding, and"
-                f" {folder} has {rows}: leave it out"
-            )
+        _require_rows(state.padded_vocab_size(chunks), reader, config, folder)
         for shard in shards:
             if MARK in shard.key:
                 continue
@@ -592,3 +611,33 @@ def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
         partial.rename(target)
+
+
+def carry_flags(config: TrainerConfig) -> None:
+    """Writes the flags of the model into ``--save``, with which ``evaluate`` builds it again.
+
+    Adapters without their model are beside the folder that it is in. A folder that has the file
+    already is left as it is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    given = config.checkpoint
+    target = Path(str(given.save)) / FLAGS_FILE
+    if given.save is None or target.exists():
+        return
+    if given.load_hf is not None:
+        words = load_config(Path(given.load_hf))[1]
+        lora = config.lora
+        if lora.is_on:
+            words += [LOAD_FLAG, str(Path(given.load_hf).absolute())]
+            words += ["--lora-rank", str(lora.lora_rank), "--lora-targets", lora.lora_targets]
+            words += ["--lora-alpha", str(lora.lora_alpha)] if lora.lora_alpha is not None else []
+        content = f"{shlex.join(words)}\n".encode()
+    elif given.load is not None and (source := Path(given.load) / FLAGS_FILE).is_file():
+        content = source.read_bytes()
+    else:
+        return
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        write_files(Path(work), {FLAGS_FILE: content})
+        (Path(work) / FLAGS_FILE).rename(target)

@@ -29,7 +29,8 @@ import torch
 
 from megatron.adaptive.checkpoint.folder import sync, write_files
 from megatron.adaptive.config.hugging_face import INDEX, SINGLE
-from megatron.adaptive.config.outside import parse_json, read_json
+from megatron.adaptive.config.outside import read_json
+from megatron.adaptive.config.safetensors_header import read_header
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
 FP8, _SCALES, _SCALED = "F8_E4M3", "_scale_inv", 128
@@ -37,7 +38,6 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F
 DTYPES[FP8] = torch.float8_e4m3fn
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PICKLED = (".bin", ".pt", ".pth")
-_LONGEST_HEADER = 100_000_000  # the limit of the format
 _BLOCK_BYTES = 1 << 23
 _RESTORE = "copy it again"
 
@@ -186,36 +186,17 @@ class TensorFolder:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size - 8, _LONGEST_HEADER):
-                raise ValueError(f"its header has {length} bytes, the file {size}")
-            header = parse_json(file.read(length))
-        header.pop("__metadata__", None)
-        found = {}
-        for name, one in header.items():
-            (begin, end), shape = one["data_offsets"], tuple(one["shape"])
-            if one["dtype"] not in DTYPES:
-                raise CheckpointError(
-                    f"{path}: {name} is of type {one['dtype']}, and {', '.join(DTYPES)} are read:"
-                    " convert it before"
-                )
-            expected = math.prod(shape) * DTYPES[one["dtype"]].itemsize
-            if not 0 <= begin <= end <= size - 8 - length or end - begin != expected:
-                raise ValueError(f"it has {size} bytes, and {name} ends at {8 + length + end}")
-            found[name] = StoredTensor(
-                file=path, dtype=one["dtype"], shape=shape, at=8 + length + begin
+    tensors = {}
+    for name, entry in read_header(path).items():
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{path}: {name} is of type {entry.dtype}, and {', '.join(DTYPES)} are read:"
+                " convert it before"
             )
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except Exception as error:
-        why = f" ({error})" if isinstance(error, ValueError) else ""
-        raise DamagedCheckpointError(f"{path} is cut or damaged{why}: {_RESTORE}") from None
-    return found
+        tensors[name] = StoredTensor(
+            file=path, dtype=entry.dtype, shape=entry.shape, at=entry.begin
+        )
+    return tensors
 
 
 def write_folder(

@@ -24,6 +24,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.accelerator import locked_memory
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders, write_files
 from megatron.adaptive.checkpoint.local_disk import BackgroundWrite, Done, LocalDisk, writing
@@ -286,14 +287,14 @@ class _HostCopy:
         """
         tensors = [one.tensor for one in state.pieces.values()]
         layout = [(one.dtype, one.shape) for one in tensors]
-        is_cuda = any(one.is_cuda for one in tensors)
+        gpu = next((one.device for one in tensors if one.is_cuda), None)
         if layout != self._layout:
             self._copies = []  # so that their memory is free
-            self._layout, self._copies = layout, _room_for(tensors, is_pinned=is_cuda)
+            self._layout, self._copies = layout, _room_for(tensors, gpu)
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, tensors, non_blocking=True)
-        if is_cuda:
+        if gpu is not None:
             torch.cuda.current_stream().synchronize()
         pieces = {
             part: dataclasses.replace(piece, tensor=copy)
@@ -302,14 +303,14 @@ class _HostCopy:
         return dataclasses.replace(state, pieces=pieces)
 
 
-def _room_for(tensors: Sequence[torch.Tensor], *, is_pinned: bool) -> list[torch.Tensor]:
+def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
     """Return tensors like those given, in one piece of memory."""
     starts, end = [], 0
     for one in tensors:
         starts.append(end)
         end += -(-one.nbytes // _ALIGN) * _ALIGN
-    # Pinned, else copies go through a buffer of the driver's.
-    memory = torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned)
+    # Locked, else copies go through a buffer of the driver's.
+    memory = torch.empty(end, dtype=torch.uint8) if gpu is None else locked_memory(end, gpu)
     return [
         memory[start : start + one.nbytes].view(one.dtype).view(one.shape)
         for start, one in zip(starts, tensors, strict=True)

@@ -289,7 +289,9 @@ class Snapshots(NoSnapshots):
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
         """Lay tensors over the slots of the file."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
+        self._pool = ThreadPoolExecutor(
+            1, "snapshots", initializer=self._job.accelerator.make_current
+        )
         if self._file is None:
             return
         memory = self._file.memory

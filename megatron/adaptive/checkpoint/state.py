@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
+from megatron.adaptive.accelerator import current_device, default_generator
 from megatron.adaptive.checkpoint.torch_dist import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
@@ -41,6 +43,9 @@ METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
+
+_LOG = logging.getLogger(__name__)
+_GPU_STATE_BYTES = 64  # a CPU's generator has more
 
 # The key of the random states.
 RNG = "rng_state"
@@ -386,8 +391,10 @@ def fill_state(leaf: Any) -> None:
                 state = inner.state[parameter]
                 state.setdefault("momentum_buffer", torch.zeros_like(parameter.data))
             if _is_torch_adam(leaf):
-                step = torch.tensor(float(group.get("step", 0)))
-                inner.state[parameter].setdefault("step", step)
+                state = inner.state[parameter]
+                step = state.get("step", torch.tensor(float(group.get("step", 0))))
+                # The fused one counts on the device, also after one that counted on the host.
+                state["step"] = step.to(parameter.device) if group.get("fused") else step
 
 
 def _move_step_to_groups(state: dict[str, Any]) -> None:
@@ -472,18 +479,34 @@ def sharded_rng(config: TrainerConfig) -> ShardedObject:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
+        "device": default_generator(current_device()).get_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
     return ShardedObject(RNG, state, shape, place, replica_id=0)
 
 
 def load_rng(state: Mapping[str, Any]) -> None:
-    """Set the random states of this rank."""
+    """Set the random states of this rank.
+
+    Those of the device stay as they are, with a warning, if they come from another kind of device:
+    a CPU's generator cannot go on from the state of a GPU's, nor the reverse.
+    """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state(state["device"])
+    generator = default_generator(current_device())
+    now = generator.get_state()
+    if state["device"].numel() != now.numel():  # one of a GPU has 16 bytes, one of a CPU 5056
+        kinds = [
+            "GPU" if one.numel() <= _GPU_STATE_BYTES else "CPU" for one in (state["device"], now)
+        ]
+        _LOG.warning(
+            "WARNING: the checkpoint holds random states of a %s, and this rank computes on a %s: "
+            "dropout goes on from --seed; with --no-load-rng this line goes away",
+            *kinds,
+        )
+        return
+    generator.set_state(state["device"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 

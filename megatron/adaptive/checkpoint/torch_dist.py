@@ -293,7 +293,8 @@ def write_file(
                     saved.seek(0)
                     reader: Any = torch._C.PyTorchFileReader(saved)
                     heads[form] = int(reader.get_record_offset("data/0"))
-                length = write_summed(file, sums, saved.getbuffer())
+                with saved.getbuffer() as content:
+                    length = write_summed(file, sums, content)
                 found.append((at, length, at + heads[form], tensor.nbytes))
         sync(path)  # by who wrote it: what another node has not written yet only that one can
         sync(path.parent)

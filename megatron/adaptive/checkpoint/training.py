@@ -43,6 +43,8 @@ from megatron.adaptive.checkpoint.hugging_face import (
     DESCRIPTION,
     EMBEDDING,
     carry_description,
+    carry_flags,
+    check_folder,
     load_weights,
 )
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, prepare
@@ -239,6 +241,7 @@ class Checkpoints:
             try:
                 Path(given.save).mkdir(parents=True, exist_ok=True)
                 carry_description(sources, Path(given.save))
+                carry_flags(self._config)
             except OSError as error:
                 raise CheckpointError(f"{given.save}: {error.strerror}. {_REMEDY}") from None
 
@@ -524,6 +527,28 @@ def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
         return load.latest() or 0 if load.path.resolve() == folder.path.resolve() else None
 
     return prepare(folder, job, _REMEDY, settings.save_local, latest, settings.keep_checkpoints)
+
+
+def check_model_folder(job: Job, config: TrainerConfig) -> None:
+    """Compares the tensors of ``--load-hf`` with those of the model, before it is built.
+
+    Collective over all ranks; the first one reads the headers of the files. A run that goes on from
+    a checkpoint does not need the folder's weights, and they are not looked at.
+
+    Raises:
+        AdaptiveError: see :class:`HuggingFaceReader`.
+    """
+    settings = config.checkpoint
+    if (folder := settings.load_hf) is None:
+        return
+
+    def check() -> None:
+        is_there = settings.load is not None and Path(settings.load).is_dir()
+        steps = [*CheckpointFolder(str(settings.load)).candidates()] if is_there else []
+        if config.lora.is_on or not (steps or settings.ckpt_step is not None):
+            check_folder(Path(folder), config)
+
+    RankGroup(job.rank, job.control_group).on_first(check)
 
 
 class RunState(SnapshotState):

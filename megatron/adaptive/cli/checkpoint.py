@@ -18,7 +18,7 @@ from megatron.adaptive.checkpoint.folder import INDEX, StepFolders, find
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.command_parser import CommandParser, number
-from megatron.adaptive.config.hugging_face import LOAD_FLAG, load_config
+from megatron.adaptive.config.hugging_face import FLAGS_FILE, LOAD_FLAG, load_config
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
@@ -149,8 +149,8 @@ def import_hf(argv: Sequence[str]) -> None:
     from megatron.adaptive.checkpoint.hugging_face import import_folder
 
     path = import_folder(folder, output, config)
-    (output / "model_flags.txt").write_text(shlex.join(words) + "\n", encoding="utf-8")
-    show(f"{path}: train with --load {output} --finetune and the flags in model_flags.txt there")
+    (output / FLAGS_FILE).write_text(shlex.join(words) + "\n", encoding="utf-8")
+    show(f"{path}: train with --load {output} --finetune and the flags in {FLAGS_FILE} there")
 
 
 def export_hf(argv: Sequence[str]) -> None:

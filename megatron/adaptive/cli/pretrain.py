@@ -29,6 +29,11 @@ _NOT_HERE = {
     "inter_document_masking": "documents that do not see each other",
     "use_legacy_models": "models from before megatron-core",
 }
+# Layers and fused functions that need CUDA are left out, as our own trainer leaves them out.
+_ON_CPU = (
+    *("--distributed-backend", "gloo", "--transformer-impl", "local", "--no-persist-layer-norm"),
+    *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-rope-fusion"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
     plugin.install()
     on_cpu = accelerator.install_for_trainer()
-    backend = ["--distributed-backend", "gloo"] if on_cpu else []
-    sys.argv = [sys.argv[0], *backend, *argv]
+    sys.argv = [sys.argv[0], *(_ON_CPU if on_cpu else ()), *argv]
     _pretrain(on_cpu)
     return 0
 
@@ -165,10 +169,20 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
     from megatron.training import get_args
 
     args = get_args()
-    kind = gpt_dataset.MockGPTDataset if args.mock_data else gpt_dataset.GPTDataset
+    config = _data_config(args)
+    kind: Any = gpt_dataset.GPTDataset
+    if args.mock_data:
+        kind = gpt_dataset.MockGPTDataset
+    elif hasattr(config, "index_cache"):
+        kind = _cached_datasets().CachedGPTDataset
     return BlendedMegatronDatasetBuilder(
-        kind, num_samples, functools.partial(_reads_data, vp_stage), _data_config(args)
+        kind, num_samples, functools.partial(_reads_data, vp_stage), config
     ).build()
+
+
+def _cached_datasets() -> Any:
+    """Returns the module whose shuffling indices are checked and made anew if damaged."""
+    return importlib.import_module("megatron.adaptive.data.datasets")
 
 
 datasets.is_distributed = True  # type: ignore[attr-defined]
@@ -196,7 +210,15 @@ def _data_config(args: Any) -> Any:
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
     }
     names = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
-    return GPTDatasetConfig(**{name: values[name] for name in names.intersection(values)})
+    given = {name: values[name] for name in names.intersection(values)}
+    prefixes = [part[0][0] for part in (blend, *(blend_per_split or ())) if part and part[0]]
+    # Megatron-LM's ways to load its own files faster are of these files.
+    is_own = values["fast_cache_load"] or values["defer_npy_index_mmap"]
+    if args.mock_data or is_own or not prefixes:
+        return GPTDatasetConfig(**given)
+    cached = _cached_datasets()
+    folder = args.data_cache_path or str(Path(prefixes[0]).parent / cached.INDEX_CACHE)
+    return cached.CachedGPTDatasetConfig(**given, index_cache=folder)
 
 
 def _reads_data(vp_stage: int | None) -> bool:
@@ -235,9 +257,12 @@ def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
+    from megatron.adaptive.accelerator import current_device
+
     found = next(data_iterator)
+    device = current_device()
     batch = {
-        name: None if found.get(name) is None else found[name].cuda(non_blocking=True)
+        name: None if found.get(name) is None else found[name].to(device, non_blocking=True)
         for name in _COLUMNS
     }
     group = {"cp_group": parallel_state.get_context_parallel_group()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import reprlib
 import shlex
 import signal
 import sys
@@ -27,6 +28,8 @@ from megatron.adaptive.config.command_parser import CommandParser, count, last_v
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.forms import read_file
+from megatron.adaptive.config.hugging_face import FLAGS_FILE
+from megatron.adaptive.config.outside import read_text
 from megatron.adaptive.config.refused import IDLE, REFUSED
 from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 
@@ -34,8 +37,9 @@ _USAGE = """\
 usage: python -m megatron.adaptive train RECIPE.yaml [KEY=VALUE ...] [--dry-run] [-- OPTIONS]
 
 Trains as a recipe says, whose keys are the trainer's flags (docs/flags.md); prints all settings.
-KEY=VALUE wins over the file, or chooses of its variants. OPTIONS are those of launch; on several
-nodes: -- --node-rank N --master-addr HOST. --dry-run only checks and prints."""
+KEY=VALUE wins over the file, or chooses of its variants. With load_hf=DIR the model is that of the
+folder, whatever sizes the recipe has. OPTIONS are those of launch; on several nodes:
+-- --node-rank N --master-addr HOST. --dry-run only checks and prints, and needs no data."""
 
 
 _FLAGS_HEAD = """\
@@ -84,7 +88,7 @@ def _train(argv: Sequence[str]) -> int:
     is_rank = environment.world_size > 1
     processes = recipe.nodes * recipe.processes_per_node
     world_size = environment.world_size if is_rank else processes
-    config = parse(recipe.flags, world_size=world_size)
+    config = parse(recipe.flags, world_size=world_size, needs_data=not is_dry)
     if environment.rank == 0:
         show(yaml.safe_dump(config.to_dict(), sort_keys=False))
     if is_dry:
@@ -108,7 +112,17 @@ def load_recipe(path: Path) -> Any:
     content = read_file(path, "recipe")
     if not isinstance(content, dict) or "base" not in content:
         return content
-    base = read_file(path.parent / str(content.pop("base")), "recipe")
+    name = content.pop("base")
+    if not isinstance(name, str):
+        raise ConfigError(f"{path}: base is {name!r}: it must be the name of a file")
+    base = read_file(path.parent / name, "recipe")
+    if not isinstance(base, dict):
+        raise ConfigError(
+            f"{path.parent / name} holds {reprlib.repr(base)}, and is the base of {path}: it must"
+            " be keys with values"
+        )
+    if "base" in base:
+        raise ConfigError(f"{path.parent / name} is the base of {path} and has one: keep one")
     return _over(base, content)
 
 
@@ -141,6 +155,8 @@ def _evaluate(argv: Sequence[str]) -> int:
     if not {"--load", "--load-hf"} & {word.partition("=")[0] for word in flags}:
         raise ConfigError("evaluate: there is no model: give --load CKPT or --load-hf DIR")
     words = [*_NO_TRAINING, *_model_flags(flags), *flags]
+    if last_value(flags, "--load") is not None:
+        words = [*_WEIGHTS_ALONE, *words]
     if options.prompt is not None:
         words += ["--sample-prompt", options.prompt, "--sample-tokens", str(options.tokens)]
     with tempfile.TemporaryDirectory() as folder:
@@ -154,13 +170,19 @@ def _evaluate(argv: Sequence[str]) -> int:
         return launch.main([*start, "-m", "megatron.adaptive", "pretrain-gpt", *words])
 
 
+_WEIGHTS_ALONE = ("--finetune", "--exit-on-missing-checkpoint")
 _NO_TRAINING = "--skip-train --train-iters 1 --lr 1e-5 --micro-batch-size 1".split()
 
 
 def _model_flags(flags: Sequence[str]) -> list[str]:
-    """Returns the flags that ``import-hf`` left beside a checkpoint."""
-    path = Path(last_value(flags, "--load") or "", "model_flags.txt")
-    return shlex.split(path.read_text(encoding="utf-8")) if path.is_file() else []
+    """Returns the flags of the model that ``import-hf`` or a run left beside its checkpoints."""
+    path = Path(last_value(flags, "--load") or "", FLAGS_FILE)
+    if not path.is_file():
+        return []
+    try:
+        return shlex.split(read_text(path, "run import-hf again"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; run import-hf again") from None
 
 
 def _all_of(data: str, words: Sequence[str], processes: int, folder: Path) -> list[str]:

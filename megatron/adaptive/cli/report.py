@@ -27,6 +27,7 @@ from megatron.adaptive.cluster.conf import SETTINGS
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import WORK_FOLDER
 from megatron.adaptive.errors import SetupError, TraceError
+from megatron.adaptive.trace.event import shared_gpu_note
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.views.page import plotly_js, write_html, write_page
@@ -269,7 +270,7 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
         "page": text.replace(plotly_js(), "{{plotly}}"),
         **_times(figures),
     }
-    return found, []
+    return found, [shared_gpu_note(run.gpu_ranks)] if run.shares_gpus else []
 
 
 def _label(run: RunTrace, rank: int) -> str:

@@ -33,7 +33,7 @@ from rich.text import Text
 
 from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.outside import printable
-from megatron.adaptive.trace.event import DRAWN_ACTIONS
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, SLICES
 from megatron.adaptive.trace.live import LiveRank, LiveRun, Snapshot, find_live
 
 PERIOD_S = 0.5
@@ -177,7 +177,8 @@ def _figures(snapshot: Snapshot) -> Text:
     elif snapshot.progress:
         words.append("loss not finite")
     if snapshot.bubble is not None:
-        words.append(f"bubble {snapshot.bubble:.1%}")
+        slices = f" ({SLICES})" if snapshot.shares_gpus else ""
+        words.append(f"bubble {snapshot.bubble:.1%}{slices}")
     return Text(" " + "   ".join(words), no_wrap=True, overflow="ellipsis")
 
 

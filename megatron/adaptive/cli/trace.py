@@ -372,6 +372,7 @@ def _report(selection: _Selection) -> dict[str, Any]:
         "schedule": step.schedule,
         "step_ms": step.step_ns / NS_PER_MS,
         "bubble_fraction": step.bubble_fraction,
+        "gpu_ranks": selection.run.gpu_ranks,
         "ranks": [
             {
                 "pp_rank": pp_rank,
@@ -456,7 +457,7 @@ def _report_lines(selection: _Selection) -> list[str]:
         f"{run.origin}: run {run.run}, schedule {step.schedule}, {run.num_ranks} ranks x "
         f"{run.num_chunks} chunks, {step.num_microbatches} microbatches{step.replica}",
         f"iteration {step.iteration}: step {report['step_ms']:.2f} ms, "
-        f"bubble {report['bubble_fraction']:.1%} (idle / step time)",
+        f"bubble {report['bubble_fraction']:.1%} (idle / step time){run.bubble_note}",
         *_length_lines(step.lengths),
         *aligned(_table(report["ranks"], step.actions), 1),
         *aligned(_parts_table(report["ranks"]), 1),
@@ -519,5 +520,5 @@ def _over_iterations(selection: _Selection) -> str:
         f"({describe_numbers(selection.iterations)}): "
         f"step median {statistics.median(steps):.2f} ms ({min(steps):.2f} to {max(steps):.2f}), "
         f"bubble median {statistics.median(bubbles):.1%} "
-        f"({min(bubbles):.1%} to {max(bubbles):.1%})"
+        f"({min(bubbles):.1%} to {max(bubbles):.1%}){selection.run.bubble_note}"
     )

@@ -68,12 +68,12 @@ def _import() -> None:
             return
         device = importlib.import_module("megatron.adaptive.accelerator")
         device.install()
-        device.quiet_libraries()
-        for name in _MODULES:
-            importlib.import_module(f"megatron.adaptive.{name}")
-        # Else each rank does, with its first step and its first data.
-        for name in ("torch._dynamo", "megatron.core.datasets.helpers"):
-            importlib.import_module(name)
+        with device.quiet_imports():  # a rank may be a user's program
+            for name in _MODULES:
+                importlib.import_module(f"megatron.adaptive.{name}")
+            # Else each rank does, with its first step and its first data.
+            for name in ("torch._dynamo", "megatron.core.datasets.helpers"):
+                importlib.import_module(name)
 
 
 class _Forkserver:

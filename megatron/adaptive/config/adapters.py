@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.adaptive.config.command_parser import flags_in, last_value
 from megatron.adaptive.config.flags import FieldSpec
-from megatron.adaptive.config.hugging_face import LOAD_FLAG, NAMES, load_config
+from megatron.adaptive.config.hugging_face import CONFIG, LOAD_FLAG, load_config
+from megatron.adaptive.config.hugging_face_names import NAMES
 from megatron.adaptive.config.outside import read_json
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
@@ -24,6 +28,17 @@ _IDLE = frozenset(
     inference_mode peft_version auto_mapping fan_in_fan_out megatron_core qalora_group_size
     """.split()
 )
+# Sizes that the weights of a model's folder have.
+_SIZES = frozenset(
+    """
+    --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
+    --kv-channels --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size
+    --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
+    """.split()
+)
+_LONGEST_PATTERN, _MOST_DIGITS = 1000, 6
+# A group that ends with a repetition and is repeated: it may take for ever not to fit.
+_ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # that leave the model as it is
 
 
@@ -46,11 +61,26 @@ def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[st
         if (text := last_value(argv, flag)) is None:
             continue
         folder = Path(text)
-        words = load_config(folder)[1] if flag == LOAD_FLAG else adapter_arguments(folder)
+        if flag == LOAD_FLAG:
+            words = load_config(folder)[1]
+        else:
+            words = adapter_arguments(folder, _base_of([*argv, *added]))
+        sizes = {dest_of.get(name): (name, value) for name, value in flags_in(argv).items()}
         for name, values in flags_in(words).items():
             if dest_of[name] not in given:
                 added += [name, *values]
+            elif name in _SIZES:
+                _require_size(*sizes[dest_of[name]], values, f"{flag} {folder}")
     return [*argv, *added]
+
+
+def _require_size(name: str, given: Sequence[str], values: Sequence[str], where: str) -> None:
+    """Refuses a size of the model that is not its folder's, before anything is built of it."""
+    is_number = len(given) == 1 and given[0].isdigit()
+    if is_number and int(given[0]) != int(values[0]):
+        raise ConfigError(
+            f"{name} {given[0]} contradicts {where}, whose {CONFIG} says {values[0]}: leave it out"
+        )
 
 
 def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
@@ -59,10 +89,7 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
     A linear layer of ours is one of theirs, or several one under the other. Without ``--load-hf``
     names are Llama's, with latent attention those of DeepSeek.
     """
-    folder, latent = config.checkpoint.load_hf, config.core.multi_latent_attention
-    kind = "deepseek_v3" if latent else "llama"
-    if folder is not None:
-        kind = load_config(Path(folder))[0]["model_type"]
+    kind = base_of(config).family
     absent = ["q_proj"] if config.core.q_lora_rank is not None else ["q_down_proj", "q_up_proj"]
     names = {
         ours: theirs
@@ -102,8 +129,49 @@ def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
     return {ours: marks for ours, marks in found.items() if any(marks)}
 
 
-def adapter_arguments(folder: Path) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """Says what a model that adapters are for is called in ``transformers``.
+
+    Attributes:
+        family: Its ``model_type``, a key of :data:`NAMES`.
+        layers: Number of its layers.
+    """
+
+    family: str
+    layers: int
+
+
+def base_of(config: TrainerConfig) -> Base:
+    """Returns the model that a run trains adapters for."""
+    folder = config.checkpoint.load_hf
+    if folder is not None:
+        return Base(family=_family_of(Path(folder)), layers=config.model.num_layers)
+    family = "deepseek_v3" if config.core.multi_latent_attention else "llama"
+    return Base(family=family, layers=config.model.num_layers)
+
+
+def _family_of(folder: Path) -> str:
+    return str(load_config(folder)[0]["model_type"])
+
+
+def _base_of(argv: Sequence[str]) -> Base:
+    """Returns the model of a command line that is not parsed yet."""
+    layers, folder = last_value(argv, "--num-layers") or "", last_value(argv, LOAD_FLAG)
+    if folder is not None:
+        family = _family_of(Path(folder))
+    else:
+        family = "deepseek_v3" if "--multi-latent-attention" in argv else "llama"
+    is_number = layers.isdigit() and len(layers) < _MOST_DIGITS
+    return Base(family=family, layers=int(layers) if is_number else 1)
+
+
+def adapter_arguments(folder: Path, base: Base) -> list[str]:
     """Returns the trainer's arguments for adapters of PEFT.
+
+    Args:
+        folder: Folder that PEFT wrote.
+        base: Model that they are for.
 
     Raises:
         ConfigError: the folder has none, or they are of a kind that is not trained here.
@@ -118,9 +186,72 @@ def adapter_arguments(folder: Path) -> list[str]:
             raise ConfigError(
                 f"{path}: {key} {value!r} asks for what adapters lack here: train them without it"
             )
-    targets, rank = document.get("target_modules"), document.get("r")
-    if not isinstance(targets, list):
-        raise ConfigError(f"{path}: target_modules {targets!r} is no list of names: write one")
-    words = ["--lora-rank", rank, "--lora-alpha", document.get("lora_alpha", rank)]
-    words += ["--lora-dropout", document.get("lora_dropout", 0.0)]
-    return [*map(str, words), "--lora-targets", ",".join(sorted(map(str, targets)))]
+    words: list[str] = []
+    # What PEFT takes for a key that is absent.
+    for key, default in (("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)):
+        value = document.get(key, default)
+        is_whole = key != "r" or type(value) is int
+        if not is_whole or isinstance(value, bool) or not isinstance(value, int | float):
+            kind = "whole number" if key == "r" else "number"
+            raise ConfigError(f"{path}: {key} is {value!r}: it must be a {kind}")
+        words += [f"--{key.replace('_', '-')}" if key != "r" else "--lora-rank", str(value)]
+    targets = _targets(document.get("target_modules"), base, str(path))
+    return [*words, "--lora-targets", ",".join(targets)]
+
+
+def _targets(given: Any, base: Base, where: str) -> list[str]:
+    """Returns the linear layers that get adapters, as PEFT resolves ``target_modules``.
+
+    Args:
+        given: Names, ``all-linear``, or a regular expression for the whole name of a module.
+        base: Model that has the layers.
+        where: Path of the file, for messages.
+
+    Raises:
+        ConfigError: it is none of these, or fits no linear layer, or not those of all layers.
+    """
+    if isinstance(given, str):
+        is_every = given.lower() == "all-linear"
+        return ["all-linear"] if is_every else _matching(given, base, f"{where}: target_modules")
+    is_list = isinstance(given, list) and all(isinstance(name, str) for name in given)
+    if not is_list or not given or any("," in name or not name for name in given):
+        raise ConfigError(
+            f"{where}: target_modules {given!r} is no list of names, no regular expression and not"
+            " all-linear: write one"
+        )
+    return sorted(given)
+
+
+def _matching(pattern: str, base: Base, where: str) -> list[str]:
+    """Returns the linear layers whose whole names a regular expression fits."""
+    names = NAMES[base.family]
+    inside = {
+        name
+        for ours, theirs in names.inside.items()
+        for name in theirs
+        if ".linear_" in ours and "expert" not in ours
+    }
+    if len(pattern) > _LONGEST_PATTERN or _ENDLESS.search(pattern):
+        raise ConfigError(
+            f"{where} {pattern[:60]!r} is too long, or repeats what repeats: write the names"
+        )
+    try:
+        fits = re.compile(pattern).fullmatch
+    except re.error as error:
+        raise ConfigError(f"{where} {pattern!r} is no regular expression ({error})") from None
+    found = [
+        frozenset(name for name in inside if fits(names.layer.format(number) + name))
+        for number in range(base.layers)
+    ]
+    beyond = [name for theirs in names.outside.values() for name in theirs if fits(name)]
+    if beyond:
+        raise ConfigError(f"{where} {pattern!r} fits {beyond[0]}, which has no adapters here")
+    if not any(found):
+        raise ConfigError(f"{where} {pattern!r} fits no linear layer of {base.family}")
+    if len({*found}) > 1:
+        number = next(number for number, hits in enumerate(found) if hits != found[0])
+        raise ConfigError(
+            f"{where} {pattern!r} fits other linear layers in layer {number} than in layer 0:"
+            " adapters here are the same in all layers"
+        )
+    return sorted(found[0])

@@ -17,6 +17,7 @@ from megatron.adaptive.config.adapters import expand_model
 from megatron.adaptive.config.command_parser import LOOKS_LIKE_FLAG, CommandParser, flags_where
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import FieldSpec, fields_of
+from megatron.adaptive.config.hugging_face import MODEL_FLAGS
 from megatron.adaptive.config.layers import lay_out
 from megatron.adaptive.config.outside import read_text
 from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
@@ -86,6 +87,7 @@ def parse(
     *,
     world_size: int,
     last_wins: bool = False,
+    needs_data: bool = True,
     installed: Installed | None = None,
 ) -> TrainerConfig:
     """Read and check a command line.
@@ -95,6 +97,7 @@ def parse(
         world_size: number of all processes.
         last_wins: let a repeated flag take its last value, for scripts that append the user's
             flags to their own; otherwise a repeated flag is an error.
+        needs_data: Whether data and the tokenizer's files must be given.
         installed: optional packages, looked up by default.
 
     Returns:
@@ -119,7 +122,7 @@ def parse(
             for name, kind in groups().items()
         }
     )
-    check.check_config(config, installed)
+    check.check_config(config, installed, needs_data=needs_data)
     check.check_output_folders(config)
     return config
 
@@ -137,7 +140,8 @@ def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
     Args:
         content: what the YAML file holds.
         words: ``key=value`` each; they win over the file, in which variants win over the rest, and
-            without a value take the key away.
+            without a value take the key away. With ``load_hf`` the model is that of its folder, and
+            what the file says of its sizes and layers does not count.
         where: the file, for messages.
 
     Raises:
@@ -163,7 +167,11 @@ def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
         if choice not in found:
             raise ConfigError(f"{axis}={choice}: {where} has {', '.join(found)}; choose of them")
         settings |= found[choice]
-    settings |= _by_field(given, "the command line")
+    own = _by_field(given, "the command line")
+    if (own | settings).get("load_hf"):
+        # The folder says what its model is; a word that contradicts it is refused later.
+        settings = {field: settings[field] for field in settings.keys() - _model_fields()}
+    settings |= own
     counts = []
     for name in _PROCESSES:
         value = str(settings.pop(name, None) or 1)
@@ -182,6 +190,12 @@ def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
 
 _PROCESSES = ("nodes", "processes_per_node")
 _MOST_PROCESSES = 4096
+
+
+def _model_fields() -> frozenset[str]:
+    """Returns the settings that a model's folder stands for."""
+    dests = {name: spec.dest for spec in _all_specs().values() for name in spec.names}
+    return frozenset(dests[flag] for flag in MODEL_FLAGS)
 
 
 def _mapping(content: Any, where: str) -> Mapping[Any, Any]:

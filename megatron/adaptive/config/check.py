@@ -144,8 +144,13 @@ mtp_num_layers+context_parallel_size>1 needs calculate_per_token_loss
 """
 
 
-def check_config(config: TrainerConfig, installed: Installed) -> None:
+def check_config(config: TrainerConfig, installed: Installed, *, needs_data: bool = True) -> None:
     """Hold a configuration against every rule.
+
+    Args:
+        config: Settings of a run.
+        installed: Optional packages.
+        needs_data: Whether data and the tokenizer's files must be given.
 
     Raises:
         ConfigError: the first rule that is broken.
@@ -162,7 +167,7 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _microbatch_groups(config, given),
         _learning_rate(config, given),
         _adapters(config, given),
-        _data(config, given),
+        _data(config, given, needs_data),
     ):
         for broken, message in rules:
             if broken:
@@ -411,10 +416,10 @@ def _adapters(config: TrainerConfig, given: Given) -> Rules:
     )
 
 
-def _data(config: TrainerConfig, given: Given) -> Rules:
+def _data(config: TrainerConfig, given: Given, needs_data: bool) -> Rules:
     data = config.data
     yield (
-        not (data.data_path or data.mock_data or data.has_path_per_split),
+        needs_data and not (data.data_path or data.mock_data or data.has_path_per_split),
         "no data is given: add --data-path with a prefix of .bin and .idx files, or --mock-data",
     )
     yield (
@@ -425,7 +430,7 @@ def _data(config: TrainerConfig, given: Given) -> Rules:
     hint = "" if data.missing == ["--vocab-size"] else ", or use NullTokenizer with --vocab-size"
     needed = " and ".join(data.missing)
     yield (
-        data.missing,
+        needs_data and data.missing,
         f"{given.tokenizer_type} needs {needed}, which is not given: add {needed}{hint}",
     )
 

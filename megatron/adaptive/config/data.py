@@ -118,8 +118,10 @@ class DataConfig(TokenizerConfig):
         "With --variable-seq-lengths: data files are JSON lines of conversations, of which only "
         "what the assistant says is taught."
     )
-    num_workers: Natural = flag(
-        "Processes that load data, of each rank that needs it.", 2, unit="PROCESSES"
+    num_workers: Natural | None = flag(
+        "Processes that load data, of each rank that needs it; by default 2 on a GPU, and none on "
+        "a CPU, where they would take the rank's time.",
+        unit="PROCESSES",
     )
     dataloader_type: str = flag(
         "No effect: samples are taken in the order that the dataset shuffled them to.",

@@ -1,10 +1,10 @@
 """Reads ``config.json`` of Hugging Face as arguments of the trainer.
 
 A table of families says what a model is by its ``model_type``; a table of keys says which argument
-each number is, and :data:`NAMES` what modules are called there. Owns what keys mean, for the
-planner and for the trainer alike: what a model holds follows from the arguments as for any other.
-The planner counts models that the trainer cannot build (``differs``); for the trainer
-:func:`load_config` refuses each key that asks for them.
+each number is. Owns what keys mean, for the planner and for the trainer alike: what a model holds
+follows from the arguments as for any other. How modules are called there is said by
+:mod:`megatron.adaptive.config.hugging_face_names`. The planner counts models that the trainer
+cannot build (``differs``); for the trainer :func:`load_config` refuses each key that asks for them.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.adaptive.config.outside import read_json
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.config.safetensors_header import read_header
+from megatron.adaptive.errors import ConfigError, DamagedCheckpointError
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOAD_FLAG = "--load-hf"
+FLAGS_FILE = "model_flags.txt"
+"""File among checkpoints with the flags of their model, for ``evaluate``."""
 
-_LONGEST_HEADER = 100_000_000  # the limit of the format of weights
 _LONGEST = 4096
 """Tokens of a sample where none are given, if the model takes as many."""
 _GATED = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
@@ -90,6 +92,7 @@ _MISTRAL = {**_EPSILON, "num_key_value_heads": 8}
 _FAMILIES: Mapping[str, _Family] = {
     "deepseek_v2": _Family(_LATENT, default=_V2),
     "deepseek_v3": _Family(_LATENT, default=_V3),
+    "kimi_k2": _Family(_LATENT, default=_V3),  # the layers and names of DeepSeek-V3
     "gemma": _Family(_GEMMA, tied=True, default=_GEMMA_1),
     "gemma2": _Family(
         f"{_GEMMA} --norm-block-outputs",
@@ -122,6 +125,34 @@ _FAMILIES: Mapping[str, _Family] = {
         default={**_EPSILON, "num_key_value_heads": 4, "norm_topk_prob": False},
     ),
 }
+_STATES = "layers that keep a state instead of attention"
+_FUSED = "queries, keys and values in one matrix of another order"
+_UNROTATED = "layers without rotation"
+_MULTIPLIED = "factors of embeddings, residuals and logits"
+# What models differ in whose keys alone do not show it.
+_DIFFERENCES: Mapping[str, str] = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
+    **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
+    **dict.fromkeys(("granite", "granitemoe", "minicpm", "minicpm3"), _MULTIPLIED),
+    **dict.fromkeys(("gptj", "codegen", "falcon"), "one norm for both blocks of a layer"),
+    **dict.fromkeys(("bloom", "mpt"), "positions by a bias of the scores"),
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), "norms over all heads of queries and keys"),
+    **dict.fromkeys(("cohere", "cohere2"), "blocks side by side, and logits with a factor"),
+    **dict.fromkeys(("glm", "glm4", "ernie4_5"), "rotation of neighbouring channels"),
+    **dict.fromkeys(("nemotron", "arcee"), "the square of a ReLU"),
+    **dict.fromkeys(("stablelm", "starcoder2"), "LayerNorm with a bias"),
+    "deepseek_v32": "attention to tokens that an indexer chooses",
+    "glm4_moe": "rotation of half of each head beside experts with a bias",
+    "gpt_bigcode": "one head of keys and values beside learned positions",
+    "gpt_oss": "sinks of attention, and experts with biases",
+    "llama4_text": f"{_UNROTATED}, and attention in chunks",
+    "olmo": "a norm without weights",
+    "opt": "learned positions that begin at 2, and ReLU",
+    "qwen3_next": f"{_STATES}, and gates of attention",
+    "smollm3": _UNROTATED,
+}
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+_OTHER_INPUT = ("vision_config", "audio_config", "vision_encoder", "audio_encoder")
 _Table = Mapping[str, tuple[str, ...]]
 """Keys of the file by the argument that each is; the first of them that is there counts."""
 _NEEDED: _Table = {
@@ -165,6 +196,48 @@ _READ = frozenset(
     for keys in table.values()
     for key in keys
 )
+_FRACTIONS = frozenset(
+    """
+    --norm-epsilon --rotary-percent --attention-dropout --hidden-dropout --softmax-scale
+    --moe-router-topk-scaling-factor --logit-softcap --attention-softcap
+    """.split()
+)
+_TEXTS = ("--moe-router-score-function",)
+# Whole numbers that a file may write with a point, as 10000.0.
+_BASE_FLAGS = ("--rotary-base", "--window-rotary-base")
+_WHOLE = frozenset(
+    key
+    for table in (_NEEDED, _OPTIONAL, _OF_HEADS, _OF_LATENT, _OF_EXPERTS, _OF_ROUTER)
+    for flag, keys in table.items()
+    if flag not in (*_FRACTIONS, *_TEXTS, *_BASE_FLAGS)
+    for key in keys
+).union(
+    """
+    num_key_value_heads q_lora_rank first_k_dense_replace decoder_sparse_step n_shared_experts
+    sliding_window sliding_window_pattern _sliding_window_pattern sliding_window_size
+    max_window_layers
+    """.split()
+)
+MODEL_FLAGS = frozenset(
+    flag
+    for table in (_NEEDED, _OPTIONAL, _OF_HEADS, _OF_LATENT, _OF_EXPERTS, _OF_ROUTER)
+    for flag in table
+    if flag not in ("--attention-dropout", "--hidden-dropout")
+).union(
+    (word for family in _FAMILIES.values() for word in family.arguments.split() if word[0] == "-"),
+    (flag for family in _FAMILIES.values() for flag in family.optional),
+    """
+    --q-lora-rank --group-query-attention --num-query-groups --add-qkv-bias --openai-gelu
+    --untie-embeddings-and-output-weights --parallel-residual --moe-layer-freq
+    --moe-router-pre-softmax --moe-router-enable-expert-bias --moe-router-group-best --window-size
+    --window-attn-skip-freq --rope-type --rotary-scaling-factor --original-max-position-embeddings
+    --beta-fast --beta-slow --mscale --mscale-all-dim --use-rope-scaling --rope-scaling-factor
+    --rotary-seq-len-interpolation-factor
+    """.split(),
+)
+"""Flags that say what a model is, all of which a folder of Hugging Face stands for."""
+_OF_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
+_OF_ROTATION = (*_OF_YARN, "mscale_all_dim", "low_freq_factor", "high_freq_factor")
 _DEFAULTS = {"--attention-dropout": 0.0, "--hidden-dropout": 0.0}
 _ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
@@ -179,7 +252,8 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
     "use_bidirectional_attention": (False, "attention to later tokens"),
     "router_jitter_noise": (0.0, "noise in the router"),
 }
-# Keys that change nothing in the model: how text is made, training, where the file comes from.
+# Keys that change nothing in the model: how text is made, training, where the file comes from,
+# what trainers, exporters and quantizers note.
 _WITHOUT_EFFECT = frozenset(
     """
     architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range
@@ -196,6 +270,19 @@ _WITHOUT_EFFECT = frozenset(
     use_parallel_residual rope_theta partial_rotary_factor scoring_func unsloth_version
     text_config output_hidden_states output_attentions return_dict use_bfloat16 torchscript
     _sliding_window_pattern
+    is_llama_config unsloth_fixed tokenizer_class max_length min_length do_sample early_stopping
+    num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens chunk_size_feed_forward tf_legacy_loss problem_type finetuning_task prefix
+    use_flash_attn use_flash_attention use_flash_attention_2 _flash_attn_2_enabled
+    _attn_implementation_autoset _attn_implementation_internal _commit_hash num_labels
+    max_sequence_length max_seq_length max_seq_len seq_length model_max_length bos_token eos_token
+    pad_token unk_token transformers.js_config onnx_config optimum_version export_model_type neuron
+    _pre_quantization_dtype pre_quantization_dtype quantized_by original_torch_dtype base_model
+    base_model_name_or_path trust_remote_code use_gradient_checkpointing model_name model_revision
+    nemo_version mergekit mergekit_version keys_to_ignore_at_inference license
     """.split()
 )
 
@@ -227,10 +314,11 @@ def _arguments(
     document: Mapping[str, Any], where: str, sequence: int | None
 ) -> tuple[list[str], str]:
     # Of a model of several kinds of input, what reads text.
-    text = document.get("text_config")
-    config: Mapping[str, Any] = text if isinstance(text, dict) else document
+    text = _text_part(document)
+    config: Mapping[str, Any] = document if text is None else text
     family = _family({"model_type": document["model_type"], **config}, where)
     config = _flat(family, config)
+    _check_numbers(config, where)
     words = family.arguments.split()
     if "--moe-router-dtype" in words and not _value(config, "n_routed_experts"):
         words = [word for word in words if word not in ("--moe-router-dtype", "fp32")]
@@ -244,10 +332,8 @@ def _arguments(
             found = next((v for key in keys if (v := _value(config, key)) is not None), None)
             if found is None and table in needed:
                 raise ConfigError(f"{where}: {' or '.join(keys)} is missing; a model has it")
-            is_number = isinstance(found, int | float) and abs(found) < math.inf
-            if not is_number and found is not None and not flag.endswith("score-function"):
-                kind = "whole number" if "num" in flag else "number"
-                raise ConfigError(f"{where}: {keys[0]} is {found!r}: it must be a {kind}")
+            if found is not None and flag not in _TEXTS:
+                found = _checked(found, flag, next(key for key in keys if key in config), where)
             if found is None:
                 found = _DEFAULTS.get(flag)
             of_groups = flag.endswith(("groups", "group-topk"))
@@ -260,7 +346,7 @@ def _arguments(
                 continue
             if flag == "--softmax-scale":
                 found = found**-0.5
-            words += [flag, str(int(found) if flag.endswith("rotary-base") else found)]
+            words += [flag, str(found)]
     heads, groups = _number(config, "num_attention_heads", where), config.get("num_key_value_heads")
     if groups is not None and groups != heads and not latent:
         words += ["--group-query-attention", "--num-query-groups", str(groups)]
@@ -299,10 +385,80 @@ def load_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     document = read_json(path, "name the folder of a Hugging Face model")
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise ConfigError(f"{path} names no model_type: it is of no model of Hugging Face")
+    _refuse_other_input(document, str(path))
     _family(document, str(path))
     words, differs = config_arguments(document, str(path))
     with _expected_kinds(str(path)):
         return document, _trained(folder, document, words, differs)
+
+
+def _text_part(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns what reads text of a model of several kinds of input, ``None`` for a model of one."""
+    parts = (document.get(key) for key in _TEXT_PARTS)
+    return next((part for part in parts if isinstance(part, dict)), None)
+
+
+def _refuse_other_input(document: Mapping[str, Any], where: str) -> None:
+    """Refuses a model of several kinds of input, and says if its text part alone can be read."""
+    text, kind = _text_part(document), document["model_type"]
+    if kind in _FAMILIES or (text is None and not any(document.get(key) for key in _OTHER_INPUT)):
+        return
+    part = str(kind if text is None else text.get("model_type"))
+    if text is None:
+        rule = "the keys of its text part are not apart"
+    elif part in _FAMILIES and not _FAMILIES[part].differs:
+        key = next(key for key in _TEXT_PARTS if document.get(key) is text)
+        rule = (
+            f"its text part, {part}, can be read: save that alone, with {key} as its {CONFIG} and"
+            f" the names of {part} for its weights"
+        )
+    else:
+        rule = f"its text part, {part}, is of no family that is read: {', '.join(_read_families())}"
+    raise ConfigError(f"{where}: model_type {kind!r} takes more than text; {rule}")
+
+
+def _check_numbers(config: Mapping[str, Any], where: str) -> None:
+    """Refuses numbers that could be taken only cut or rounded.
+
+    Raises:
+        ConfigError: a whole number is none, or one of a rotation is no number.
+    """
+    for key in sorted(_WHOLE & config.keys()):
+        if config[key] is not None and type(config[key]) is not int:
+            raise ConfigError(f"{where}: {key} is {config[key]!r}: it must be a whole number")
+    scaling = _scaling(config)
+    for key in _OF_ROTATION:
+        value = scaling.get(key)
+        is_whole = key != "original_max_position_embeddings" or type(value) is int
+        if value is not None and not (_is_number(value) and is_whole):
+            kind = "number" if is_whole else "whole number"
+            raise ConfigError(f"{where}: {key} of the rotation is {value!r}: it must be a {kind}")
+    if _kind_of_rotation(config) != "default" and "factor" not in scaling:
+        raise ConfigError(f"{where}: factor of the rotation is missing; a model has it")
+
+
+def _checked(value: Any, flag: str, key: str, where: str) -> int | float:
+    """Returns a number of the file as an argument takes it.
+
+    Raises:
+        ConfigError: it is no number, or would have to be rounded.
+    """
+    if not _is_number(value):
+        kind = "number" if flag in _FRACTIONS else "whole number"
+        raise ConfigError(f"{where}: {key} is {value!r}: it must be a {kind}")
+    number: int | float = value
+    if flag in _BASE_FLAGS:
+        if number != int(number):
+            raise ConfigError(f"{where}: {key} is {value!r}: it must be a whole number")
+        return int(number)
+    if flag == "--softmax-scale" and number <= 0:
+        raise ConfigError(f"{where}: {key} is {value!r}: it must be above 0")
+    return number
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) < math.inf
 
 
 @contextlib.contextmanager
@@ -337,15 +493,15 @@ def _trained(
 
 def _holds(folder: Path, layer: int) -> bool:
     """Returns whether a folder has weights of a layer, by its index or the header of its file."""
-    try:
-        if (folder / INDEX).is_file():
-            text = (folder / INDEX).read_bytes()
-        else:
-            with (folder / SINGLE).open("rb") as file:
-                text = file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER))
-    except OSError:
-        return False
-    return f'"model.layers.{layer}.'.encode() in text
+    prefix = f"model.layers.{layer}."
+    names: Iterable[str] = ()
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX, "copy it again", DamagedCheckpointError)
+        table = index.get("weight_map") if isinstance(index, dict) else None
+        names = table if isinstance(table, dict) else ()
+    elif (folder / SINGLE).is_file():
+        names = read_header(folder / SINGLE)
+    return any(name.startswith(prefix) for name in names)
 
 
 def _refuse(
@@ -365,6 +521,9 @@ def _refuse(
         kind = _kind_of_rotation(config)
         scaled = kind == "yarn" if latent else bool(_rotation(config, latent=False))
         is_well, why = not value or kind == "default" or scaled, f"{kind} rotation"
+        scaling = _scaling(config)
+        if kind == "yarn" and (scaling.get("attention_factor") or scaling.get("truncate") is False):
+            is_well, why = False, "yarn rotation with attention_factor or without truncate"
         near = (value or {}).get("sliding_attention") or {}
         is_well = is_well and near.get("rope_type", "default") == "default"
         nearest = "default, linear with a whole factor, or llama3 with factors 1 and 4 of 8192"
@@ -405,24 +564,34 @@ def _refuse(
 
 def _flat(family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration with its defaults, and what it says of rotation beside other keys."""
-    rotation = config.get("rope_parameters") or {}
+    rotation = _scaling(config)
     if "full_attention" in rotation:  # and another one where windows are
         near = rotation.get("sliding_attention") or {}
-        config = {**config, "rope_parameters": rotation["full_attention"]}
+        key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        rotation = rotation["full_attention"] or {}
+        config = {**config, key: rotation}
         if base := near.get("rope_theta"):
             config["rope_local_base_freq"] = base
-        rotation = rotation["full_attention"]
-    return {**family.default, **rotation, **config}
+    # As in transformers: what stands beside a rotation's kind wins over the same key further out.
+    inner = ("rope_theta", "partial_rotary_factor")
+    own = {key: rotation[key] for key in inner if rotation.get(key) is not None}
+    return {**family.default, **config, **own}
+
+
+def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what a configuration says of rotation: under the old key, or else the new one."""
+    found: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return found
 
 
 def _kind_of_rotation(config: Mapping[str, Any]) -> str:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = _scaling(config)
     return str(scaling.get("rope_type", scaling.get("type", "default")))
 
 
 def _rotation(config: Mapping[str, Any], *, latent: bool) -> list[str]:
     """Returns how rotary frequencies are scaled, nothing where they are not or in another way."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = _scaling(config)
     kind, factor = _kind_of_rotation(config), scaling.get("factor")
     if latent and kind == "yarn":
         longest = config["max_position_embeddings"]
@@ -455,16 +624,27 @@ def _family(config: Mapping[str, Any], where: str) -> _Family:
     if name in _FAMILIES:
         return _FAMILIES[name]
     near = (difflib.get_close_matches(str(name), _FAMILIES, n=1) or ["llama"])[0]
+    raise ConfigError(
+        f"{where}: model_type {name!r} is not known; the nearest is {near}, which"
+        f" {_lacks(config, name, near)}; {', '.join(_read_families())} are read; to plan another"
+        " one give its sizes as `layers` of a model file, see plan --schema model"
+    )
+
+
+def _lacks(config: Mapping[str, Any], name: str, near: str) -> str:
+    """Returns in what a model of a kind that is not read differs from the nearest family."""
     strange = {key for key, value in config.items() if value}
     strange -= {*_READ, *_WITHOUT_EFFECT, *_ACTIVATION, *_ONLY}
     strange.difference_update(*_FAMILIES[near].optional.values())
-    lacks = f", which lacks {', '.join(sorted(strange))}" if strange else ""
-    known = ", ".join(name for name, one in _FAMILIES.items() if not one.differs)
-    raise ConfigError(
-        f"{where}: model_type {name!r} is not known; the nearest is {near}{lacks}; {known} are"
-        " read; to plan another one give its sizes as `layers` of a model file, see plan --schema"
-        " model"
-    )
+    parts = [_DIFFERENCES[name]] if name in _DIFFERENCES else []
+    parts += [", ".join(sorted(strange))] if strange else []
+    if parts:
+        return f"lacks {'; '.join(parts)}"
+    return f"has all its keys: write {near} if its layers and the names of its weights are the same"
+
+
+def _read_families() -> list[str]:
+    return [name for name, family in _FAMILIES.items() if not family.differs]
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
@@ -542,132 +722,3 @@ def _pattern(has: Sequence[bool]) -> str:
     """Returns which layers have something as the trainer reads it, such as ``[0]*3+[1]*58``."""
     runs = [(int(value), len(list(group))) for value, group in groupby(has)]
     return "+".join(f"[{value}]*{count}" for value, count in runs)
-
-
-class FamilyNames(NamedTuple):
-    """Their names in one family.
-
-    Attributes:
-        inside: their modules of a layer by ours, in the order of the model; one module for all
-            blocks of rows, or one for each.
-        outside: their modules by ours.
-        layer: begins the names of a layer's modules; has its number.
-        predicts: whether there can be layers that predict further tokens behind the others.
-        turned: whether matrices of linear layers are stored as ``[inputs, outputs]``.
-        grouped: whether rows of queries, keys and values alternate as ours do.
-    """
-
-    inside: Mapping[str, list[str]]
-    outside: Mapping[str, list[str]]
-    layer: str = "model.layers.{}."
-    predicts: bool = False
-    turned: bool = False
-    grouped: bool = False
-
-
-def _table(text: str) -> dict[str, list[str]]:
-    lines = (line.partition(" = ") for line in text.strip().splitlines())
-    return {ours.strip(): theirs.split() for ours, _, theirs in lines}
-
-
-_ATTENTION = """
-self_attention.linear_qkv = self_attn.q_proj self_attn.k_proj self_attn.v_proj
-self_attention.linear_proj = self_attn.o_proj
-self_attention.q_layernorm = self_attn.q_norm
-self_attention.k_layernorm = self_attn.k_norm
-"""
-_LATENT_NAMES = """
-self_attention.linear_q_proj = self_attn.q_proj
-self_attention.linear_q_down_proj = self_attn.q_a_proj
-self_attention.q_layernorm = self_attn.q_a_layernorm
-self_attention.linear_q_up_proj = self_attn.q_b_proj
-self_attention.linear_kv_down_proj = self_attn.kv_a_proj_with_mqa
-self_attention.kv_layernorm = self_attn.kv_a_layernorm
-self_attention.linear_kv_up_proj = self_attn.kv_b_proj
-self_attention.linear_proj = self_attn.o_proj
-"""
-_DENSE = """
-mlp.linear_fc1 = mlp.gate_proj mlp.up_proj
-mlp.linear_fc2 = mlp.down_proj
-"""
-_NORMS = """
-input_layernorm = input_layernorm
-pre_mlp_layernorm = post_attention_layernorm
-"""
-_FOUR_NORMS = """
-input_layernorm = input_layernorm
-post_attention_layernorm = post_attention_layernorm
-pre_mlp_layernorm = pre_feedforward_layernorm
-post_mlp_layernorm = post_feedforward_layernorm
-"""
-_EXPERTS = """
-mlp.router = mlp.gate
-mlp.router.expert_bias = mlp.gate.e_score_correction_bias
-mlp.experts.experts.linear_fc1 = mlp.experts.{}.gate_proj mlp.experts.{}.up_proj
-mlp.experts.experts.linear_fc2 = mlp.experts.{}.down_proj
-mlp.shared_experts.linear_fc1 = mlp.shared_experts.gate_proj mlp.shared_experts.up_proj
-mlp.shared_experts.linear_fc2 = mlp.shared_experts.down_proj
-"""
-_MIXTRAL = """
-mlp.router = block_sparse_moe.gate
-mlp.experts.experts.linear_fc1 = block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3
-mlp.experts.experts.linear_fc2 = block_sparse_moe.experts.{}.w2
-"""
-_PHI = """
-self_attention.linear_proj = self_attn.o_proj
-self_attention.linear_qkv = self_attn.qkv_proj
-mlp.linear_fc1 = mlp.gate_up_proj
-mlp.linear_fc2 = mlp.down_proj
-"""
-PREDICTION = _table("""
-enorm = enorm
-hnorm = hnorm
-eh_proj = eh_proj
-final_layernorm = shared_head.norm
-""")
-_GPT_2_NAMES = """
-input_layernorm = ln_1
-self_attention.linear_qkv = attn.c_attn
-self_attention.linear_proj = attn.c_proj
-pre_mlp_layernorm = ln_2
-mlp.linear_fc1 = mlp.c_fc
-mlp.linear_fc2 = mlp.c_proj
-"""
-_NEOX = """
-self_attention.linear_qkv = attention.query_key_value
-self_attention.linear_proj = attention.dense
-mlp.linear_fc1 = mlp.dense_h_to_4h
-mlp.linear_fc2 = mlp.dense_4h_to_h
-"""
-_OUTSIDE = _table("""
-embedding.word_embeddings = model.embed_tokens
-decoder.final_layernorm = model.norm
-output_layer = lm_head
-""")
-_GPT_2_OUTSIDE = _table("""
-embedding.word_embeddings = transformer.wte
-embedding.position_embeddings = transformer.wpe
-decoder.final_layernorm = transformer.ln_f
-output_layer = lm_head
-""")
-_NEOX_OUTSIDE = _table("""
-embedding.word_embeddings = gpt_neox.embed_in
-decoder.final_layernorm = gpt_neox.final_layer_norm
-output_layer = embed_out
-""")
-_LLAMA = FamilyNames(_table(_ATTENTION + _DENSE + _NORMS), _OUTSIDE)
-_DEEPSEEK = FamilyNames(_table(_LATENT_NAMES + _DENSE + _EXPERTS + _NORMS), _OUTSIDE, predicts=True)
-NAMES: Mapping[str, FamilyNames] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _LLAMA),
-    **dict.fromkeys(
-        ("gemma2", "gemma3_text"), FamilyNames(_table(_ATTENTION + _DENSE + _FOUR_NORMS), _OUTSIDE)
-    ),
-    "mixtral": FamilyNames(_table(_ATTENTION + _MIXTRAL + _NORMS), _OUTSIDE),
-    "qwen3_moe": FamilyNames(_table(_ATTENTION + _DENSE + _EXPERTS + _NORMS), _OUTSIDE),
-    "phi3": FamilyNames(_table(_PHI + _NORMS), _OUTSIDE),
-    "gpt2": FamilyNames(_table(_GPT_2_NAMES), _GPT_2_OUTSIDE, "transformer.h.{}.", turned=True),
-    "gpt_neox": FamilyNames(
-        _table(_NORMS + _NEOX), _NEOX_OUTSIDE, "gpt_neox.layers.{}.", grouped=True
-    ),
-}

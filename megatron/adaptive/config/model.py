@@ -133,7 +133,7 @@ class ModelConfig:
     attention_dropout: Share = flag("Dropout of attention probabilities.", 0.1)
     hidden_dropout: Share = flag("Dropout of the hidden state.", 0.1)
     use_cpu_initialization: bool = switch(
-        "Draw the initial weights on the CPU, equal for every tensor parallel size."
+        "Draw the initial weights on the CPU, equal in every layout; GPUs draw others in each."
     )
     perform_initialization: bool = switch(
         "Skip drawing initial weights, for runs that load a checkpoint.", off="--no-initialization"

@@ -20,6 +20,9 @@ MAX_BYTES = 1 << 28
 MAX_LEVELS = 64
 """Lists and objects within each other; programs of the project write ten at most."""
 _MAX_INTEGER = 1 << 64
+_MOST_DIGITS = 4000  # of an integer that Python turns into a number
+BYTE_ORDER_MARK = "\ufeff"
+"""Character that some editors put before a text in UTF-8, which says nothing."""
 _WIDE = re.compile(r"\d{20}|[eE]\+?\d{3}")
 # Controls; what turns the direction of a line; line ends that splitlines knows; lone surrogates.
 _UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
@@ -32,7 +35,8 @@ def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool
 
     Args:
         data: the text; bytes are UTF-8.
-        strict: whether numbers must be finite and integers fit 64 bits. A loss may be NaN.
+        strict: whether numbers must be finite and integers fit 64 bits. A loss may be NaN. Without
+            it, integers of more digits than Python takes are infinite.
         once: whether a key that an object has twice is refused, as in files that people write.
 
     Raises:
@@ -44,11 +48,13 @@ def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool
         text = data if isinstance(data, str) else data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not of a text in UTF-8") from None
+    text = text.removeprefix(BYTE_ORDER_MARK)
     options: dict[str, Any] = {"object_pairs_hook": _once} if once else {}
     if strict:
         options["parse_constant"] = _refuse
-        if _WIDE.search(text):
-            options |= {"parse_int": _integer, "parse_float": _number}
+    if _WIDE.search(text):
+        integer = _integer if strict else _any_integer
+        options |= {"parse_int": integer, "parse_float": _number if strict else float}
     deep = ValueError(f"it is nested more than {MAX_LEVELS} levels deep")
     try:
         found = json.loads(text, **options)
@@ -83,6 +89,10 @@ def _integer(word: str) -> int:
     return int(word)
 
 
+def _any_integer(word: str) -> int | float:
+    return int(word) if len(word) <= _MOST_DIGITS else math.copysign(math.inf, float(word))
+
+
 def _number(word: str) -> float:
     return float(word) if math.isfinite(float(word)) else _refuse(word[:24])
 
@@ -97,7 +107,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> str:
-    """Reads a text file of at most :data:`MAX_BYTES`.
+    """Reads a text file of at most :data:`MAX_BYTES`, without a leading byte order mark.
 
     Args:
         path: the file.
@@ -108,7 +118,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
         AdaptiveError: of class ``error``: it cannot be read, is too large, or is no text.
     """
     try:
-        return read_bytes(path, hint, error).decode()
+        return read_bytes(path, hint, error).decode().removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as caught:
         raise error(f"{path}: byte {caught.start} is not of a text in UTF-8; {hint}") from None
 

@@ -20,11 +20,12 @@ import hashlib
 import logging
 import math
 import os
-import secrets
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,15 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
 from megatron.adaptive.config.data import DataConfig
-from megatron.adaptive.data.indexed import INDEX_CACHE, check_indexed, check_vocabulary_fits, locked
+from megatron.adaptive.data.cache import kept
+from megatron.adaptive.data.indexed import INDEX_CACHE, check_indexed, check_vocabulary_fits, pieces
 from megatron.adaptive.data.lengths import Conversations, DocumentDataset
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
 _SPLIT_NAMES = ("train", "valid", "test")
 _PARTS = ("document", "sample", "shuffle")
+_CHECK_WHOLE_BYTES = 64 << 20  # of an index whose numbers are all looked at
 
 Samples = Sequence[dict[str, Any]]
 Indices = tuple[npt.NDArray[np.generic], npt.NDArray[np.generic], npt.NDArray[np.generic]]
@@ -125,19 +128,16 @@ def build_datasets(
         cls: Any = MockGPTDataset if data.mock_data else CachedGPTDataset
         if data.variable_seq_lengths:
             cls = DocumentDataset
-        # megatron-core's, that nothing is cached: it is, but not by megatron-core.
-        logging.disable(logging.WARNING)
         try:
-            builder = BlendedMegatronDatasetBuilder(cls, list(counts), is_built_on_rank, config)
-            train, valid, test = builder.build()
+            with _quiet_megatron_core():
+                builder = BlendedMegatronDatasetBuilder(cls, list(counts), is_built_on_rank, config)
+                train, valid, test = builder.build()
         except MemoryError:
             given = ", ".join(f"{n} {c}" for n, c in zip(_SPLIT_NAMES, counts, strict=True))
             raise DataError(
                 f"the order of so many samples ({given}) does not fit into memory; lower "
                 "--train-iters or --eval-iters, or raise --eval-interval"
             ) from None
-        finally:
-            logging.disable(logging.NOTSET)
     for name, dataset, count in zip(_SPLIT_NAMES, (train, valid, test), counts, strict=True):
         if here and dataset is not None and len(dataset) < count:
             raise DataError(
@@ -145,6 +145,18 @@ def build_datasets(
                 "weights (0.5 a 0.5 b), which let data repeat, or ask for fewer iterations"
             )
     return train, valid, test
+
+
+@contextmanager
+def _quiet_megatron_core() -> Iterator[None]:
+    """Leaves out megatron-core's warning that nothing is cached: it is, in files of our own."""
+    logger = logging.getLogger("megatron.core.datasets")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:
@@ -262,10 +274,17 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}); check --data-path"
             ) from None
+        if not S_ISREG(stat.st_mode):
+            raise DataError(f"{path}: is no regular file; name one of JSON lines")
         identity = f"{path}{stat.st_size}{stat.st_mtime_ns}{self.tokenizer.unique_identifiers}"
         key = hashlib.sha256(identity.encode()).hexdigest()[:24]
         names = [f"{key}-{part}" for part in ("tokens", "taught", "ends")]
-        arrays = _kept(self.index_cache, names, lambda: Conversations.read(path, self.tokenizer))
+        arrays = kept(
+            self.index_cache,
+            names,
+            lambda: Conversations.read(path, self.tokenizer),
+            lambda found: Conversations.broken_rule(found, self.tokenizer.vocab_size),
+        )
         return Conversations(*arrays)
 
 
@@ -274,8 +293,40 @@ class CachedGPTDataset(GPTDataset):
 
     def _build_document_sample_shuffle_indices(self) -> Indices:
         names = [f"{self._cache_key()}-{part}" for part in _PARTS]
-        first, second, third = _kept(self.config.index_cache, names, self._build)
+        first, second, third = kept(
+            self.config.index_cache, names, self._build, lambda found: self._broken_rule(*found)
+        )
         return first, second, third
+
+    def _broken_rule(
+        self, documents: npt.NDArray[Any], samples: npt.NDArray[Any], shuffle: npt.NDArray[Any]
+    ) -> str:
+        """Returns which rule of megatron-core's indices arrays break, empty for none.
+
+        Args:
+            documents: ``[epochs * documents]``, numbers of the documents in the order they are
+                read.
+            samples: ``[samples + 1, 2]``, the place in ``documents`` and the token at which each
+                sample begins.
+            shuffle: ``[samples]``, the sample that is taken at each point of the run.
+        """
+        if any(one.dtype.kind not in "iu" or not one.size for one in (documents, samples, shuffle)):
+            return "they are not whole numbers"
+        if documents.ndim != 1 or samples.shape != (shuffle.size + 1, 2) or shuffle.ndim != 1:
+            return "their shapes do not belong together"
+        edges = int(self.indices.min()), int(self.indices.max())
+        if not all(_is_within(piece, *edges) for piece in _spread(documents)):
+            return "a document is none of the data's"
+        if not all(_is_within(piece, 0, shuffle.size - 1) for piece in _spread(shuffle)):
+            return "a sample is none of the data's"
+        longest = int(self.dataset.sequence_lengths.max())
+        for piece in _spread(samples):
+            places, tokens = piece.T
+            if not _is_within(places, 0, documents.size) or not _is_within(tokens, 0, longest):
+                return "a sample begins outside the data"
+            if not np.all(places[1:] >= places[:-1]):
+                return "samples do not follow each other"
+        return ""
 
     def _build(self) -> Indices:
         built: Indices = super()._build_document_sample_shuffle_indices()
@@ -294,32 +345,15 @@ class CachedGPTDataset(GPTDataset):
         return f"{digest[:24]}-{self.index_split.name}"
 
 
-def _kept(
-    cache: str, names: Sequence[str], make: Callable[[], Sequence[npt.NDArray[Any]]]
-) -> list[npt.NDArray[Any]]:
-    """Returns arrays of a cache folder by their names; makes them where they are missing."""
-    folder = Path(cache)
-    paths = [folder / f"{name}.npy" for name in names]
-    try:
-        if not all(path.is_file() for path in paths):
-            folder.mkdir(parents=True, exist_ok=True)
-            with locked(folder / ".lock"):
-                if not all(path.is_file() for path in paths):
-                    _write(paths, make())
-        return [np.load(path, mmap_mode="r") for path in paths]
-    except OSError as error:
-        raise DataError(
-            f"{folder}: shuffling indices cannot be kept there ({error.strerror or error}); "
-            "give a writable folder with --data-cache-path"
-        ) from None
+def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Yields all rows of a small array, and pieces from the first row to the last of a large one.
+
+    Bytes that are not those that were written have been found before: what is left to find is an
+    index of other data, which any piece shows.
+    """
+    for start, stop in pieces(len(array), array[0].nbytes, _CHECK_WHOLE_BYTES):
+        yield array[start:stop]
 
 
-def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
-    for path, array in zip(paths, arrays, strict=True):
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            with temporary.open("wb") as stream:
-                np.save(stream, array)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+def _is_within(array: npt.NDArray[Any], least: int, most: int) -> bool:
+    return least <= int(array.min()) and int(array.max()) <= most

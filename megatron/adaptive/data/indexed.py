@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -161,7 +162,7 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
             f"{path}: cannot be read ({error.strerror}); let this user read it"
         ) from None
     lowest = highest = 0
-    for start, stop in _pieces(tokens.size, info.dtype.itemsize):
+    for start, stop in pieces(tokens.size, info.dtype.itemsize):
         piece = tokens[start:stop]
         lowest = min(lowest, int(piece.min()))
         highest = max(highest, int(piece.max()))
@@ -184,20 +185,33 @@ def _hint_for_missing(prefix: str) -> str:
     return f"{_AGAIN}, or correct --data-path"
 
 
-def _pieces(num_tokens: int, itemsize: int) -> Iterator[tuple[int, int]]:
+def pieces(
+    count: int, itemsize: int, whole_bytes: int = _SCAN_WHOLE_BYTES
+) -> Iterator[tuple[int, int]]:
+    """Yields begin and end of pieces of 4 MB of an array.
+
+    They are all of it up to a size; of a larger array they are spread evenly from the first element
+    to the last.
+
+    Args:
+        count: Elements of the array.
+        itemsize: Bytes of an element.
+        whole_bytes: Size of the largest array of which all pieces are given.
+    """
     piece = _PIECE_BYTES // itemsize
-    if num_tokens * itemsize <= _SCAN_WHOLE_BYTES:
-        starts = np.arange(0, num_tokens, piece)
+    if count * itemsize <= whole_bytes:
+        starts = np.arange(0, count, piece)
     else:
-        starts = np.linspace(0, num_tokens - piece, _SCAN_WHOLE_BYTES // _PIECE_BYTES, dtype=int)
+        starts = np.linspace(0, count - piece, whole_bytes // _PIECE_BYTES, dtype=int)
     for start in starts.tolist():
-        yield start, min(start + piece, num_tokens)
+        yield start, min(start + piece, count)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on a file; the kernel frees it when a process dies."""
-    with path.open("ab") as stream:
+    # Opened to read as well, a pipe of that name does not wait for a reader.
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "rb") as stream:
         with suppress(OSError):  # a file system without locks: two may do the same work
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield

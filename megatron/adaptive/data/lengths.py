@@ -18,10 +18,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from megatron.adaptive.config.outside import parse_json
-from megatron.adaptive.data.tokenizer import TAUGHT_ROLE, Tokenizer
+from megatron.adaptive.data.chat import REASONING, TAUGHT_ROLE, Conversation
+from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.errors import DataError
 
-_ROLES = ("system", "user", "assistant")
 _MOCK_DOCUMENTS = 100_000
 _MOCK_SIGMA = 0.8  # of the logarithm of a length, as in corpora of the web
 _MOCK_MEDIAN = 0.25  # of --seq-length
@@ -145,8 +145,26 @@ class Conversations:
         return self._taught[start : start + length]
 
     @staticmethod
+    def broken_rule(arrays: Sequence[npt.NDArray[Any]], vocab_size: int) -> str:
+        """Returns which rule the three arrays of a file break, empty for none."""
+        ids, taught, ends = arrays
+        is_ids = ids.dtype == np.int32 and ids.ndim == 1
+        if not is_ids or taught.dtype != np.bool_ or taught.shape != ids.shape:
+            return "tokens and marks do not belong together"
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            return "a token is outside the vocabulary"
+        if ends.dtype != np.int64 or ends.ndim != 1 or not ends.size:
+            return "the ends of conversations are no whole numbers"
+        if int(ends[0]) or int(ends[-1]) != ids.size or bool(np.any(np.diff(ends) < 0)):
+            return "the ends of conversations do not rise to the number of tokens"
+        return ""
+
+    @staticmethod
     def read(path: str, tokenizer: Tokenizer) -> tuple[npt.NDArray[Any], ...]:
         """Tokenizes JSON lines, each ``{"messages": [{"role": ..., "content": ...}, ...]}``.
+
+        Beside ``messages`` a template is given ``tools`` and ``documents``; other fields are not
+        read, whatever they hold.
 
         Returns:
             The three arrays of a :class:`Conversations`. One without a message of the assistant
@@ -159,14 +177,14 @@ class Conversations:
         taught: list[bool] = []
         ends = [0]
         try:
-            with Path(path).open(encoding="utf-8") as lines:
+            with Path(path).open(encoding="utf-8-sig") as lines:
                 for number, line in enumerate(lines, start=1):
                     if not line.strip():
                         continue
-                    messages = _messages(line, f"{path}:{number}")
-                    if any(role == TAUGHT_ROLE for role, _ in messages):
+                    given = _conversation(line, f"{path}:{number}")
+                    if any(message["role"] == TAUGHT_ROLE for message in given.messages):
                         try:
-                            found = tokenizer.conversation(messages)
+                            found = tokenizer.conversation(given)
                         except DataError as error:
                             raise DataError(f"{path}:{number}: {error}") from None
                         ids += found[0]
@@ -179,14 +197,35 @@ class Conversations:
         return np.array(ids, np.int32), np.array(taught, np.bool_), np.array(ends, np.int64)
 
 
-def _messages(line: str, where: str) -> list[tuple[str, str]]:
+def _conversation(line: str, where: str) -> Conversation:
+    """Reads a line.
+
+    Raises:
+        DataError: it is no conversation; names the line.
+    """
     try:
-        found = [(one["role"], one["content"]) for one in parse_json(line)["messages"]]
+        # Fields that nobody reads may hold any number.
+        found = parse_json(line, strict=False)
+        messages = found["messages"]
+        beside = [found.get(name) for name in ("tools", "documents")]
     except (ValueError, TypeError, KeyError):
-        found = []
-    if not found or not all(r in _ROLES and isinstance(c, str) for r, c in found):
+        messages, beside = None, []
+    is_well = isinstance(messages, list) and messages
+    if not is_well or not all(isinstance(m, dict) and _is_message(m) for m in messages):
         raise DataError(
             f'{where}: is no conversation; write {{"messages": [{{"role": "user", "content": '
-            f'"..."}}, ...]}} with the roles {", ".join(_ROLES)}'
+            f'"..."}}, ...]}}'
         )
-    return found
+    for name, value in zip(("tools", "documents"), beside, strict=True):
+        is_list = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
+        if value is not None and not is_list:
+            raise DataError(f"{where}: {name} is no list of objects; write one, or leave it out")
+    tools, documents = beside
+    return Conversation(messages=messages, tools=tools, documents=documents)
+
+
+def _is_message(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    says = any(key in message for key in ("content", "tool_calls", *REASONING))
+    is_content = content is None or isinstance(content, str | list)
+    return isinstance(message.get("role"), str) and says and is_content

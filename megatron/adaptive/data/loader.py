@@ -22,6 +22,9 @@ of a pipeline agree on number and sizes of the microbatches without a message::
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +56,7 @@ _WIRE_DTYPES: dict[str, Any] = {
     "position_ids": np.int32,
     "attention_mask": np.bool_,
 }
+_SET_DEATH_SIGNAL = 1  # of prctl
 _PREFETCH = 4  # microbatches that each worker reads ahead
 _INTEGER = ("tokens", "labels", "position_ids")
 _KEYS = (*_INTEGER, "loss_mask")  # of samples of different lengths
@@ -287,7 +291,7 @@ class MicrobatchLoader:
                     num_workers=num_workers,
                     prefetch_factor=_PREFETCH,
                     collate_fn=_collate,
-                    worker_init_fn=_start_worker,
+                    worker_init_fn=functools.partial(_start_worker, os.getpid()),
                     # Mapped files and indices are inherited; a fresh process would read them anew.
                     multiprocessing_context="fork",
                 )
@@ -510,7 +514,12 @@ def _collate(samples: list[dict[str, Any]]) -> Arrays:
     }
 
 
-def _start_worker(_worker_id: int) -> None:
+def _start_worker(rank_pid: int, _worker_id: int) -> None:
+    # A worker holds the rank's connections too. If it outlived a killed rank, other ranks would
+    # wait for one that is gone.
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != rank_pid:
+        os._exit(1)
     # Signals reach the whole process group. The trainer decides what they mean; a worker that dies
     # of one would keep it from finishing its step. Workers end when the trainer does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

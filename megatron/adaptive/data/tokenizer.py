@@ -13,14 +13,9 @@ download; its ``NullTokenizer`` would do, but its identity leaves out the vocabu
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
-import json
-import os
-import re
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -32,11 +27,15 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.outside import parse_json, read_bytes, read_text
+from megatron.adaptive.data.chat import TAUGHT_ROLE, ChatTemplate, Conversation, without_surrogates
 from megatron.adaptive.errors import ConfigError, DataError
 
-_common = os.path.commonprefix
 END_OF_DOCUMENT = "<|endoftext|>"
-TAUGHT_ROLE = "assistant"
+_ROLES = ("system", "user", "assistant")  # of conversations without a template
+_TEMPLATE_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+_CHAT_VERSION = 2  # of the rule by which tokens are taught; kept tokens are of one
 _MODEL = "check --tokenizer-model"
 _IDS_OF_TIKTOKEN = 1 << 17  # ids of all kinds, as in Megatron-LM
 
@@ -80,20 +79,24 @@ class Tokenizer(ABC):
         """Return the ids that precede a message of ``role`` in a conversation."""
         return self.tokenize(f"{role}:\n")
 
-    def conversation(self, messages: Sequence[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+    def conversation(self, given: Conversation) -> tuple[list[int], list[bool]]:
         """Return the ids of a conversation, and which are taught: what the assistant says.
 
         Without a template a message is its role's heading, its content and the end of document.
 
-        Args:
-            messages: role and content of each.
-
         Raises:
-            DataError: the tokenizer's template does not take them.
+            DataError: the tokenizer's template does not take it, or there is none and a message is
+                no text of a known role.
         """
         ids: list[int] = []
         taught: list[bool] = []
-        for role, content in messages:
+        for message in given.messages:
+            role, content = message["role"], message.get("content")
+            if role not in _ROLES or not isinstance(content, str):
+                raise DataError(
+                    f"without a chat template a message is a text of {', '.join(_ROLES)}, but one "
+                    f"is {type(content).__name__} of {role!r}; give a tokenizer with a template"
+                )
             head, said = self.heading(role), [*self.tokenize(content), self.eod]
             ids += [*head, *said]
             taught += [False] * len(head) + [role == TAUGHT_ROLE] * len(said)
@@ -123,10 +126,10 @@ class _LibraryTokenizer(Tokenizer):
         self._encoder = encoder
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._encoder.encode(_without_surrogates(text), add_special_tokens=False).ids)
+        return list(self._encoder.encode(without_surrogates(text), add_special_tokens=False).ids)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        clean = [_without_surrogates(text) for text in texts]
+        clean = [without_surrogates(text) for text in texts]
         encodings = self._encoder.encode_batch_fast(clean, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -203,62 +206,42 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             for name, token in self._json(file).items()
             if name.endswith("_token") and isinstance(token, str | dict)
         }
-        self.template = self._find_template()
-        digest = hashlib.sha256(f"{text}\0{self.template}\0{self._named}".encode()).hexdigest()
+        templates = self._find_templates()
+        self._chat = None
+        if "default" in templates:
+            tokens = {name: text for name, text in self._named.items() if name in _TEMPLATE_TOKENS}
+            self._chat = ChatTemplate(templates, tokens, folder)
+        state = f"{text}\0{sorted(templates.items())}\0{self._named}\0{_CHAT_VERSION}"
+        digest = hashlib.sha256(state.encode()).hexdigest()
         super().__init__(encoder, self._end(encoder), digest[:16])
 
-    def conversation(self, messages: Sequence[tuple[str, str]]) -> tuple[list[int], list[bool]]:
-        if self.template is None:
-            return super().conversation(messages)
-        listed = [{"role": role, "content": content} for role, content in messages]
-        text = _without_surrogates(self._render(listed))
-        spans = [
-            self._said(listed, at, text)
-            for at, (role, _) in enumerate(messages)
-            if role == TAUGHT_ROLE
-        ]
+    def conversation(self, given: Conversation) -> tuple[list[int], list[bool]]:
+        if self._chat is None:
+            return super().conversation(given)
+        written = self._chat.write(given)
         # The template has written every special token itself.
-        encoding = self._encoder.encode(text, add_special_tokens=False)
-        taught = [any(a <= start < b for a, b in spans) for start, _ in encoding.offsets]
+        encoding = self._encoder.encode(written.text, add_special_tokens=False)
+        taught = [False] * len(encoding.ids)
+        for start, stop in written.spans:
+            _teach(taught, encoding, start, stop, are_marked=written.are_marked)
         return list(encoding.ids), taught
 
-    def _said(self, messages: list[dict[str, str]], at: int, text: str) -> tuple[int, int]:
-        """Find where a message of the assistant begins and ends, with the mark of its end."""
-        asked = _without_surrogates(self._render(messages[:at], add_generation_prompt=True))
-        alone = _without_surrogates(self._render(messages[: at + 1]))
-        content = _without_surrogates(messages[at]["content"]).strip()
-        begin, begin_alone = len(_common([text, asked])), len(_common([alone, asked]))
-        found = text.find(content, begin)
-        # The end is what follows where the conversation stops here, as far as it does so in it.
-        each = re.compile(re.escape(content)).finditer(alone, begin_alone)
-        marks = [len(_common([alone[one.start() :], text[found:]])) for one in each]
-        if found < 0 or not marks:
-            raise DataError(
-                f"the chat template of {self._folder} leaves out what the assistant says in "
-                f"message {at + 1}; give another template"
-            )
-        return begin, found + max(marks)
-
-    def _render(self, messages: list[dict[str, str]], **options: bool) -> str:
-        from jinja2 import TemplateError
-
-        given = {"add_generation_prompt": False, **self._named, **options}
-        try:
-            return str(_compiled(self.template).render(messages=messages, **given))
-        except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
-            raise DataError(
-                f"the chat template of {self._folder} refuses the conversation "
-                f"({' '.join(str(error).split())}); mend the line or the template"
-            ) from None
-
-    def _find_template(self) -> str | None:
-        file = self._folder / "chat_template.jinja"
-        if file.is_file():
-            return read_text(file, _MODEL, DataError)
+    def _find_templates(self) -> dict[str, str]:
+        """Returns the folder's chat templates by name."""
         found = self._json("tokenizer_config.json").get("chat_template")
         if isinstance(found, list):
-            found = {one["name"]: one["template"] for one in found}.get("default")
-        return found if isinstance(found, str) else None
+            found = {
+                entry["name"]: entry["template"]
+                for entry in found
+                if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
+            }
+        templates = found if isinstance(found, dict) else {"default": found}
+        file = self._folder / "chat_template.jinja"
+        if file.is_file():
+            templates = {"default": read_text(file, _MODEL, DataError)}
+        for path in sorted((self._folder / "additional_chat_templates").glob("*.jinja")):
+            templates[path.stem] = read_text(path, _MODEL, DataError)
+        return {name: text for name, text in templates.items() if isinstance(text, str)}
 
     def _end(self, encoder: FastTokenizer) -> int:
         token = self._named.get("eos_token")
@@ -313,10 +296,10 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__(self._model.get_piece_size(), self._model.eos_id(), digest=digest)
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._model.encode(_without_surrogates(text)))
+        return list(self._model.encode(without_surrogates(text)))
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return list(self._model.encode([*map(_without_surrogates, texts)], num_threads=1))
+        return list(self._model.encode([*map(without_surrogates, texts)], num_threads=1))
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return str(self._model.decode([int(i) for i in ids]))
@@ -465,30 +448,20 @@ def need_package(name: str, given: str, extra: str) -> Any:
         ) from None
 
 
-@functools.cache
-def _compiled(template: str) -> Any:
-    """Compile a chat template for the sandbox, with what ``transformers`` gives templates."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_marked: bool) -> None:
+    """Marks the tokens of some characters, those too that begin before or end behind them.
 
-    def refuse(reason: str) -> None:
-        raise TemplateError(reason)
-
-    loops = ["jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=loops
-    )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
-    for mark, plain in (("generation", "if true"), ("endgeneration", "endif")):
-        template = re.sub(rf"({{%[-+]?)\s*{mark}\b", rf"\1 {plain}", template)
-    return environment.from_string(template)
-
-
-def _without_surrogates(text: str) -> str:
-    """Join surrogate pairs and replace lone halves, which JSON can hold and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    Args:
+        taught: Whether each token is taught; changed.
+        encoding: Tokens of the text, of the ``tokenizers`` library.
+        start: Offset of the first character.
+        stop: Offset behind the last one.
+        are_marked: Whether a template marks the characters. The last one then counts with the first
+            of its tokens alone, as in ``return_assistant_tokens_mask``.
+    """
+    if start == stop:
+        return
+    last = encoding.char_to_token(stop - 1) if are_marked else None
+    for number, (begin, end) in enumerate(encoding.offsets):
+        if begin < stop and end > start and (last is None or number <= last):
+            taught[number] = True

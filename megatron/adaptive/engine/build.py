@@ -195,6 +195,7 @@ def open_trace(
         placement=placement.kind,
         layers=tuple(layers),
         work=tuple(work),
+        gpu_ranks=job.accelerator.shares,
     )
     recorder = Recorder(folder, header)
     sync = start_clock_sync(

@@ -38,8 +38,12 @@ from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Notice, Transport
 
 _LAUNCH_AHEAD = 1
-"""Actions that a run-time rule may have unfinished on the device when it is asked for the next one;
-0 would leave the device idle while it decides."""
+"""Least actions that a run-time rule may have unfinished on the device when it is asked for the
+next one; 0 would leave the device idle while it decides."""
+_AHEAD_NS = 300_000
+"""Work that the device has left when the rule is asked, in short actions: a thread that sleeps for
+a device wakes tens of microseconds later, and has to decide and to launch before the work ends."""
+_MOST_AHEAD = 8
 
 
 class ActionInput(NamedTuple):
@@ -201,6 +205,7 @@ class Executor:
         self._inputs: dict[Action, ActionInput] = {}
         self._held_bytes = 0
         self._launched: list[LaunchedAction] = []
+        self._mean_ns: dict[tuple[ActionKind, int], int] = {}
         self._away_ns: Mapping[Action, int] = {}
         self._log: StepLog | None = None
 
@@ -323,13 +328,27 @@ class Executor:
     def _decide(self, policy: Policy, state: RankState, may_pass: bool = False) -> Action | None:
         """Starts the next action; ``None`` where there is none, or one under way goes on."""
         launched = self._launched
-        if self._asks_late and not may_pass and len(launched) > _LAUNCH_AHEAD:
-            self._clock.wait(launched[-1 - _LAUNCH_AHEAD].end)  # the device catches up
+        if self._asks_late and not may_pass and len(launched) > (ahead := self._ahead()):
+            self._clock.wait(launched[-1 - ahead].end)  # the device catches up
         self._drain(state)
         action = self._next_action(policy, state, may_pass=may_pass)
         while action is not None and not state.start(action):
             self._await_input_of(action, policy, state)
         return action
+
+    def _ahead(self) -> int:
+        """Returns how many of the last launched actions may be unfinished when a rule is asked.
+
+        Those that take ``_AHEAD_NS`` together, by the times of the last step.
+        """
+        ahead, left_ns = _LAUNCH_AHEAD, _AHEAD_NS
+        for launched in self._launched[: -1 - _MOST_AHEAD : -1]:
+            action = launched.action
+            left_ns -= self._mean_ns.get((action.kind, action.chunk), _AHEAD_NS)
+            if left_ns <= 0:
+                break
+            ahead += 1
+        return ahead
 
     def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
         """Wait for an arrival, before an action that was decided on but is not ready here."""
@@ -356,6 +375,7 @@ class Executor:
             away = [self._away_ns.get(one.action, 0) for one in self._launched]
             durations = [max(0, whole - part) for whole, part in zip(durations, away, strict=True)]
         actions = tuple(zip((one.action for one in self._launched), durations, strict=True))
+        self._mean_ns = _mean_by_chunk(actions)
         log, self._log = self._log, None
         if self._recorder is not None and log is not None:
             self._recorder.extend(log.rows(self._launched, times, self._codes))
@@ -494,6 +514,14 @@ class Executor:
             return  # word about a step that ended: nobody waits for it
         if self._agreement.is_everywhere(item):
             state.arrive(action.kind, action.chunk, action.microbatch)
+
+
+def _mean_by_chunk(actions: Iterable[tuple[Action, int]]) -> dict[tuple[ActionKind, int], int]:
+    """Returns the mean time of each kind of action of each chunk, in nanoseconds."""
+    times: dict[tuple[ActionKind, int], list[int]] = {}
+    for action, duration_ns in actions:
+        times.setdefault((action.kind, action.chunk), []).append(duration_ns)
+    return {key: sum(each) // len(each) for key, each in times.items()}
 
 
 _TRACE_NUMBER = {kind: KINDS.index(kind.value) for kind in ActionKind}

@@ -35,7 +35,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
-from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.accelerator import Accelerator, current_device, default_generator
 from megatron.adaptive.gpt.attention import Documents
 
 Microbatch = Mapping[str, torch.Tensor]
@@ -193,9 +193,7 @@ class DropoutKeys:
         self._own_lane = 1 + parallel_state.get_tensor_model_parallel_rank()
         assert self._own_lane < 1 << _LANE_BITS
         self._tracker = get_cuda_rng_tracker()
-        # As megatron-core names the device, also where that is a CPU.
-        device = torch.cuda.current_device()
-        self._generator: torch.Generator = torch.cuda.default_generators[device]
+        self._generator: torch.Generator = default_generator(current_device())
         self._spare = torch.Generator(device=self._generator.device)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:

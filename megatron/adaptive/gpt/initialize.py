@@ -15,7 +15,7 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 
-from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.accelerator import Accelerator, agree_on_sharing
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.trainer import TrainerConfig, groups
@@ -67,9 +67,13 @@ def start_job(
     """
     parallel = config.parallel
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
+    store = meet(environment, timeout)
+    accelerator = agree_on_sharing(
+        accelerator, store, rank=environment.rank, world_size=environment.world_size
+    )
     dist.init_process_group(
         accelerator.backend,
-        store=meet(environment, timeout),
+        store=store,
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timeout,

@@ -555,7 +555,27 @@ def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) ->
         },
     )
     # No weight decay on biases and norms, and a learning rate of its own for the embedding.
-    return get_megatron_optimizer(core, list(chunks), get_standard_config_overrides(core))
+    optimizer = get_megatron_optimizer(core, list(chunks), get_standard_config_overrides(core))
+    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
+        fuse_adam(leaf.optimizer)
+    return optimizer
+
+
+def fuse_adam(inner: Any) -> None:
+    """Lets torch's own Adam update a GPU's parameters in one kernel.
+
+    megatron-core takes torch's where neither Transformer Engine nor apex is installed, and leaves
+    it at a kernel for each operation.
+
+    Args:
+        inner: The optimizer inside one of megatron-core's, before its first step.
+    """
+    if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        return
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    if all(one.is_cuda and one.is_floating_point() for one in parameters):
+        for group in (inner.defaults, *inner.param_groups):
+            group.update(fused=True, foreach=False)
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:

@@ -264,11 +264,23 @@ def make_loader(
         ),
         dp_rank=parallel_state.get_data_parallel_rank(),
         reads=_needs_data(config, run.placement),
-        # With no spare processor a reader process only takes time from the ranks.
-        num_workers=config.data.num_workers if is_cuda else 0,
+        num_workers=data_workers(config, is_cuda=is_cuda),
         pin_memory=is_cuda,
         on_read=on_read,
     )
+
+
+def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
+    """Return how many processes read data for a rank that needs it.
+
+    Args:
+        config: Settings of the run, whose ``--num-workers`` counts wherever it is given.
+        is_cuda: Whether the rank computes on a GPU.
+    """
+    if config.data.num_workers is not None:
+        return config.data.num_workers
+    # With no spare processor a reader process only takes time from the ranks.
+    return 2 if is_cuda else 0
 
 
 def batching_of(config: TrainerConfig) -> Batching:

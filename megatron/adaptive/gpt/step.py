@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +111,7 @@ class Step:
         except RuntimeError as error:
             if _CPU_MEMORY in str(error):
                 raise out_of_memory(run, error) from error
-            if "NaN" in str(error) or "Inf" in str(error):
+            if _NOT_FINITE.search(str(error)):
                 raise _diverged(run, iteration, error) from error
             raise
         losses = self._mean_losses([reduced], dealt) | self._further_losses(len(reduced), dealt)
@@ -371,31 +372,48 @@ def gather_parameters(run: Run) -> None:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 
-def params_norm(run: Run) -> float:
-    """Return the L2 norm of all parameters of the model. Collective over all ranks."""
-    gather_parameters(run)
+def counted_parameters(
+    run: Run, chunk: torch.nn.Module
+) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
+    """Yields the parameters of a chunk that this rank counts in sums over all ranks.
+
+    A sum over all ranks of ``value / copies`` counts each parameter of the model once.
+
+    Args:
+        run: the run that the chunk belongs to.
+        chunk: one of the run's model chunks on this rank.
+
+    Yields:
+        Name, parameter, and the number of ranks that count the same part of it.
+    """
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if run.job.config.parallel.unequal_sizes is not None:
         replicas = 1  # further replicas of a stage have no parameter that is not shared
-    everywhere, experts = torch.zeros(2, dtype=torch.float64)
+    for name, parameter in chunk.named_parameters():
+        if getattr(parameter, "shared", False):
+            continue
+        if not getattr(parameter, "allreduce", True):  # of experts, which few ranks share
+            yield name, parameter, parallel_state.get_expert_data_parallel_world_size()
+        elif (
+            getattr(parameter, "tensor_model_parallel", False)
+            or parallel_state.get_tensor_model_parallel_rank() == 0
+        ):
+            yield name, parameter, replicas
+
+
+def params_norm(run: Run) -> float:
+    """Returns the L2 norm of all parameters of the model. Collective over all ranks."""
+    gather_parameters(run)
+    total = torch.zeros(1, dtype=torch.float64)
     for chunk in run.chunks:
-        for parameter in chunk.parameters():
-            if getattr(parameter, "shared", False):
-                continue
-            squares = float(parameter.detach().double().pow(2).sum())
-            if not getattr(parameter, "allreduce", True):  # of experts, which few ranks share
-                experts += squares
-            elif (
-                getattr(parameter, "tensor_model_parallel", False)
-                or parallel_state.get_tensor_model_parallel_rank() == 0
-            ):
-                everywhere += squares
-    total = torch.stack([everywhere, experts])
+        for _, parameter, copies in counted_parameters(run, chunk):
+            total += float(parameter.detach().double().pow(2).sum()) / copies
     dist.all_reduce(total, group=run.job.control_group)
-    expert_replicas = parallel_state.get_expert_data_parallel_world_size()
-    return float(total[0] / replicas + total[1] / expert_replicas) ** 0.5
+    return float(total) ** 0.5
 
 
+_NOT_FINITE = re.compile(r"\bfound (NaN|Inf) in local grad norm\b")
+"""Text of megatron-core's error about a gradient, which has no class of its own."""
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text of torch's error on a CPU, which has no class of its own."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.adaptive.accelerator import detect
+from megatron.adaptive.accelerator import agree_on_sharing, detect, keep_freed_memory
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.build import gather_places
 from megatron.adaptive.engine.job import Job, environment_of_rank, meet, process_groups
@@ -79,6 +79,7 @@ def join_job(timeout_s: float) -> Job:
     """
     environment = Environment.read()
     accelerator = detect(environment.local_rank)
+    keep_freed_memory()
     timeout = datetime.timedelta(seconds=timeout_s)
     owns = not dist.is_initialized()
     before = () if owns else tuple(process_groups())
@@ -86,9 +87,13 @@ def join_job(timeout_s: float) -> Job:
         store = _store_of_process(environment, timeout)
         # Under other names in every job: in the store are the addresses of those before.
         turn = store.add(f"{_JOBS}/{environment.rank}", 1)
+        store = dist.PrefixStore(f"{_JOBS}/{turn}", store)
+        accelerator = agree_on_sharing(
+            accelerator, store, rank=environment.rank, world_size=environment.world_size
+        )
         dist.init_process_group(
             accelerator.backend,
-            store=dist.PrefixStore(f"{_JOBS}/{turn}", store),
+            store=store,
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timeout,

@@ -16,23 +16,23 @@ from megatron.adaptive import accelerator as _accelerator
 
 # Before the modules below import megatron-core.
 _accelerator.install()
-_accelerator.quiet_libraries()
+with _accelerator.quiet_imports():
+    from megatron.adaptive.config.flags import check_values, fields_of
+    from megatron.adaptive.config.parallel import TransportConfig
+    from megatron.adaptive.config.schedule import ScheduleConfig
+    from megatron.adaptive.engine.build import build_executor, open_trace
+    from megatron.adaptive.engine.executor import ActivationMeter, RankTimes
+    from megatron.adaptive.engine.hang import HangGuard
+    from megatron.adaptive.engine.weight_gradient import WeightGradientStore
+    from megatron.adaptive.errors import AdaptiveError, ConfigError
+    from megatron.adaptive.modules.assembly import PipelineSettings, assemble
+    from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched
+    from megatron.adaptive.modules.cutting import check_groups
+    from megatron.adaptive.modules.loop import NO_LOOP, Loop
+    from megatron.adaptive.modules.program import ProgramStages, RandomKey
+    from megatron.adaptive.modules.sizes import choose_orders, place
+    from megatron.adaptive.modules.update import LossScale
 
-from megatron.adaptive.config.flags import check_values, fields_of  # noqa: E402
-from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
-from megatron.adaptive.config.schedule import ScheduleConfig  # noqa: E402
-from megatron.adaptive.engine.build import build_executor, open_trace  # noqa: E402
-from megatron.adaptive.engine.executor import ActivationMeter, RankTimes  # noqa: E402
-from megatron.adaptive.engine.hang import HangGuard  # noqa: E402
-from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
-from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
-from megatron.adaptive.modules.assembly import PipelineSettings, assemble  # noqa: E402
-from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched  # noqa: E402
-from megatron.adaptive.modules.cutting import check_groups  # noqa: E402
-from megatron.adaptive.modules.loop import NO_LOOP, Loop  # noqa: E402
-from megatron.adaptive.modules.program import ProgramStages, RandomKey  # noqa: E402
-from megatron.adaptive.modules.sizes import choose_orders, place  # noqa: E402
-from megatron.adaptive.modules.update import LossScale  # noqa: E402
 
 _LEAST_SLOT_BYTES = 4096
 

@@ -21,33 +21,32 @@ from megatron.adaptive import accelerator as _accelerator
 
 # Before the modules below import megatron-core.
 _accelerator.install()
-_accelerator.quiet_libraries()
-
-from megatron.adaptive.engine.job import Job  # noqa: E402
-from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError  # noqa: E402
-from megatron.adaptive.modules.batch import BatchShape, require_whole, samples_in, stretched  # noqa: E402
-from megatron.adaptive.modules.cutting import check_groups, check_shared  # noqa: E402
-from megatron.adaptive.modules.mesh import join_job  # noqa: E402
-from megatron.adaptive.modules.recording import Forwards, SampledModel, Tape  # noqa: E402
-from megatron.adaptive.modules.segments import (  # noqa: E402
-    MakeOptimizer,
-    SegmentSample,
-    measure_segments,
-    optimizer_seconds,
-    tensors_of,
-    tied_parameters,
-)
-from megatron.adaptive.planner import profile_file  # noqa: E402
-from megatron.adaptive.planner.measured_module import MESSAGE_ELEMENT_BYTES, MeasuredHost  # noqa: E402
-from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
-from megatron.adaptive.profiling.memory import (  # noqa: E402  # noqa: E402
-    KEPT_FREE,
-    available_host_bytes,
-    free_memory_bytes,
-    gpu_name,
-    node_facts,
-)
-from megatron.adaptive.profiling.timing import spread  # noqa: E402
+with _accelerator.quiet_imports():
+    from megatron.adaptive.engine.job import Job
+    from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError
+    from megatron.adaptive.modules.batch import BatchShape, require_whole, samples_in, stretched
+    from megatron.adaptive.modules.cutting import check_groups, check_shared
+    from megatron.adaptive.modules.mesh import join_job
+    from megatron.adaptive.modules.recording import Forwards, SampledModel, Tape
+    from megatron.adaptive.modules.segments import (
+        MakeOptimizer,
+        SegmentSample,
+        measure_segments,
+        optimizer_seconds,
+        tensors_of,
+        tied_parameters,
+    )
+    from megatron.adaptive.planner import profile_file
+    from megatron.adaptive.planner.measured_module import MESSAGE_ELEMENT_BYTES, MeasuredHost
+    from megatron.adaptive.profiling.links import measure_links, measure_reductions
+    from megatron.adaptive.profiling.memory import (
+        KEPT_FREE,
+        available_host_bytes,
+        free_memory_bytes,
+        gpu_name,
+        node_facts,
+    )
+    from megatron.adaptive.profiling.timing import spread
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -27,6 +27,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.node import map_aggregate
 
+from megatron.adaptive.accelerator import default_generator
 from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import (
     EmbeddingCall,
@@ -62,9 +63,7 @@ class RandomKey:
     def __init__(self, seed: int, dp_rank: int, device: torch.device) -> None:
         self.seed = seed
         self._dp_rank = dp_rank
-        self.generator = torch.default_generator
-        if device.type == "cuda":
-            self.generator = torch.cuda.default_generators[device.index or 0]
+        self.generator = default_generator(device)
         self.step = 0
         self.count = 0
 

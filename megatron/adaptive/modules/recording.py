@@ -28,6 +28,7 @@ import torch
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from megatron.adaptive.accelerator import default_generator
 from megatron.adaptive.errors import ConfigError
 
 
@@ -267,7 +268,7 @@ class _Recorder(TorchFunctionMode):
             self.tape.device = first.device
         self._generators = [torch.default_generator]
         if self.tape.device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[self.tape.device.index or 0])
+            self._generators.append(default_generator(self.tape.device))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (mark, torch.ops.megatron_adaptive.mark.default):

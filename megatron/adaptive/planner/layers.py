@@ -30,6 +30,10 @@ from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.validate import peak_units
 
+CHANNELS_BYTES = 4 * 0.1e9
+"""Memory that NCCL takes for a rank's channels: a communicator to and from each of two neighbours
+in the pipeline, about 100 MB each. Ranks at its ends and those of two stages take half of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
@@ -40,7 +44,7 @@ class Runtime:
 
     Attributes:
         context_bytes: memory that no tensor accounts for: the context of the device, buffers and
-            code of its libraries.
+            code of its libraries, and NCCL's channels.
         parameter_copies_bytes: for each parameter that a rank holds, bytes of copies that are made
             while gradients are reduced and while the optimizer runs.
         sliced_messages: whether tensor-parallel ranks send a part of a stage's output each, and
@@ -50,7 +54,7 @@ class Runtime:
             the planner.
     """
 
-    context_bytes: float = 0.5e9
+    context_bytes: float = 0.5e9 + CHANNELS_BYTES
     parameter_copies_bytes: float = 0.0
     sliced_messages: bool = False
     pipeline: Callable[[Any, Any], Any] | None = None

@@ -338,7 +338,7 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     """
     try:
         if not text.lstrip().startswith("-"):
-            text = (folder / text).read_text(encoding="utf-8")
+            text = (folder / text).read_text(encoding="utf-8-sig")
         words = shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; close the quotes") from error

@@ -14,6 +14,7 @@ Model, data, optimizer, checkpoints and logging stay Megatron-LM's. Nothing of t
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 from megatron.adaptive.plugin.settings import Settings, add_arguments
@@ -41,9 +42,11 @@ def install(schedule: str = "adaptive", **more: Any) -> None:
     settings = Settings(schedule=schedule, **more)
     # Each import needs what is done before it: megatron-core must find its device, and the engine
     # a megatron-core that it can be imported with.
-    from megatron.adaptive import accelerator
+    from megatron.adaptive import accelerator, without_cuda
 
     accelerator.install()
+    # The module that calls has imported torch, or will.
+    without_cuda.include_program(sys._getframe(1).f_globals)
     from megatron.adaptive.plugin import versions
 
     versions.check()
@@ -64,8 +67,6 @@ def uninstall() -> None:
     Raises:
         TransportError: another rank did not close its channels in time.
     """
-    import sys
-
     if "megatron.adaptive.plugin.seam" in sys.modules:
         from megatron.adaptive.plugin import seam
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron.adaptive.accelerator import Accelerator, current_device
+from megatron.adaptive import device_collectives
+from megatron.adaptive.accelerator import Accelerator, current_device, keep_freed_memory
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.build import (
     Wiring,
@@ -41,15 +42,13 @@ from megatron.adaptive.engine.tracing import OutsideTrace
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
 from megatron.adaptive.gpt.forward import DropoutKeys
 from megatron.adaptive.gpt.placement import add_up_copies
+from megatron.adaptive.plugin.first_weights import DEFAULT_SEED
 from megatron.adaptive.plugin.placed import Placed
 from megatron.adaptive.plugin.refused import check_call, check_model, why_not_by_default
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
 from megatron.adaptive.plugin.trace import StepTrace, stage_sizes
 from megatron.adaptive.rebalance.auto import Tuner
 from megatron.adaptive.schedule.placement import Placement
-
-_SEED = 1234
-"""Megatron-LM's default."""
 
 
 class Engine:
@@ -286,7 +285,7 @@ class Engine:
                 )
             return None
         seed = getattr(megatron_arguments(), "seed", None)
-        keys = DropoutKeys(_SEED if seed is None else seed, enabled=True)
+        keys = DropoutKeys(DEFAULT_SEED if seed is None else seed, enabled=True)
         keys.attach(self._chunks)
         return keys
 
@@ -411,8 +410,11 @@ def _this_device() -> Accelerator:
     """Return the device that Megatron-LM has chosen for this process."""
     device = current_device()
     if device.type != "cuda":
+        keep_freed_memory()
         return Accelerator(device=device, backend="gloo", name="CPU")
     backend = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
+    if backend == "gloo":
+        device_collectives.install()
     return Accelerator(device=device, backend=backend, name=torch.cuda.get_device_name(device))
 
 

@@ -45,6 +45,7 @@ from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.gpt.placement import PlacedLayout, stages_of, start_equal
 from megatron.adaptive.plugin.settings import megatron_arguments
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.without_cuda import renew_program
 
 _CHUNKS = 2
 
@@ -108,7 +109,7 @@ class Placed:
                     "by which stages are placed; use megatron-core 0.15 to 0.19 or leave install() "
                     "out"
                 )
-            self._replaced.append((owner, name, original, _standing_for(original, replacement)))
+            self._replaced.append((owner, name, original, standing_for(original, replacement)))
         for owner, name, original, ours in self._replaced:
             exchange(owner, name, original, ours)
 
@@ -125,6 +126,7 @@ class Placed:
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Give embedding groups the rank that the first stage is on."""
+        renew_program()  # by now the program has imported what it needs
         if self.is_v:
             given = inspect.signature(original).bind(*args, **kwargs)
             for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
@@ -228,7 +230,7 @@ def kind_of(config: Any) -> PlacementKind:
     return layout.placement.kind if isinstance(layout, PlacedLayout) else "loop"
 
 
-def _standing_for(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def standing_for(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls ``ours`` with the original and what it is called with."""
 
     @functools.wraps(original)

@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_type, unwrap_model
 
 from megatron.adaptive.engine.deferred_layers import delays_by_itself
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.plugin.first_weights import is_by_layer
 from megatron.adaptive.plugin.placed import kind_of
 from megatron.adaptive.plugin.settings import Settings
 
@@ -126,6 +127,13 @@ def check_model(
         )
     for number, chunk in enumerate(chunks):
         _check_chunk(number, chunk)
+        model = unwrap_model([chunk])[0]
+        if settings.first_weights == "by-layer" and not is_by_layer(model):
+            raise ConfigError(
+                f"first_weights by-layer with chunk {number}, a {type(model).__name__}: only a "
+                "GPTModel that is built after install() draws weights by layer; call install() "
+                "before, or leave first_weights out"
+            )
     names = ("moe_token_dispatcher_type", "recompute_granularity")
     settings.require(
         num_virtual_stages_per_pipeline_rank=len(chunks),

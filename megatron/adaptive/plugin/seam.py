@@ -16,13 +16,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
 
+from megatron.adaptive.accelerator import current_device
 from megatron.adaptive.config.schedule import PlacementKind
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.engine import Engine
+from megatron.adaptive.plugin.first_weights import FirstWeights
 from megatron.adaptive.plugin.placed import Placed, exchange
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
+from megatron.adaptive.without_cuda import renew_program
 
 _NAME = "get_forward_backward_func"
 _INTERRUPTED = 130
@@ -40,19 +45,23 @@ class Seam:
         original: see above.
         engine: runs the steps, ``None`` before the first.
         placed: answers where stages lie.
+        first_weights: draws first weights by layer, if the settings say so.
     """
 
     original: StepFunction
     engine: Engine | None
     placed: Placed
+    first_weights: FirstWeights
 
     def __init__(self, original: StepFunction, settings: Settings) -> None:
         functools.update_wrapper(self, original)
         self.original = original
         self.engine = None
         self.placed = Placed(self._kind)
+        self.first_weights = FirstWeights(self._draws_by_layer)
         self._settings = settings
-        self._asked: tuple[Any, Settings, PlacementKind] | None = None
+        self._asked: tuple[Any, Settings, Settings] | None = None
+        self._is_asked = False
         self._in_force = True
 
     def change(self, settings: Settings) -> None:
@@ -77,12 +86,17 @@ class Seam:
             ConfigError: the settings are not possible, or megatron-core names a loop that is
                 unknown here.
         """
+        if not self._is_asked:
+            self._is_asked = True
+            renew_program()
         chosen = self.original(*args, **kwargs)
         if not self._in_force:
             return chosen
         settings = self._settings_in_force()
         alone = chosen is schedules.forward_backward_no_pipelining
         is_own = settings.schedule == "megatron" or alone
+        if is_own and not alone and current_device().type == "cpu":
+            chosen = _keeping_outputs(chosen)
         if is_own and settings.trace_dir is None:
             return chosen
         if not is_own and chosen not in (
@@ -129,14 +143,45 @@ class Seam:
 
     def _kind(self) -> PlacementKind:
         """Return the placement in force; asked several times for each microbatch."""
-        arguments, asked = megatron_arguments(), self._asked
-        if asked is None or asked[0] is not arguments or asked[1] is not self._settings:
-            asked = (arguments, self._settings, self._settings.overridden(arguments).kind)
-            self._asked = asked
-        return asked[2]
+        return self._settings_of_model().kind
+
+    def _draws_by_layer(self) -> bool:
+        return self._settings_of_model().first_weights == "by-layer"
 
     def _settings_in_force(self) -> Settings:
         return self._settings.overridden(megatron_arguments())
+
+    def _settings_of_model(self) -> Settings:
+        """Return the settings in force, worked out once for each set of arguments."""
+        arguments, asked = megatron_arguments(), self._asked
+        if asked is None or asked[0] is not arguments or asked[1] is not self._settings:
+            asked = (arguments, self._settings, self._settings.overridden(arguments))
+            self._asked = asked
+        return asked[2]
+
+
+def _keeping_outputs(run_step: StepFunction) -> StepFunction:
+    """Return a step of megatron-core's own loop that keeps outputs until they are sent.
+
+    It frees them when sending has begun: on a GPU the stream still holds them, but gloo sends from
+    that very memory, which the next tensor overwrites.
+    """
+
+    @functools.wraps(run_step)
+    def step(**given: Any) -> Any:
+        model = given["model"]
+        chunks = [model] if isinstance(model, torch.nn.Module) else model
+        configs = {id(config): config for config in map(get_model_config, chunks)}.values()
+        asked = [config.deallocate_pipeline_outputs for config in configs]
+        for config in configs:
+            config.deallocate_pipeline_outputs = False
+        try:
+            return run_step(**given)
+        finally:
+            for config, value in zip(configs, asked, strict=True):
+                config.deallocate_pipeline_outputs = value
+
+    return step
 
 
 def put(settings: Settings) -> None:
@@ -151,6 +196,7 @@ def put(settings: Settings) -> None:
         return
     seam = Seam(present, settings)
     seam.placed.put()
+    seam.first_weights.put()
     atexit.register(seam.leave_at_once)
     exchange(schedules, _NAME, present, seam)
 
@@ -163,4 +209,5 @@ def take_back() -> None:
         try:
             present.end()
         finally:
+            present.first_weights.take_back()
             present.placed.take_back()

@@ -33,6 +33,12 @@ class _PluginFlags:
 
     moe_token_dispatcher_type: str = flag("How tokens get to their experts.", "allgather")
 
+    first_weights: str = flag(
+        "Draw first weights by pipeline rank, as Megatron-LM does, or by the number of their "
+        "layer: then they are the same in a loop, in a V and for every number of stages.",
+        "by-rank",
+        choices=("by-rank", "by-layer"),
+    )
     keyed_dropout: bool = flag(
         "Draw dropout's numbers from step, microbatch and layer, so that the order of work does "
         "not change them; else they are Megatron-LM's own, in the order of the forwards.",
@@ -64,6 +70,9 @@ class Settings:
         keyed_dropout: draw dropout's numbers from step, microbatch and layer, as our own trainer
             does, so that the order of work does not change them. Else they are Megatron-LM's own,
             which depend on that order where a rank has several chunks.
+        first_weights: ``by-rank``, as Megatron-LM draws them, or ``by-layer``: by seed and number
+            of the layer, so that a new GPT begins with the same weights in a loop, in a V and for
+            every number of stages. Must be known before the model is built.
         trace_dir: folder for a trace of every rank; none is written where ``None``.
         diagnose_interval: with ``trace_dir``, look every so many steps for what slows the run, and
             report it once; 0 for never.
@@ -87,6 +96,7 @@ class Settings:
     split_backward: bool | None = None
     weight_pieces: int = 4
     keyed_dropout: bool = False
+    first_weights: str = "by-rank"
     trace_dir: str | None = None
     diagnose_interval: int = ScheduleConfig.diagnose_interval
     transport: str = AUTO

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megatron.adaptive.planner.cluster import known_gpu
+from megatron.adaptive.planner.layers import CHANNELS_BYTES
 
 if TYPE_CHECKING:
     from megatron.adaptive.accelerator import Accelerator
@@ -147,6 +148,8 @@ def node_facts(accelerator: Accelerator, ranks_here: int) -> dict[str, Any]:
         import torch
 
         memory = torch.cuda.get_device_properties(accelerator.device).total_memory
+        if accelerator.backend == "nccl":
+            process["context_bytes"] += CHANNELS_BYTES  # a job opens them; nobody has here
     else:
         memory = total_host_bytes() // ranks_here
         process["allocator_share"] = HOST_SHARE

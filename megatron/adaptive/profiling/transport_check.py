@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.accelerator import detect
+from megatron.adaptive.accelerator import agree_on_sharing, detect
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
 from megatron.adaptive.engine.job import Job, gather, meet, no_rendezvous
@@ -59,6 +59,12 @@ class TransportCheck:
             self._store = meet(environment, timeout)
         except (dist.DistError, ValueError) as error:
             raise no_rendezvous(environment, error) from error
+        accelerator = agree_on_sharing(
+            detect(environment.local_rank),
+            self._store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+        )
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore("group", self._store),
@@ -68,7 +74,7 @@ class TransportCheck:
         )
         self._job = Job(
             environment=environment,
-            accelerator=detect(environment.local_rank),
+            accelerator=accelerator,
             control_group=dist.group.WORLD,
             places=gather(here(0)),
         )

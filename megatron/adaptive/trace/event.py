@@ -141,6 +141,8 @@ class TraceHeader:
             it.
         work: how long each stage should take beside one layer, so its layers and what else it
             holds; empty if the file does not say it.
+        gpu_ranks: Number of ranks that compute on this rank's GPU, itself included; 1 also on a
+            CPU, and if the file does not say it.
     """
 
     run: str
@@ -161,6 +163,7 @@ class TraceHeader:
     clock: str = field(default_factory=_clock_id)
     layers: tuple[int, ...] = ()
     work: tuple[float, ...] = ()
+    gpu_ranks: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -282,6 +285,22 @@ _MAX_STAGES = 1 << 16
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 
+SLICES = "time slices of a shared GPU"
+"""Words beside busy and bubble of ranks that share a GPU, wherever they are shown."""
+
+
+def shared_gpu_note(gpu_ranks: int) -> str:
+    """Returns what a reader of such a trace must know, a line.
+
+    Args:
+        gpu_ranks: Largest number of ranks on one GPU.
+    """
+    return (
+        f"up to {gpu_ranks} ranks share a GPU: busy, wait and bubble are {SLICES}, and say nothing "
+        "about a pipeline with a GPU for each rank"
+    )
+
+
 def header_line(header: TraceHeader) -> str:
     """Returns the header as one line of JSON with its line end."""
     form = {"columns": COLUMNS, "kinds": KINDS, "reasons": REASONS}
@@ -360,8 +379,14 @@ def parse_line(
         return _header(record, origin)
     for word in ("begin_iteration", "after_iteration"):
         if word in record:
+            iteration = _value(record, word, "int", origin)
+            if iteration < 0:
+                raise TraceError(
+                    f"{origin}: field {word!r} is {iteration}, expected a number from 0; the file"
+                    " is damaged, remove it or that line"
+                )
             return IterationStart(
-                iteration=_value(record, word, "int", origin),
+                iteration=iteration,
                 num_microbatches=_value(record, "num_microbatches", "int", origin),
                 start_ns=_value(record, "start_ns", "int", origin),
                 counts=tuple(_value(record, "counts", "counts", origin, [])),
@@ -398,13 +423,14 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     values = {
         one.name: _value(record, one.name, one.type, origin)
         for one in fields(TraceHeader)
-        if one.type in _EXPECTED
+        if one.type in _EXPECTED and one.name != "gpu_ranks"
     }
     if values["placement"] not in PLACEMENTS:
         raise TraceError(
             f"{origin}: placement is {values['placement']!r}, this program knows "
             f"{' and '.join(PLACEMENTS)}; use a newer version of it"
         )
+    values["gpu_ranks"] = _value(record, "gpu_ranks", "int", origin, 1)
     values["layers"] = tuple(map(int, _value(record, "layers", "numbers", origin, [])))
     values["work"] = tuple(_value(record, "work", "numbers", origin, []))
     columns = _value(record, "columns", "words", origin)

@@ -125,6 +125,11 @@ class Snapshot:
         """Any rank's: run, schedule and shape are the same in all."""
         return next((rank.header for rank in self.ranks if rank.header is not None), None)
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether times of some rank are slices of a GPU that it shares."""
+        return any(rank.header is not None and rank.header.gpu_ranks > 1 for rank in self.ranks)
+
     def last(self, name: str) -> float | None:
         """A value of the trainer's latest line."""
         value = self.progress[-1].get(name) if self.progress else None

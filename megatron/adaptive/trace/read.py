@@ -21,7 +21,15 @@ import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.clock import Alignment, ClockFit, align, refine, shift
-from megatron.adaptive.trace.event import KINDS, IterationStart, Lengths, Span, TraceHeader
+from megatron.adaptive.trace.event import (
+    KINDS,
+    SLICES,
+    IterationStart,
+    Lengths,
+    Span,
+    TraceHeader,
+    shared_gpu_note,
+)
 from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blocks
 from megatron.adaptive.trace.table import TraceTable, match_messages
 
@@ -231,9 +239,26 @@ class RunTrace:
                 f"{describe_numbers(self.iterations)}"
             )
 
+    @property
+    def gpu_ranks(self) -> int:
+        """The largest number of ranks on one GPU, 1 where none is shared."""
+        return max((trace.header.gpu_ranks for trace in self.ranks.values()), default=1)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether times of some rank are slices of a GPU that it shares."""
+        return self.gpu_ranks > 1
+
+    @property
+    def bubble_note(self) -> str:
+        """Words behind a bubble or busy time, empty if no GPU is shared."""
+        return f" ({SLICES})" if self.shares_gpus else ""
+
     def notes(self) -> list[str]:
         """Returns caveats about the trace, a line each."""
         lines = [*self.caveats]
+        if self.shares_gpus:
+            lines.append(shared_gpu_note(self.gpu_ranks))
         if self.missing_ranks:
             lines.append(
                 f"no trace of ranks {describe_numbers(self.missing_ranks)} in {self.origin}"

@@ -38,6 +38,7 @@ class PipelineStep:
         num_replicas: how many there are traces of.
         lengths: of its microbatches, empty where they are alike.
         figures: by known pipeline rank, its figures in the iteration.
+        bubble_note: Words behind a bubble, empty unless ranks share a GPU.
     """
 
     iteration: int
@@ -51,6 +52,7 @@ class PipelineStep:
     num_replicas: int = 1
     lengths: Lengths = ()
     figures: Mapping[int, RankFigures] = field(default_factory=dict)
+    bubble_note: str = ""
 
     @property
     def num_ranks(self) -> int:
@@ -156,6 +158,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
             for pp_rank, table in enumerate(tables)
             if table.where(*DRAWN_ACTIONS).any()
         },
+        bubble_note=run.bubble_note,
     )
 
 

@@ -37,6 +37,7 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.gpt.model import flops_per_token
 from megatron.adaptive.gpt.step import StepResult
 from megatron.adaptive.planner.cluster import known_gpu
+from megatron.adaptive.trace.event import SLICES
 from megatron.adaptive.trace.files import BestEffortFile
 
 _MAIN_LOSS = "lm loss"
@@ -148,6 +149,7 @@ class TrainingLog:
     ) -> None:
         self._cfg = cfg
         self._settings = cfg.logging
+        self._bubble_note = f" ({SLICES})" if accelerator.is_shared else ""
         part = known_gpu(accelerator.name)
         self._peak_flops = None if part is None else part.flops["fp16"]
         self._padded_vocab_size = padded_vocab_size
@@ -335,6 +337,7 @@ class TrainingLog:
         mean_ms = statistics.fmean(one.elapsed_s for one in reports) * 1000.0
         bubbles = [one.bubble_fraction for one in reports if one.bubble_fraction is not None]
         bubble = statistics.fmean(bubbles) if bubbles else None
+        slices = self._bubble_note
         kept = [one.losses for one in reports if one.updated]
         means = {}
         for name in dict.fromkeys(name for each in kept for name in each):
@@ -373,8 +376,8 @@ class TrainingLog:
             _Figure(entry="tokens_per_s", value=tokens_per_s),
             _Figure("MFU: {:.1%}", mean.utilization),
             _Figure(curve="model-flops-utilization", value=now.utilization),
-            _Figure("bubble: {:.1%}", bubble),
-            _Figure(curve="bubble-fraction", value=report.bubble_fraction),
+            _Figure(f"bubble: {{:.1%}}{slices}", bubble),
+            _Figure(curve=f"bubble-fraction{slices}", value=report.bubble_fraction),
             _Figure(curve="world-size", value=self._cfg.world_size),
             _Figure("", report.memory_bytes, "mem-allocated-bytes", "memory_bytes"),
             _Figure(curve="mem-max-allocated-bytes", value=report.peak_memory_bytes),

@@ -27,6 +27,7 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
+from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.progress import COMPLETE, saved_line
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.stop import StopRequest
@@ -38,6 +39,7 @@ from megatron.adaptive.rebalance.auto import Tuner
 from megatron.adaptive.rebalance.dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_stages import move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
+from megatron.adaptive.trace.event import SLICES
 from megatron.adaptive.trace.files import Outage
 from megatron.adaptive.training.logging import IterationReport, TrainedStep, TrainingLog
 
@@ -302,6 +304,11 @@ class OrderRecorder(RunHook):
         self.write()
 
 
+def shares_gpus(job: Job) -> bool:
+    """Returns whether some rank shares its GPU with another. Collective."""
+    return any(job.gather(job.accelerator.is_shared))
+
+
 class Rebalancing(RunHook):
     """Measures the steps; changes schedule, placement or partition before the next one.
 
@@ -316,7 +323,10 @@ class Rebalancing(RunHook):
         self._settings = settings = live.config.schedule
         self._repartitioner: Repartitioner | None = None
         is_tuned = settings.pipeline_schedule == "auto"
-        if settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1):
+        moves = settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1)
+        if moves and shares_gpus(live.run.job):
+            live.log.message(f"  layers stay where they are: what ranks measure are {SLICES}")
+        elif moves:
             self._repartitioner = Repartitioner(live.run, live.log.message)
         self._tuner = self._make_tuner() if is_tuned else None
         self._due: Decision | Move | None = None

@@ -24,6 +24,7 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.hang import HangGuard
 from megatron.adaptive.engine.job import no_rendezvous
 from megatron.adaptive.errors import AdaptiveError, PeerLostError, SetupError
+from megatron.adaptive.trace.event import SLICES
 from megatron.adaptive.trace.files import keep_printing
 from megatron.adaptive.transport.liveness import Watcher
 
@@ -52,8 +53,10 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         AdaptiveError: an expected error in a job of one process.
     """
     accelerator = device.detect(environment.local_rank, backend=config.parallel.distributed_backend)
+    require_hardware_queues(config, environment, accelerator)
     device.install()
     device.quiet_libraries()
+    device.keep_freed_memory()
     keep_printing()
     # megatron-core may only be imported from here on.
     from megatron.adaptive.gpt.initialize import end_job, start_job
@@ -67,7 +70,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         job = start_job(config, environment, accelerator)
     except (dist.DistError, ValueError) as error:
         raise no_rendezvous(environment, error) from error
-    threading.excepthook = _thread_failed
+    former_hook, threading.excepthook = threading.excepthook, _thread_failed
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
     schedule = config.schedule
     guard = HangGuard(
@@ -102,10 +105,61 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         job.end_leases()
         guard.close()
         watcher.close()
+        threading.excepthook = former_hook
+
+
+def require_hardware_queues(
+    config: TrainerConfig, environment: Environment, accelerator: device.Accelerator
+) -> None:
+    """Checks that messages of experts can run beside work on the GPU.
+
+    Raises:
+        SetupError: They overlap by the settings and the GPU has one queue for both.
+    """
+    overlaps = config.schedule.overlap_moe_expert_parallel_comm
+    if accelerator.is_cuda and overlaps and environment.cuda_device_max_connections == 1:
+        raise SetupError(
+            "--overlap-moe-expert-parallel-comm: CUDA_DEVICE_MAX_CONNECTIONS is 1, and with one "
+            "hardware queue messages wait for the work that they should run beside: unset the "
+            "variable, or set it to 32"
+        )
+
+
+def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list[str]:
+    """Returns what a user should know about running on these devices, a line each."""
+    lines = []
+    if (
+        accelerator.is_cuda
+        and config.parallel.world_size > 1
+        and config.checkpoint.load is None
+        and not config.model.use_cpu_initialization
+    ):
+        lines.append(
+            "first weights are drawn on GPUs, other ones in every layout of stages and tensor "
+            "parallelism: --use-cpu-initialization draws the same in all"
+        )
+    if not accelerator.is_shared:
+        return lines
+    lines += [f"{accelerator.shares} ranks share a GPU: busy and bubble are {SLICES}"]
+    overlaps = {
+        "--overlap-grad-reduce": config.parallel.overlap_grad_reduce,
+        "--overlap-param-gather": config.parallel.overlap_param_gather,
+        "--overlap-moe-expert-parallel-comm": config.schedule.overlap_moe_expert_parallel_comm,
+    }
+    if given := [name for name, is_on in overlaps.items() if is_on]:
+        lines.append(
+            f"warning: {' '.join(given)}: ranks that share a GPU talk through the host, which "
+            "gains nothing from overlap: leave it out, or give each rank a GPU of its own"
+        )
+    return lines
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
-    from megatron.adaptive.checkpoint.training import Checkpoints, prepare_folder
+    from megatron.adaptive.checkpoint.training import (
+        Checkpoints,
+        check_model_folder,
+        prepare_folder,
+    )
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
     from megatron.adaptive.rebalance.repartition import resume_partition
@@ -117,6 +171,9 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
             print(startup_line(config), flush=True)
+            for line in device_lines(config, job.accelerator):
+                print(line, flush=True)
+        check_model_folder(job, config)
         local = prepare_folder(job, config)
         job = resume_partition(job)
         run = build_run(job)

@@ -28,29 +28,33 @@ from megatron.adaptive import accelerator as device
 
 # Before the modules below import megatron-core.
 device.install()
-device.quiet_libraries()
+with device.quiet_imports():
+    from megatron.core import parallel_state
 
-from megatron.core import parallel_state  # noqa: E402
+    from megatron.adaptive.accelerator import Accelerator
+    from megatron.adaptive.config.arguments import parse
+    from megatron.adaptive.config.core import CoreConfig
+    from megatron.adaptive.config.environment import Environment
+    from megatron.adaptive.config.trainer import TrainerConfig
+    from megatron.adaptive.data.tokenizer import padded_vocab_size
+    from megatron.adaptive.engine.deferred_layers import attach_stores
+    from megatron.adaptive.engine.job import no_rendezvous
+    from megatron.adaptive.engine.stages import (
+        ActivationMeter,
+        MegatronStages,
+        default_process_groups,
+    )
+    from megatron.adaptive.errors import ConfigError, SetupError
+    from megatron.adaptive.gpt.forward import DropoutKeys, GptForward, feed
+    from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job
+    from megatron.adaptive.gpt.model import build_chunks, build_optimizer, transformer_config
+    from megatron.adaptive.gpt.setup import payload_shape
+    from megatron.adaptive.planner import profile_file
+    from megatron.adaptive.profiling.links import measure_links, measure_reductions
+    from megatron.adaptive.profiling.memory import gpu_name, node_facts
+    from megatron.adaptive.profiling.timing import WARM_UP, spread, time_call, time_microbatches
+    from megatron.adaptive.schedule.placement import Placement
 
-from megatron.adaptive.accelerator import Accelerator  # noqa: E402
-from megatron.adaptive.config.arguments import parse  # noqa: E402
-from megatron.adaptive.config.core import CoreConfig  # noqa: E402
-from megatron.adaptive.config.environment import Environment  # noqa: E402
-from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
-from megatron.adaptive.data.tokenizer import padded_vocab_size  # noqa: E402
-from megatron.adaptive.engine.deferred_layers import attach_stores  # noqa: E402
-from megatron.adaptive.engine.job import no_rendezvous  # noqa: E402
-from megatron.adaptive.engine.stages import ActivationMeter, MegatronStages, default_process_groups  # noqa: E402
-from megatron.adaptive.errors import ConfigError, SetupError  # noqa: E402
-from megatron.adaptive.gpt.forward import DropoutKeys, GptForward, feed  # noqa: E402
-from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job  # noqa: E402
-from megatron.adaptive.gpt.model import build_chunks, build_optimizer, transformer_config  # noqa: E402
-from megatron.adaptive.gpt.setup import payload_shape  # noqa: E402
-from megatron.adaptive.planner import profile_file  # noqa: E402
-from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
-from megatron.adaptive.profiling.memory import gpu_name, node_facts  # noqa: E402
-from megatron.adaptive.profiling.timing import WARM_UP, spread, time_call, time_microbatches  # noqa: E402
-from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
 STAGES = 3
 FEW, MANY = 1, 3
@@ -112,6 +116,8 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         TransportError: the processes cannot meet.
     """
     accelerator = device.detect(environment.local_rank, backend=options.backend)
+    device.quiet_libraries()
+    device.keep_freed_memory()
     if environment.omp_num_threads is None:
         torch.set_num_threads(1)
     widths = _widths(options, environment)
@@ -121,6 +127,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
     except (dist.DistError, ValueError) as error:
         raise no_rendezvous(environment, error) from error
     try:
+        accelerator = job.accelerator
         gpu = gpu_name(accelerator)
         facts = node_facts(accelerator, environment.local_world_size)
         nodes = job.gather({"name": options.node or gpu, **facts})

@@ -17,6 +17,7 @@ gloo. All ranks hear of it and do the same.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import secrets
 import time
@@ -34,14 +35,16 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import NATIVE, PINNED, TransportConfig
 from megatron.adaptive.errors import AdaptiveError, SetupError, TransportError
 from megatron.adaptive.network import own_address
-from megatron.adaptive.transport.gloo import GlooTransport, NcclTransport
+from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import Completions, Endpoint, Label, Transport
 from megatron.adaptive.transport.native import NativeTransport
+from megatron.adaptive.transport.nccl import CudaStreams, NcclTransport, Streams, free
 from megatron.adaptive.transport.select import (
     ChannelSize,
     Choice,
     choose,
     log_lines,
+    rounds_of,
     size_of_channel,
 )
 
@@ -332,32 +335,81 @@ class Connector:
         }
         if kind == "nccl":
             outgoing, incoming = self._nccl_channels(peers)
-            common |= {"outgoing": outgoing, "incoming": incoming}
-            return NcclTransport(group, **common) if peers else None
+            if not peers:
+                return None
+            common |= {"outgoing": outgoing, "incoming": incoming, "streams": self.streams()}
+            return NcclTransport(group, **common)
         shape = None if self.payloads.varies else self.payloads.shape
         common |= {"payload_shape": shape, "dtype": self.payloads.dtype}
         return GlooTransport(group, **common) if peers else None
 
-    def _nccl_channels(
-        self, peers: Sequence[int]
-    ) -> tuple[dict[int, dist.ProcessGroup], dict[int, dist.ProcessGroup]]:
-        """Make a communicator per directed channel, all ranks in one order, and connect each."""
-        device = self.accelerator.device
-        outgoing: dict[int, dist.ProcessGroup] = {}
-        incoming: dict[int, dist.ProcessGroup] = {}
+    def streams(self) -> Streams:
+        """Returns the streams that NCCL's channels use."""
+        return CudaStreams(self.accelerator.device)
+
+    def pair_group(self, store: dist.Store, index: int) -> Any:
+        """Makes a communicator of two ranks, which meet in a store.
+
+        It belongs to this process and its peer alone: no other rank hears of it. It connects when
+        the first message goes through it, and then has one communicator of NCCL.
+
+        Args:
+            store: Store that the two ranks alone use.
+            index: This rank's place in it, 0 for the lower of the two.
+        """
+        # A message of its own queue is never behind a computation's kernels.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = datetime.timedelta(seconds=max(self.timeout_s, _OPEN_S))
+        return dist.ProcessGroupNCCL(store, index, 2, options)
+
+    def _nccl_channels(self, peers: Sequence[int]) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Makes a communicator per directed channel of this rank. Collective over all ranks.
+
+        Ranks make only their own. All take the pairs in one order, by rounds in which no rank
+        occurs twice: nobody waits in a circle, and the pairs of a round connect side by side.
+
+        Returns:
+            The communicators for messages to a peer and from it, by peer.
+
+        Raises:
+            TransportError: A channel could not be opened; on all ranks alike.
+        """
         me = dist.get_rank()
-        for sender, receivers in enumerate(self.gather(list(peers))):
-            for receiver in receivers:
-                pair = sorted((sender, receiver))
-                group = dist.new_group(pair, backend="nccl", device_id=device)
-                if me == sender:
-                    outgoing[receiver] = group
-                    dist.send(torch.zeros(1, device=device), receiver, group=group)
-                elif me == receiver:
-                    incoming[sender] = group
-                    dist.recv(torch.zeros(1, device=device), sender, group=group)
-        self.accelerator.synchronize()
-        return outgoing, incoming
+        gathered = self.gather((list(peers), secrets.token_hex(_SEED_BYTES)))
+        pairs = {(min(r, p), max(r, p)) for r, (its, _) in enumerate(gathered) for p in its}
+        default: Any = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"channels/{gathered[0][1]}", default)
+        made: dict[tuple[int, int], Any] = {}
+        failure: str | None = None
+        try:
+            for low, high in rounds_of(pairs):
+                if me in (low, high):
+                    for sender, receiver in ((low, high), (high, low)):
+                        made[sender, receiver] = self._open_channel(store, sender, receiver)
+            self.accelerator.synchronize()
+        except RuntimeError as error:
+            failure = f"rank {me}: a channel over NCCL cannot be opened: {_first_line(error)}"
+        failures = [text for text in self.gather(failure) if text]
+        if failures:
+            for group in made.values():
+                free(group, is_idle=False)
+            raise TransportError(f"{failures[0]}; --transport names another")
+        return (
+            {receiver: group for (sender, receiver), group in made.items() if sender == me},
+            {sender: group for (sender, receiver), group in made.items() if receiver == me},
+        )
+
+    def _open_channel(self, store: dist.Store, sender: int, receiver: int) -> Any:
+        """Makes the communicator of a directed channel and connects it by a first message."""
+        me, index = dist.get_rank(), int(dist.get_rank() == max(sender, receiver))
+        group = self.pair_group(dist.PrefixStore(f"{sender}-{receiver}", store), index)
+        probe = torch.zeros(1, device=self.accelerator.device)
+        (group.send if me == sender else group.recv)([probe], 1 - index, 0).wait()
+        return group
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:

@@ -1,6 +1,4 @@
-"""Transports over process groups of torch: gloo and NCCL.
-
-Over gloo, CPU tensors go as they are and GPU tensors through the host.
+"""Transport over a gloo process group: CPU tensors go as they are, GPU tensors through the host.
 
 One receiver thread per peer keeps receives posted, so that data flows while the executor computes.
 gloo matches messages of a pair by tag and order; a message of ours is one of gloo's where its shape
@@ -8,23 +6,24 @@ is known beforehand and it is small, else two, header and payload:
 
 ::
 
-    tag 2i     packet: header and payload     i counts messages modulo ``_DEPTH``
+    tag 2i     packet: header and payload     i counts messages modulo ``DEPTH``
 
     tag 2i     packet: header, [16] int64
     tag 2i+1   payload, as the header says
 
-With ``payload_shape`` known beforehand everything is posted ``_DEPTH`` messages ahead; otherwise a
+With ``payload_shape`` known beforehand everything is posted ``DEPTH`` messages ahead; otherwise a
 payload's receive is posted when its header is there. A ``Work`` of gloo must be waited for before
 it is dropped, else its buffer's destructor blocks: sends are kept until they are done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +42,13 @@ from megatron.adaptive.transport.interface import (
     settled,
 )
 
-_DEPTH = 4
+DEPTH = 4
 # Up to here copying a payload costs less than a second message of gloo.
 _PACKED_BYTES = 1 << 20
 # Receives stay posted between steps, however long a checkpoint takes; deadlines are the
 # executor's, and a peer that dies closes its connection.
-_POSTED_FOR = datetime.timedelta(days=20)
-_CLOSE_S = 30.0
+POSTED_FOR = datetime.timedelta(days=20)
+CLOSE_S = 30.0
 _TICK_S = 0.002
 # Element types that gloo knows; others travel as their bytes.
 _OF_GLOO = frozenset(
@@ -68,6 +67,16 @@ class _Posted:
     work: Any
     payload: torch.Tensor | None = None
     payload_work: Any = None
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A message that gloo has been given, with the memory that it reads until it is done."""
+
+    peer: int
+    packet: Packet
+    payload: torch.Tensor | None
+    works: list[Any]
 
 
 class GlooTransport:
@@ -108,11 +117,9 @@ class GlooTransport:
         self._send_limit = datetime.timedelta(seconds=timeout_s)
         self._index = {peer: dist.get_group_rank(group, peer) for peer in peers}
         self._sent = dict.fromkeys(peers, 0)
-        self._pending: deque[tuple[int, Packet | None, torch.Tensor | None, tuple[Any, ...]]] = (
-            deque()
-        )
+        self._pending: deque[_Sent] = deque()
         self._closing = False
-        self._ahead = 1 if payload_shape is None else _DEPTH
+        self._ahead = 1 if payload_shape is None else DEPTH
         size = 0 if payload_shape is None else torch.Size(payload_shape).numel() * dtype.itemsize
         self._packs = 0 < size <= _PACKED_BYTES
         self._free: list[Packet] = []
@@ -134,7 +141,7 @@ class GlooTransport:
                 f"{self._dtype}; open it without a fixed shape"
             )
         self._send(peer, label, payload)
-        while len(self._pending) > 4 * _DEPTH * len(self._sent):
+        while len(self._pending) > 4 * DEPTH * len(self._sent):
             self._reap(self._send_limit)
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -146,7 +153,7 @@ class GlooTransport:
     def flush(self, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
         while self._pending:
-            peer, count = self._pending[0][0], len(self._pending)
+            peer, count = self._pending[0].peer, len(self._pending)
             left = end - time.monotonic()
             try:
                 # gloo counts whole milliseconds and takes 0 for no limit.
@@ -165,44 +172,39 @@ class GlooTransport:
         if self._closing:
             return
         self._closing = True
-        # One end per posted receive, so that no receive stays behind in gloo.
-        shape = (0,) if self._shape is None else self._shape
         for peer in self._index:
-            for _ in range(self._ahead):
-                self._send(peer, None, torch.empty(shape, dtype=self._dtype))
-        end = time.monotonic() + _CLOSE_S
-        self.flush(_CLOSE_S)
+            self._say_end(peer)
+        end = time.monotonic() + CLOSE_S
+        self.flush(CLOSE_S)
         for peer, thread in self._threads.items():
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
                 raise DeadlineError(
-                    f"{self._describe(peer)} did not close its channel within {_CLOSE_S:g} s; "
+                    f"{self._describe(peer)} did not close its channel within {CLOSE_S:g} s; "
                     "did it stop elsewhere?"
                 )
+
+    def _say_end(self, peer: int) -> None:
+        """Sends one end per posted receive, so that no receive stays behind in gloo."""
+        shape = (0,) if self._shape is None else self._shape
+        for _ in range(self._ahead):
+            self._send(peer, None, torch.empty(shape, dtype=self._dtype))
 
     def _fits(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return self._shape is None or (shape == self._shape and dtype == self._dtype)
 
     def _send(self, peer: int, label: Label | None, payload: torch.Tensor) -> None:
-        slot = self._announce(peer, label, payload, ())
-        if payload.numel() and not self._packs:
-            work = self._start(peer, raw(payload), 2 * slot + 1)
-            self._pending.append((peer, None, payload, (work,)))
-
-    def _announce(
-        self, peer: int, label: Label | None, payload: torch.Tensor, works: tuple[Any, ...]
-    ) -> int:
-        """Send the packet of a message, whose payload's own sends are ``works``."""
         sequence = self._sent[peer]
         header = Header(label, tuple(payload.shape), payload.dtype, sequence)
         packet = self._free.pop() if self._free else self._packet()
         packet.fill(header, payload if self._packs else None)
-        kept = None if self._packs else payload
         self._sent[peer] = sequence + 1
-        slot = sequence % _DEPTH
-        work = self._start(peer, packet.raw, 2 * slot)
-        self._pending.append((peer, packet, kept, (work, *works)))
-        return slot
+        slot = sequence % DEPTH
+        works = [self._start(peer, packet.raw, 2 * slot)]
+        if payload.numel() and not self._packs:
+            works.append(self._start(peer, raw(payload), 2 * slot + 1))
+        kept = None if self._packs else payload
+        self._pending.append(_Sent(peer, packet, kept, works))
 
     def _packet(self) -> Packet:
         return Packet(self._shape if self._packs else None, self._dtype)
@@ -215,38 +217,49 @@ class GlooTransport:
 
     def _reap(self, timeout: datetime.timedelta) -> None:
         """Wait for the oldest send and drop its tensors."""
-        peer, sent, _, works = self._pending.popleft()
+        sent = self._pending.popleft()
         try:
-            for work in works:
+            for work in sent.works:
                 work.wait(timeout)
         except RuntimeError as error:
-            raise self._lost(peer, error) from error
-        if sent is not None:
-            self._free.append(sent)
+            raise self._lost(sent.peer, error) from error
+        self._free.append(sent.packet)
 
     def _receive(self, peer: int) -> None:
         """Body of a receiver thread: hand over messages until the peer closes."""
         try:
-            posted: deque[_Posted] = deque()
-            ahead = self._ahead
-            received = 0
-            ends = 0
-            while ends < ahead:
-                while len(posted) < ahead - ends:
-                    posted.append(self._post(peer, received + len(posted)))
-                header, payload = self._complete(peer, posted.popleft(), received)
-                received += 1
-                if header.label is None:
-                    ends += 1
-                else:
-                    self.completions.put(self._arrival(header.label, peer, payload))
-        except TransportError as error:
-            self.completions.put(error)
+            with self._receiving():
+                self._receive_all(peer)
+        except (TransportError, torch.OutOfMemoryError) as error:
+            self._broken(peer, error)
         except Exception as error:
-            self.completions.put(self._lost(peer, error))
+            self._broken(peer, self._lost(peer, error))
+
+    def _broken(self, peer: int, error: Exception) -> None:
+        """Announces the error that ended a channel; called in a thread of the channel."""
+        self.completions.put(error)
+
+    def _receiving(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the context of a receiver thread."""
+        return contextlib.nullcontext()
+
+    def _receive_all(self, peer: int) -> None:
+        posted: deque[_Posted] = deque()
+        ahead = self._ahead
+        received = 0
+        ends = 0
+        while ends < ahead:
+            while len(posted) < ahead - ends:
+                posted.append(self._post(peer, received + len(posted)))
+            header, payload = self._complete(peer, posted.popleft(), received)
+            received += 1
+            if header.label is None:
+                ends += 1
+            else:
+                self.completions.put(self._arrival(header.label, peer, payload))
 
     def _post(self, peer: int, sequence: int) -> _Posted:
-        slot, index = sequence % _DEPTH, self._index[peer]
+        slot, index = sequence % DEPTH, self._index[peer]
         packet = self._packet()
         posted = _Posted(packet, self._group.recv([packet.raw], index, 2 * slot))
         if self._packs:
@@ -259,7 +272,7 @@ class GlooTransport:
         return posted
 
     def _complete(self, peer: int, posted: _Posted, sequence: int) -> tuple[Header, torch.Tensor]:
-        posted.work.wait(_POSTED_FOR)
+        posted.work.wait(POSTED_FOR)
         header = posted.packet.header(peer=peer)
         if header.sequence != sequence:
             raise TransportError(
@@ -274,16 +287,18 @@ class GlooTransport:
             )
         payload = posted.payload
         if payload is None:
-            payload = torch.empty(header.shape, dtype=header.dtype)
-            self._receive_payload(peer, sequence, payload)
+            payload = self._receive_payload(peer, sequence, header)
         elif posted.payload_work is not None:
-            posted.payload_work.wait(_POSTED_FOR)
+            posted.payload_work.wait(POSTED_FOR)
         return header, payload
 
-    def _receive_payload(self, peer: int, sequence: int, payload: torch.Tensor) -> None:
+    def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
+        """Receives a payload whose header has come; returns when it is there."""
+        payload = torch.empty(header.shape, dtype=header.dtype)
         if payload.numel():
-            tag = 2 * (sequence % _DEPTH) + 1
-            self._group.recv([raw(payload)], self._index[peer], tag).wait(_POSTED_FOR)
+            tag = 2 * (sequence % DEPTH) + 1
+            self._group.recv([raw(payload)], self._index[peer], tag).wait(POSTED_FOR)
+        return payload
 
     def _arrival(self, label: Label, peer: int, payload: torch.Tensor) -> Arrival:
         return HeldArrival(
@@ -293,54 +308,6 @@ class GlooTransport:
     def _lost(self, peer: int, error: Exception) -> PeerLostError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return PeerLostError(f"the connection to {self._describe(peer)} broke: {reason}")
-
-
-class NcclTransport(GlooTransport):
-    """Channels over one NCCL communicator per direction and peer.
-
-    Args:
-        group: a gloo group of the pipeline's ranks for headers, used by nothing else.
-        outgoing: NCCL group of the pair, by peer, for messages to it.
-        incoming: NCCL group of the pair, by peer, for messages from it.
-        options: as of :class:`GlooTransport`.
-    """
-
-    name = "nccl"
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        outgoing: Mapping[int, dist.ProcessGroup],
-        incoming: Mapping[int, dist.ProcessGroup],
-        **options: Any,
-    ) -> None:
-        self._outgoing = outgoing
-        self._incoming = incoming
-        super().__init__(group, payload_shape=None, dtype=torch.float32, **options)
-
-    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        payload = settled(tensor.detach())
-        # Refuses what a header cannot carry before NCCL waits for a receive that will not come.
-        Header(label, tuple(payload.shape), payload.dtype, 0).words()
-        group = self._outgoing[peer]
-        work = group.send([raw(payload)], dist.get_group_rank(group, peer), 0)
-        self._announce(peer, label, payload, (work,))
-
-    def _receive_payload(self, peer: int, sequence: int, payload: torch.Tensor) -> None:
-        """Nothing comes over gloo: the executor's thread posts the receive in :meth:`_arrival`."""
-
-    def _arrival(self, label: Label, peer: int, payload: torch.Tensor) -> Arrival:
-        shape, dtype = payload.shape, payload.dtype
-
-        def take() -> torch.Tensor:
-            group: Any = self._incoming[peer]
-            received = torch.empty(shape, dtype=dtype, device=self._device)
-            group.recv([raw(received)], dist.get_group_rank(group, peer), 0).wait()
-            return received
-
-        # The payload waits with NCCL on the sender from here on.
-        return HeldArrival(label, peer, payload.nbytes, take, time.monotonic_ns())
 
 
 def raw(payload: torch.Tensor) -> torch.Tensor:

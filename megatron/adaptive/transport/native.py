@@ -382,6 +382,8 @@ class NativeQueue:
         return item  # type: ignore[no-any-return]
 
     def _forward(self, forwarded: CompletionQueue) -> None:
+        if self._staging is not None:
+            self._staging.make_current()
         while True:
             try:
                 item = self._node.wait_until(float("inf"))

@@ -16,7 +16,7 @@ channels is ``connect.py``'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron.adaptive.config.parallel import MOST_SLOTS
@@ -130,6 +130,27 @@ def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
             said = " ".join(pairs[start : start + _PAIRS_PER_LINE])
             lines.append(f"transport: {choice.kind} for ranks {said} ({choice.reason})")
     return lines
+
+
+def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns pairs of ranks in the order in which all ranks connect them.
+
+    The order is made of rounds in which no rank occurs twice, with each pair in the first round
+    that has neither of its ranks. A row or a ring of ranks takes two rounds or three, however long
+    it is: a rank that works off its own pairs in this order waits only for earlier rounds.
+
+    Args:
+        pairs: Two ranks each, the lower one first.
+    """
+    rounds: list[list[tuple[int, int]]] = []
+    for pair in sorted(pairs):
+        free = (part for part in rounds if not any(set(pair) & set(other) for other in part))
+        part = next(free, None)
+        if part is None:
+            rounds.append([pair])
+        else:
+            part.append(pair)
+    return [pair for part in rounds for pair in part]
 
 
 @dataclass(frozen=True, slots=True)

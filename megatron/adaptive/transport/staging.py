@@ -18,16 +18,17 @@ work, through the driver's own buffers, at its speed and with its waits.
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from megatron.adaptive.accelerator import lock_pages
+from megatron.adaptive.accelerator import lock_pages, make_current
 from megatron.adaptive.transport.interface import KIND_CODE, Label, code_of, settled
+from megatron.adaptive.transport.worker import Worker
 
 _DLPACK_HOST, _DLPACK_CUDA = (1, 0), 2
 
@@ -52,14 +53,16 @@ class Staging:
     ) -> None:
         self._node = node
         self._send_from_host = send_from_host
-        self._device = device
-        self._out = torch.cuda.Stream(device)
-        self._in = torch.cuda.Stream(device)
         self._place = _DLPACK_HOST  # as DLPack names the device
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             self._place = _DLPACK_CUDA, index
+            device = torch.device("cuda", index)
+        self._device = device
+        self._out = torch.cuda.Stream(device)
+        self._in = torch.cuda.Stream(device)
         self._pinned: list[int] = []
+        self._pinned_out: set[int] = set()  # peers whose slots to send from are pinned
         self._slot_bytes: dict[int, int] = {}  # of peers whose channel goes between GPUs
         self._lock = threading.Lock()  # of the node's channels
         for peer in peers:
@@ -67,9 +70,9 @@ class Staging:
             if info.get("gpu_path") == "cuda-ipc":
                 self._slot_bytes[peer] = info["slot_bytes"]
             else:
-                self._pin(info)
-        self._committing = _Worker("device-to-host", self._failed)
-        self._releasing = _Worker("host-to-device", self._failed)
+                self._pin(peer, info)
+        self._committing = Worker("device-to-host", self._failed, self._on_device)
+        self._releasing = Worker("host-to-device", self._failed, self._on_device)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialized memory of the device, to compute a payload into."""
@@ -82,9 +85,14 @@ class Staging:
         if peer in self._slot_bytes:
             self._send_between_gpus(peer, label, payload)
             return
-        with self._lock:
-            host = self._node.reserve_tensor(peer, code, tuple(payload.shape))
-        if host is None:  # no slot is free, or it is larger than one
+        host = None
+        if peer in self._pinned_out:
+            with self._lock:
+                host = self._node.reserve_tensor(peer, code, tuple(payload.shape))
+        if host is None:
+            # Slots are not pinned, or none is free, or the payload is larger than one. A copy to
+            # memory that is not pinned would hold up this thread until the computation is done;
+            # from here the worker copies it into a slot.
             host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
         elif variant:
             host = host.view(payload.dtype)
@@ -176,6 +184,10 @@ class Staging:
         self._releasing.do(release)
         return tensor
 
+    def make_current(self) -> None:
+        """Makes the GPU current in the calling thread."""
+        make_current(self._device)
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until all copies are done and handed on; false when the time passed."""
         end_s = time.monotonic() + timeout_s
@@ -190,53 +202,22 @@ class Staging:
             runtime.cudaHostUnregister(address)
         self._pinned.clear()
 
-    def _pin(self, info: Mapping[str, Any]) -> None:
-        """Lock the pages of a channel's slots, where it says where they are."""
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Returns the context of a worker's thread."""
+        self.make_current()
+        yield
+
+    def _pin(self, peer: int, info: Mapping[str, Any]) -> None:
+        """Locks the pages of a channel's slots, if it says where they are."""
         with torch.cuda.device(self._device):
             for way in ("send", "receive"):
                 address = info.get(f"{way}_address")
-                if address and lock_pages(address, info[f"{way}_bytes"], self._device):
-                    self._pinned.append(address)
+                if not address or not lock_pages(address, info[f"{way}_bytes"], self._device):
+                    continue
+                self._pinned.append(address)
+                if way == "send":
+                    self._pinned_out.add(peer)
 
     def _failed(self, error: Exception) -> None:
         self._node.put(error)
-
-
-class _Worker:
-    """A thread that does jobs in their order."""
-
-    def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._failed = failed
-        self._given = self._done = 0
-        self._moved = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def do(self, job: Callable[[], None]) -> None:
-        """Add a job; only one thread does so."""
-        self._given += 1
-        self._jobs.put(job)
-
-    def flush(self, end_s: float) -> bool:
-        """Wait until all jobs are done; false when ``time.monotonic`` passed ``end_s``."""
-        with self._moved:
-            return self._moved.wait_for(
-                lambda: self._done == self._given, max(0.0, end_s - time.monotonic())
-            )
-
-    def close(self) -> None:
-        """Stop the thread after the jobs it has."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception as error:
-                self._failed(error)
-            del job  # and with it the slot
-            with self._moved:
-                self._done += 1
-                self._moved.notify_all()

@@ -226,3 +226,147 @@ def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
     cut = load_run(spans_with(tmp_path / "cut", lambda text: text[: len(text) * 3 // 4]))
     assert "spans.jsonl ends in the middle; what it has is used" in cut.notes()
     assert any("no trace of ranks 1" in note for note in cut.notes())
+
+
+# Names of files, forms and single events that other programs write
+
+
+def _loop(shift_us: float = 0, names: tuple[str, str] = ("forward_step", "backward_step")) -> Any:
+    """Two steps of two microbatches on one rank, without a head that says the rank."""
+    events = []
+    for step in range(2):
+        begin = shift_us + 1000 * step
+        events.append(range_of(f"ProfilerStep#{step}", begin, 700, "user_annotation"))
+        for number in range(2):
+            start = begin + 100 * number
+            events.append(range_of(names[0], start, 100, "user_annotation"))
+            events.append(range_of(names[1], start + 200 + 100 * number, 200, "user_annotation"))
+        events.append(range_of("Optimizer.step#Adam.step", begin + 650, 50, "user_annotation"))
+    return events
+
+
+def _write(path: Path, events: Any, **head: Any) -> None:
+    path.write_text(json.dumps({"schemaVersion": 1, **head, "traceEvents": events}))
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (["vm42_991.1718000000000.pt.trace.json"], [0]),
+        (["profile_2024-06-11.json"], [0]),
+        (["node7_12.1718000000000.pt.trace.json", "node7_9.1718000000000.pt.trace.json"], [0, 1]),
+        (
+            ["gpu01_100.1718000000000.pt.trace.json", "gpu02_100.1718000000000.pt.trace.json"],
+            [0, 1],
+        ),
+        (["host3_rank1.1718000000000.pt.trace.json", "host3_rank0.17180.pt.trace.json"], [0, 1]),
+        (["job_Rank-1_2024.json", "job_Rank-0_2023.json"], [0, 1]),
+        (["worker1.1718000000000.pt.trace.json", "worker0.1718000000000.pt.trace.json"], [0, 1]),
+        (["frank7_1.1718000000000.pt.trace.json"], [0]),
+        (["trace_10.json", "trace_9.json"], [0, 1]),
+    ],
+)
+def test_numbers_of_hosts_and_dates_are_no_ranks(
+    names: list[str], ranks: list[int], tmp_path: Path
+) -> None:
+    for name in names:
+        _write(tmp_path / name, _loop())
+    run = read_profiles(tmp_path)
+    assert sorted(run.ranks) == ranks
+    assert not any("no trace of ranks" in note for note in run.notes())
+
+
+def test_what_a_file_says_of_its_rank_counts_before_its_name(tmp_path: Path) -> None:
+    for rank in range(2):
+        info = {"backend": "gloo", "rank": rank, "world_size": 2}
+        _write(tmp_path / f"rank{1 - rank}.json", _loop(rank * 10), distributedInfo=info)
+    run = read_profiles(tmp_path)
+    first = {rank: trace.table().spans()[0].start_ns for rank, trace in run.ranks.items()}
+    assert first[0] < first[1]
+
+
+@pytest.mark.parametrize("info", [{}, {"distributedInfo": {"rank": 0, "world_size": 1}}])
+def test_files_of_one_process_follow_each_other(info: dict[str, Any], tmp_path: Path) -> None:
+    """As ``schedule(repeat=2)`` writes them, each of which counts its steps from 0."""
+    _write(tmp_path / "h_1.1718000009999.pt.trace.json", _loop(9e6), **info)
+    _write(tmp_path / "h_1.1718000000000.pt.trace.json", _loop(), **info)
+    run = read_profiles(tmp_path)
+    assert list(run.ranks) == [0]
+    assert run.complete_iterations() == (0, 1, 2, 3)
+    assert not run.notes()
+
+
+@pytest.mark.parametrize("name", ["S(1): \x01 <module>", "load C:\\data\\quit"])
+def test_an_unreadable_event_is_named_and_the_rest_taken(name: str, tmp_path: Path) -> None:
+    """A control character, or backslashes that nobody escaped."""
+    strange = range_of("STRANGE", 710, 5, "user_annotation")
+    text = json.dumps({"schemaVersion": 1, "traceEvents": [*_loop()[:6], strange, *_loop()[6:]]})
+    (tmp_path / "rank0.json").write_text(text.replace("STRANGE", name))
+    run = read_profiles(tmp_path)
+    assert run.complete_iterations() == (0, 1)
+    (note,) = run.notes()
+    shown = name.replace("\x01", "\\x01")
+    assert note == f"rank0.json: 1 events that are unreadable are left out: {shown} (1)"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("dur", -1, "with a negative duration"),
+        ("dur", float("nan"), "whose times are no numbers"),
+        ("dur", "soon", "whose times are no numbers"),
+        ("ts", 1e300, "whose times are no numbers"),
+        ("ts", None, "whose times are no numbers"),
+    ],
+)
+def test_events_with_impossible_times_are_counted(
+    field: str, value: Any, reason: str, tmp_path: Path
+) -> None:
+    strange = {**range_of("forward_step", 5, 1, "user_annotation"), field: value}
+    _write(tmp_path / "rank0.json", [*_loop(), strange])
+    run = read_profiles(tmp_path)
+    (note,) = run.notes()
+    assert note == f"rank0.json: 1 events {reason} are left out: forward_step (1)"
+    assert run.complete_iterations() == (0, 1)
+
+
+@pytest.mark.parametrize("before", ["", "\n ", "\ufeff"])
+def test_a_list_of_events_is_read(before: str, tmp_path: Path) -> None:
+    """Chrome's form without a head."""
+    (tmp_path / "rank0.json").write_text(before + json.dumps(_loop()))
+    run = read_profiles(tmp_path)
+    assert run.complete_iterations() == (0, 1)
+    assert not run.notes()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("## forward ##", "## backward ##"), ("[Forward]", "[Backward]"), ("--forward_step", "*")],
+)
+def test_decorated_ranges_are_known(names: tuple[str, str], tmp_path: Path) -> None:
+    _write(tmp_path / "rank0.json", _loop(names=names))
+    table = read_profiles(tmp_path).ranks[0].table([0])
+    assert table.where("F").sum() == 2
+
+
+def test_a_refusal_lists_the_ranges(tmp_path: Path) -> None:
+    _write(tmp_path / "rank0.json", _loop(names=("to_the_end", "and_back\x1b[1m")))
+    with pytest.raises(TraceError, match="its ranges are to_the_end .*, and_back") as caught:
+        read_profiles(tmp_path)
+    assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"distributedInfo": {"rank": "two"}},
+        {"distributedInfo": {"rank": 10**12}},
+        {"distributedInfo": [1]},
+        {"distributedInfo": {"rank": 0, "pg_config": 3}},
+        {"baseTimeNanoseconds": 10**40},
+    ],
+)
+def test_an_impossible_head_is_named(head: dict[str, Any], tmp_path: Path) -> None:
+    _write(tmp_path / "rank0.json", _loop(), **head)
+    with pytest.raises(TraceError, match="rank0.json: what it says of its rank and job is unread"):
+        read_profiles(tmp_path)

@@ -89,6 +89,8 @@ def test_chunks_and_unnumbered_microbatches() -> None:
     [
         ({"duration": None, "seq_id": None}, "lacks the columns duration, seq_id"),
         ({"duration": -1.0}, "duration without a value from 0"),
+        ({"step": -1}, "step without a value from 0"),
+        ({"rank": -2}, "rank without a value from 0"),
         ({"start_ts": np.nan}, "start_ts without a value"),
         ({"stage": "first"}, "holds no numbers"),
         ({"gmc": 7}, "gmc .chunk in the model. is not mc"),

@@ -22,11 +22,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.published import COLUMNS, OPTIONAL, run_of_columns
 from megatron.adaptive.trace.read import RunTrace
@@ -37,11 +39,15 @@ MOST_LINE_BYTES = 64 << 20
 MOST_HEAD_BYTES = 64 << 20
 """A head before the first event is no longer than this: it lists the groups of a rank."""
 
+MOST_NS, MOST_RANKS = 1 << 62, 1 << 20
+"""Limits of times and of ranks: what is beyond is damage."""
+
 _COMPUTES = {
-    "forward-compute": r"PP:(\d+)F(\d+)|forward[ _-]?(?:step|compute|pass|\d+)?|_exec_forward_pass",
-    "backward-compute": r"PP:(\d+)(?:B|I)(\d+)|backward[ _-]?(?:step|compute|pass|\d+)?"
+    "forward-compute": r"PP:(\d{1,9})F(\d{1,9})|forward[ _-]?(?:step|compute|pass|\d+)?"
+    r"|_exec_forward_pass",
+    "backward-compute": r"PP:(\d{1,9})(?:B|I)(\d{1,9})|backward[ _-]?(?:step|compute|pass|\d+)?"
     r"|_exec_backward_pass",
-    "weight-compute": r"PP:(\d+)W(\d+)",
+    "weight-compute": r"PP:(\d{1,9})W(\d{1,9})",
     "optimizer": r"Optimizer\.step#.*|optimizer[ _-]?step|_exec_optimizer_step",
 }
 """Names of ranges: of torch.distributed.pipelining (and so torchtitan), Megatron-LM, DeepSpeed."""
@@ -53,10 +59,17 @@ _COLLECTIVES = {
     "broadcast": r"broadcast",
     "barrier": r"barrier",
 }
-_LABEL = re.compile(r"PP:(\d+)(SEND|RECV)_(F|B)(\d+)")
+_LABEL = re.compile(r"PP:(\d{1,9})(SEND|RECV)_(F|B)(\d{1,9})")
 """Ranges in which torch.distributed.pipelining hands a message over, one for each."""
+_RANK = re.compile(r"(?i)(?<![a-z])rank[_-]?(\d{1,9})")
+_WORKER = re.compile(r"(?i)^worker[_-]?(\d{1,9})\.")
+_DEFAULT_NAME = re.compile(r"(.+)\.\d+\.pt\.trace\.json(?:\.gz)?")
+"""Name that the profiler's handler gives a file: host and process, then the time."""
+_NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
+_DECORATION = re.compile(r"^\W+|\W+$")
+_BLANK = b"\xef\xbb\xbf \t\r\n"
 _MESSAGES = ("send", "recv", "both")
-_STEP = re.compile(r"ProfilerStep#(\d+)")
+_STEP = re.compile(r"ProfilerStep#(\d{1,15})")
 _IGNORED = re.compile(
     r"PP:\d+(?:UNSHARD|RESHARD|REDUCE_GRAD)|Optimizer\.zero_grad|FSDP::|nccl:coalesced|PyTorch "
 )
@@ -131,9 +144,11 @@ class _RankFile:
         events: what is known.
         steps: number, category, start of each step that the profiler marked.
         unknown: names of ranges that say nothing here, with their number.
+        left_out: names of events that are left out, by the reason, with their number.
         is_cut: it ends in the middle.
         sizes: pipeline, tensor and data parallel ranks, as far as spans say them.
         only_group: lowest rank of the only process group, -1 where there are several.
+        process: host and process by the name that the profiler gives a file, else the name.
     """
 
     path: Path
@@ -144,9 +159,15 @@ class _RankFile:
     events: list[_Event] = field(default_factory=list)
     steps: list[tuple[int, str, int]] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)
+    left_out: dict[str, Counter[str]] = field(default_factory=dict)
     is_cut: bool = False
     sizes: list[int] = field(default_factory=list)
     only_group: int = -1
+    process: str = ""
+
+    def leave_out(self, reason: str, name: str) -> None:
+        """Counts an event that is not taken."""
+        self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
 def read_profiles(place: Path, pipeline: int | None = None) -> RunTrace | None:
@@ -164,15 +185,20 @@ def read_profiles(place: Path, pipeline: int | None = None) -> RunTrace | None:
     for path in sorted(place.iterdir()) if place.is_dir() else [place]:
         if path.name.endswith(ENDINGS) and path.is_file():
             head = next(_chunks(_RankFile(path), HEAD_BYTES), b"")
-            if b'"schemaVersion"' in head or b'"traceEvents"' in head:
+            if b'"schemaVersion"' in head or b'"traceEvents"' in head or _is_array(head):
                 kineto.append(path)
             elif b'"resourceSpans"' in head or (b'"trace_id"' in head and b'"start_time"' in head):
                 spans.append(path)
-    if not (files := [_read(path) for path in kineto] or _read_spans(spans)):
+    if not (files := _joined([_read(path) for path in kineto]) or _read_spans(spans)):
         return None
     _check_one_job(place, files)
     cut = dict.fromkeys(one.path.name for one in files if one.is_cut)
     notes = [f"{name} ends in the middle; what it has is used" for name in cut]
+    notes += [
+        f"{one.path.name}: {names.total()} events {reason} are left out: {_listed(names)}"
+        for one in files
+        for reason, names in one.left_out.items()
+    ]
     rows = [row for one in files for row in _columns(one, *_place(one, pipeline))]
     table: dict[str, Any] = dict(
         zip((*COLUMNS, *OPTIONAL), map(list, zip(*rows, strict=True)), strict=False)
@@ -184,7 +210,9 @@ def read_profiles(place: Path, pipeline: int | None = None) -> RunTrace | None:
             else "run with MEGATRON_OTEL_SPAN_GROUPS=per_step,microbatch and "
             "MEGATRON_OTEL_RANK_STRATEGY=all_ranks"
         )
-        raise TraceError(f"{place}: no range is named as a forward or backward; {advice}")
+        names = sum((one.unknown for one in files), Counter[str]())
+        listed = f" (its ranges are {_listed(names)})" if names else ""
+        raise TraceError(f"{place}: no range is named as a forward or backward{listed}; {advice}")
     starts, first = table["start_ts"], min(table["start_ts"])
     table["start_ts"] = np.array([start - first for start in starts]) / 1e9
     table["duration"] = np.array(table["duration"], dtype=np.int64) / 1e9
@@ -192,9 +220,62 @@ def read_profiles(place: Path, pipeline: int | None = None) -> RunTrace | None:
     run = run_of_columns(table, place, world_size=world)
     unknown = sum((one.unknown for one in files), Counter[str]())
     if unknown:
-        listed = ", ".join(f"{name[:60]} ({count})" for name, count in unknown.most_common(6))
-        notes.append(f"{len(unknown)} kinds of ranges are of no known kind: {listed}")
+        notes.append(f"{len(unknown)} kinds of ranges are of no known kind: {_listed(unknown)}")
     return replace(run, caveats=(*run.caveats, *notes))
+
+
+def _listed(names: Counter[str]) -> str:
+    """Returns the most frequent names with their numbers."""
+    return ", ".join(f"{printable(name[:60])} ({count})" for name, count in names.most_common(6))
+
+
+def _is_array(head: bytes) -> bool:
+    """Returns whether a file begins as Chrome's list of events, which has no head."""
+    return head.lstrip(_BLANK).startswith(b"[") and b'"ph"' in head
+
+
+def _joined(files: list[_RankFile]) -> list[_RankFile]:
+    """Returns one for each rank: several files of one process follow each other.
+
+    Ranks that no file says are given in the order of the names, numbers in them as such.
+    """
+    found: dict[tuple[str, int], _RankFile] = {}
+    for file in sorted(files, key=lambda one: (_first_ns(one), one.path.name)):
+        key = file.process, file.rank
+        if key in found:
+            _append(found[key], file)
+        else:
+            found[key] = file
+    ranks = [file for file in found.values() if file.rank >= 0]
+    taken = {file.rank for file in ranks}
+    free = (rank for rank in count() if rank not in taken)
+    for file in sorted((f for f in found.values() if f.rank < 0), key=_natural_order):
+        file.rank = next(free)
+        ranks.append(file)
+    return sorted(ranks, key=lambda file: file.rank)
+
+
+def _first_ns(file: _RankFile) -> int:
+    starts = [event.start for event in file.events] + [start for _, _, start in file.steps]
+    return min(starts, default=0)
+
+
+def _natural_order(file: _RankFile) -> list[tuple[int, str]]:
+    parts = re.findall(r"\d{1,18}|\D+", file.path.name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _append(file: _RankFile, later: _RankFile) -> None:
+    """Adds what a process wrote later, with its steps behind the earlier ones."""
+    last = max((number for number, _, _ in file.steps), default=-1)
+    first = min((number for number, _, _ in later.steps), default=last + 1)
+    shift = last + 1 - first if first <= last else 0
+    file.steps += [(number + shift, category, start) for number, category, start in later.steps]
+    file.events += later.events
+    file.unknown += later.unknown
+    for reason, names in later.left_out.items():
+        file.left_out[reason] = file.left_out.get(reason, Counter()) + names
+    file.is_cut |= later.is_cut
 
 
 def _chunks(one: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
@@ -232,7 +313,7 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
             if len(jobs) > 1:
                 both = " and ".join(f"{job} ({name})" for job, name in jobs.items())
                 raise TraceError(f"{path.parent} mixes jobs {both}; keep the spans of one")
-            said = re.findall(r"rank[_-]?(\d+)", f"{path} {resource.get('service.instance.id')}")
+            said = _RANK.findall(f"{path.name} {resource.get('service.instance.id')}")
             rank = _number(resource, "dl.rank", int(said[-1]) if said else 0)
             if rank not in ranks:
                 axes = ("pipeline", "tensor", "data")
@@ -318,11 +399,12 @@ def _read(path: Path) -> _RankFile:
     for chunk in _chunks(one):
         held += chunk
         if not has_head:
-            if b'"traceEvents"' not in held:
+            is_array = _is_array(held[:HEAD_BYTES])
+            if b'"traceEvents"' not in held and not is_array:
                 if len(held) > MOST_HEAD_BYTES:
                     break
                 continue
-            _take_head(one, held)
+            _take_head(one, b"" if is_array else held)
             space = b'": "' if b'"ph": ' in held or b'"name": ' in held else b'":"'
             tokens = [
                 b'"cat' + space + b"user_annotation",
@@ -338,33 +420,70 @@ def _read(path: Path) -> _RankFile:
         ended = held[-64:]
     if not has_head:
         raise TraceError(f"{path} has no traceEvents; it is not written by torch.profiler")
-    _take_events(one, held, tokens, decode)
     one.is_cut |= b"]" not in ended
+    _take_events(one, held, tokens, decode, is_cut=one.is_cut)
     return one
 
 
 def _take_head(one: _RankFile, held: bytes) -> None:
-    head = held[: held.index(b'"traceEvents"')].decode("utf-8", "replace")
+    """Takes what a file says before its events, and what its name says.
+
+    Raises:
+        TraceError: it says what cannot be.
+    """
+    head = held[: max(held.find(b'"traceEvents"'), 0)].decode("utf-8", "replace")
     decode = json.JSONDecoder().raw_decode
-    info: dict[str, Any] = {}
-    if found := re.search(r'"distributedInfo":\s*', head):
-        info = decode(head, found.end())[0]
-    if found := re.search(r'"baseTimeNanoseconds":\s*(\d+)', head):
-        one.base_ns = int(found[1])
-    named = re.findall(r"(?:rank|worker)?[_-]?(\d+)", one.path.name)
-    one.rank = int(info.get("rank", named[0] if named else 0))
-    one.world_size = int(info.get("world_size", 0))
-    groups = [g for g in info.get("pg_config", []) if isinstance(g, dict)]
-    for purpose, pattern in _GROUPS.items():
-        for group in groups:
-            words = {str(group.get("pg_desc", "")), str(group.get("pg_name", ""))}
-            if any(pattern.fullmatch(word) for word in words) and purpose not in one.groups:
-                one.groups[purpose] = sorted(map(int, group.get("ranks", [])))
-    if len(groups) == 1 and groups[0].get("ranks"):
-        one.only_group = min(map(int, groups[0]["ranks"]))
+    name = one.path.name
+    default = _DEFAULT_NAME.fullmatch(name)
+    one.process = default[1] if default else name
+    try:
+        info: dict[str, Any] = {}
+        if found := re.search(r'"distributedInfo":\s*', head):
+            info = decode(head, found.end())[0]
+        if found := re.search(r'"baseTimeNanoseconds":\s*(\d+)', head):
+            one.base_ns = _whole(found[1], 1 << 64)
+        named = _RANK.findall(name) or _WORKER.findall(name)
+        one.rank = _whole(info.get("rank", named[0] if named else -1), MOST_RANKS)
+        one.world_size = _whole(info.get("world_size", 0), MOST_RANKS)
+        groups = [g for g in info.get("pg_config", []) if isinstance(g, dict)]
+        for purpose, pattern in _GROUPS.items():
+            for group in groups:
+                words = {str(group.get("pg_desc", "")), str(group.get("pg_name", ""))}
+                if any(pattern.fullmatch(word) for word in words) and purpose not in one.groups:
+                    one.groups[purpose] = sorted(map(int, group.get("ranks", [])))
+        if len(groups) == 1 and groups[0].get("ranks"):
+            one.only_group = min(map(int, groups[0]["ranks"]))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise TraceError(
+            f"{one.path}: what it says of its rank and job is unreadable ({error}); record it anew"
+        ) from None
 
 
-def _take_events(one: _RankFile, data: bytes, tokens: list[bytes], decode: Any) -> None:
+def _whole(value: Any, limit: int) -> int:
+    """Returns a whole number up to a limit.
+
+    Raises:
+        ValueError: it is another number.
+        TypeError: it is none.
+    """
+    number = int(value) if len(str(value)) < 30 else limit + 1
+    if not -1 <= number <= limit:
+        raise ValueError(f"{str(value)[:30]} is more than {limit}")
+    return number
+
+
+def _take_events(
+    one: _RankFile, data: bytes, tokens: list[bytes], decode: Any, *, is_cut: bool = False
+) -> None:
+    """Takes the events of a part of a file.
+
+    Args:
+        one: What is known of the rank.
+        data: The part, which begins with an event.
+        tokens: Texts of which each event that counts has one.
+        decode: Reads an object at the beginning of a text.
+        is_cut: Whether the file ends in the middle with this part.
+    """
     starts = set()
     for token in tokens:
         at = data.find(token)
@@ -376,17 +495,26 @@ def _take_events(one: _RankFile, data: bytes, tokens: list[bytes], decode: Any) 
         text = data[start : end if end >= 0 else len(data)].decode("utf-8", "replace")
         try:
             event, _ = decode(text)
-        except ValueError:
-            one.is_cut = True
+        except (ValueError, RecursionError):
+            if end >= 0 or not is_cut:
+                name = _NAME.search(text)
+                one.leave_out("that are unreadable", name[1] if name else "without a name")
             continue
         if event.get("ph") == "X" and "ts" in event:
             _take_event(one, event)
 
 
 def _take_event(one: _RankFile, event: Mapping[str, Any]) -> None:
-    name, category = str(event["name"]), str(event.get("cat", ""))
-    start = one.base_ns + round(float(event["ts"]) * 1e3)
-    length = round(float(event.get("dur", 0)) * 1e3)
+    name, category = str(event.get("name", "")), str(event.get("cat", ""))
+    try:
+        since_ns, length = (_ns(event.get(key, 0)) for key in ("ts", "dur"))
+    except (ValueError, TypeError, OverflowError):
+        one.leave_out("whose times are no numbers", name)
+        return
+    if length < 0:
+        one.leave_out("with a negative duration", name)
+        return
+    start = one.base_ns + since_ns
     if step := _STEP.fullmatch(name):
         one.steps.append((int(step[1]), category, start))
         return
@@ -394,7 +522,7 @@ def _take_event(one: _RankFile, event: Mapping[str, Any]) -> None:
         kind = f"{'forward' if label[3] == 'F' else 'backward'}-{label[2].lower()}"
         one.events.append(_Event(kind, category, start, length, int(label[1]), int(label[4])))
         return
-    match = _KIND.fullmatch(name)
+    match = _KIND.fullmatch(name) or _KIND.fullmatch(_DECORATION.sub("", name))
     if match is None or _IGNORED.match(name):
         if not _IGNORED.match(name):
             one.unknown[re.sub(r"\d+", "N", name)] += 1
@@ -402,9 +530,10 @@ def _take_event(one: _RankFile, event: Mapping[str, Any]) -> None:
     kind = match.lastgroup or ""
     numbers = [int(group) for group in match.groups() if group and group.isdigit()]
     stage, microbatch = numbers[:2] if len(numbers) >= 2 else (-1, -1)
-    arguments = event.get("args", {})
+    given = event.get("args")
+    arguments = given if isinstance(given, dict) else {}
     group = [
-        int(rank) for rank in re.findall(r"\d+", str(arguments.get("Process Group Ranks", "")))
+        int(rank) for rank in re.findall(r"\d{1,9}", str(arguments.get("Process Group Ranks", "")))
     ]
     root = min(group) if group else one.only_group
     if kind == "both":  # one kernel of NCCL sends, receives, or does both
@@ -413,6 +542,18 @@ def _take_event(one: _RankFile, event: Mapping[str, Any]) -> None:
         )
     kind = _NAMES.get(kind, kind)
     one.events.append(_Event(kind, category, start, length, stage, microbatch, root))
+
+
+def _ns(microseconds: Any) -> int:
+    """Returns a time of an event in ns.
+
+    Raises:
+        ValueError: it is no time that an event can have.
+    """
+    time_ns = round(float(microseconds) * 1e3)
+    if abs(time_ns) > MOST_NS:
+        raise ValueError
+    return time_ns
 
 
 def _check_one_job(folder: Path, files: list[_RankFile]) -> None:

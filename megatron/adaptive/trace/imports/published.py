@@ -37,6 +37,7 @@ seconds, and the number of the operation among those of its kind in its step on 
 OPTIONAL = ("mc", "gmc", "mb_id", "group")
 """Chunk on the rank, chunk in the model, microbatch, and lowest rank of a collective's group; a
 rank has one chunk where they lack."""
+_FROM_0 = ("dp_rank", "stage", "rank", "step")
 ENDINGS = (".parquet", ".csv")
 
 _COMPUTES = {"forward-compute": "F", "backward-compute": "B", "weight-compute": "W"}
@@ -59,7 +60,7 @@ def read_table(path: Path) -> RunTrace:
 
 
 def _csv_columns(path: Path) -> dict[str, Any]:
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         rows = csv.reader(file)
         names = next(rows, [])
         cells = list(zip(*rows, strict=False))
@@ -119,7 +120,11 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
     words, kind = np.unique(np.asarray(columns["optype"]).astype(str), return_inverse=True)
     if not len(kind):
         raise TraceError(f"{origin} holds no operation; was the job traced?")
-    broken = [name for name, values in numbers.items() if not np.isfinite(values).all()]
+    broken = [
+        name
+        for name, values in numbers.items()
+        if not np.isfinite(values).all() or (name in _FROM_0 and values.min() < 0)
+    ]
     if broken or numbers["duration"].min() < 0:
         raise TraceError(
             f"{origin} has {' and '.join(broken) or 'duration'} without a value from 0"

@@ -177,7 +177,7 @@ def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) ->
     )
     return {
         "title": f"Pipeline trace of {run.run}",
-        "subtitle": shape,
+        "subtitle": shape + run.bubble_note,
         "idle": f"#{IDLE}",
         "kinds": KINDS,
         "reasons": REASONS,

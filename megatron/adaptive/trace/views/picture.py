@@ -182,7 +182,8 @@ def _write_title(figure: Figure, axes: Axes, step: PipelineStep) -> None:
     subtitle = (
         f"{step.num_ranks} pipeline {ranks} × {step.num_chunks} {chunks}, "  # noqa: RUF001
         f"{step.num_microbatches} microbatches  ·  iteration {step.iteration}{step.replica}  ·  "
-        f"step {step.step_ns / NS_PER_MS:.4g} ms  ·  bubble {step.bubble_fraction:.1%}"
+        f"step {step.step_ns / NS_PER_MS:.4g} ms  ·  "
+        f"bubble {step.bubble_fraction:.1%}{step.bubble_note}"
     )
     title = f"Pipeline schedule: {step.schedule}"
     figure.suptitle(title, x=0.01, ha="left", size=14, color=INK, weight="bold")

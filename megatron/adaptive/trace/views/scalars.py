@@ -47,7 +47,7 @@ def write_scalars(
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    curves = dict(_curves(figures))
+    curves = {f"{tag}{run.bubble_note}": values for tag, values in _curves(figures)}
     known = figures.num_actions > 0
     header = next(iter(run.ranks.values())).header
     # A run on several clocks is on the time of day of one of them already.

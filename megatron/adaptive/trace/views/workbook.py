@@ -135,7 +135,7 @@ def write_workbook(
     title = (
         f"{step.schedule} schedule, iteration {step.iteration}{step.replica}: {step.num_ranks} "
         f"ranks x {step.num_chunks} chunks, {step.num_microbatches} microbatches, step "
-        f"{step.step_ns / NS_PER_MS:.2f} ms, bubble {step.bubble_fraction:.1%}"
+        f"{step.step_ns / NS_PER_MS:.2f} ms, bubble {step.bubble_fraction:.1%}{step.bubble_note}"
     )
     add_order(workbook, step, title)
     _add_time(workbook, step, title)

@@ -1,0 +1,227 @@
+"""Reads the header of a ``safetensors`` file and refuses what the package of that name refuses.
+
+::
+
+    [ 8 bytes: length of the header | JSON | bytes of tensors ]
+    {"__metadata__": {text: text}, NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+
+Tensors follow each other without a gap and without a byte in common, the first at the first byte
+behind the header and the last up to the end of the file: a file whose tensors overlap, or that
+holds bytes of none of them, is not what its writer meant.
+
+Source: the format's text and the verdicts of the package ``safetensors`` 0.8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, BinaryIO
+
+from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
+
+BITS: Mapping[str, int] = {
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F8_E8M0", "I8", "U8"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+"""Bits of an element by its code."""
+
+_LONGEST = 100_000_000  # bytes of a header, the limit of the format
+_RESTORE = "copy it again"
+_METADATA = "__metadata__"
+_SIZE_LIMIT = 1 << 64
+_MOST_DIGITS = 300  # of a number that a double can hold
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """Says where a file holds a tensor.
+
+    Attributes:
+        dtype: Code of its type, a key of :data:`BITS`.
+        shape: Its shape.
+        begin: Offset of its first byte in the file.
+        end: Offset of the byte behind its last one.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class _Once(dict[str, Any]):
+    """An object of JSON that knows which keys it was given twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.repeated = {key for key, _ in pairs} if len(self) < len(pairs) else set()
+        if self.repeated:
+            names = [key for key, _ in pairs]
+            self.repeated = {key for key in self.repeated if names.count(key) > 1}
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Returns the tensors of a file by name, in the order of the header.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        DamagedCheckpointError: it is cut, or says what cannot be.
+    """
+    try:
+        # A pipe of that name has no writer, and must not be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            state = os.fstat(descriptor)
+            if not S_ISREG(state.st_mode):
+                raise CheckpointError(f"{path} cannot be read: it is no regular file")
+            return _entries(file, state.st_size)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        why = "its header is nested too deeply"
+        raise DamagedCheckpointError(f"{path} is cut or damaged ({why}): {_RESTORE}") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path} is cut or damaged ({error}): {_RESTORE}") from None
+
+
+def _entries(file: BinaryIO, size: int) -> dict[str, TensorEntry]:
+    head = file.read(8)
+    if len(head) < 8:
+        raise ValueError(f"it has {len(head)} bytes, and its header begins with 8")
+    (length,) = struct.unpack("<Q", head)
+    if length > min(size - 8, _LONGEST):
+        raise ValueError(f"its header has {length} bytes, the file {size}")
+    raw = file.read(length)
+    if len(raw) < length:
+        raise ValueError(f"it ends after {8 + len(raw)} bytes")
+    document = _parse(raw)
+    metadata = document.pop(_METADATA, None)
+    if _METADATA in document.repeated or not _is_metadata(metadata):
+        raise ValueError(f"{_METADATA} is {_short(metadata)}, which must be texts by name, once")
+    first = 8 + length
+    entries = {name: _entry(name, value, first) for name, value in document.items()}
+    _check_cover(entries, first, size)
+    return entries
+
+
+def _parse(raw: bytes) -> _Once:
+    try:
+        document = json.loads(
+            raw.decode(),
+            object_pairs_hook=_Once,
+            parse_int=_whole_number,
+            parse_float=_number,
+            parse_constant=_refuse,
+        )
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {8 + error.start} is not of a text in UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"its header is no JSON: {error}") from None
+    if not isinstance(document, _Once):
+        raise ValueError(f"its header is {_short(document)}, which must be an object")
+    return document
+
+
+def _whole_number(word: str) -> int | float:
+    if len(word) > _MOST_DIGITS:
+        _refuse(word)
+    return -0.0 if word == "-0" else int(word)
+
+
+def _number(word: str) -> float:
+    value = float(word)
+    return value if math.isfinite(value) else _refuse(word)
+
+
+def _refuse(word: str) -> float:
+    raise ValueError(f"{_short(word)} is no number of a header")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_metadata(metadata: Any) -> bool:
+    if metadata is None:
+        return True
+    is_object = isinstance(metadata, dict)
+    return is_object and all(_is_text(text) for pair in metadata.items() for text in pair)
+
+
+def _is_text(value: Any) -> bool:
+    """Returns whether a value is a text; JSON can hold halves of characters, UTF-8 cannot."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _entry(name: str, value: Any, first: int) -> TensorEntry:
+    """Reads what a header says of a tensor.
+
+    Args:
+        name: Name of the tensor.
+        value: The object behind the name.
+        first: Offset of the first byte behind the header.
+
+    Raises:
+        ValueError: a field is missing, given twice or of another kind, or size and shape differ.
+    """
+    if not _is_text(name) or not isinstance(value, _Once):
+        raise ValueError(f"{_short(name)} is {_short(value)}, which must be an object")
+    fields = ("dtype", "shape", "data_offsets")
+    if lacking := [key for key in fields if key not in value or key in value.repeated]:
+        raise ValueError(f"{_short(name)} has {lacking[0]} not once")
+    dtype, shape, offsets = (value[key] for key in fields)
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"{_short(name)} is of type {_short(dtype)}, which the format lacks")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{_short(name)} has the shape {_short(shape)} at {_short(offsets)}")
+    bits = BITS[dtype]
+    count = 1
+    for extent in (*shape, bits):
+        count *= extent
+        if count >= _SIZE_LIMIT:
+            raise ValueError(f"{_short(name)} has the shape {_short(shape)}, beyond 64 bits")
+    begin, end = offsets
+    if 8 * (end - begin) != count:
+        raise ValueError(
+            f"{_short(name)} lies from {begin} to {end}, but {dtype} {_short(shape)} takes"
+            f" {count / 8:g} bytes"
+        )
+    return TensorEntry(dtype=dtype, shape=tuple(shape), begin=first + begin, end=first + end)
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < _SIZE_LIMIT for value in values
+    )
+
+
+def _check_cover(entries: Mapping[str, TensorEntry], first: int, size: int) -> None:
+    """Raises ValueError unless tensors cover the file from its header to its end, each byte once.
+
+    Args:
+        entries: Tensors of the file.
+        first: Offset of the first byte behind the header.
+        size: Size of the file in bytes.
+    """
+    end, before = first, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != end:
+            what = "overlaps" if entry.begin < end else "leaves a hole behind"
+            raise ValueError(f"{_short(name)} begins at byte {entry.begin} and {what} {before}")
+        end, before = entry.end, _short(name)
+    if end != size:
+        what = "behind them nothing may follow" if end < size else "it is cut"
+        raise ValueError(f"it has {size} bytes, and its tensors end at {end}: {what}")

@@ -1,0 +1,190 @@
+"""Keeps arrays that take long to make in a folder, and makes them again if a file is damaged.
+
+A file is numpy's format with a tail, so that other programs can read it::
+
+    NAME.npy   | header | data | MAIDXSUM | 16 bytes: xxh3 of NAME.npy, header and data |
+
+A file has its name only after its bytes are on the disk. Before an array is used all of its file is
+read and summed, and the arrays of a set are held against each other by their maker: a checksum
+says that the bytes are those that were written, not that they suit the data.
+
+Needs neither torch nor megatron-core.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megatron.adaptive.config.outside import printable
+from megatron.adaptive.data.indexed import locked
+from megatron.adaptive.errors import DataError
+
+Arrays = list[npt.NDArray[Any]]
+Check = Callable[[Arrays], str]
+"""Returns which rule arrays break, empty for none."""
+
+_LOG = logging.getLogger(__name__)
+_MARK = b"MAIDXSUM"
+_TAIL_BYTES = len(_MARK) + 16
+_PIECE_BYTES = 1 << 22  # stays in the processor's cache between reading and summing
+
+
+class _DamageError(Exception):
+    """Says in what a file is not what was written."""
+
+
+def kept(
+    cache: str,
+    names: Sequence[str],
+    make: Callable[[], Sequence[npt.NDArray[Any]]],
+    check: Check = lambda arrays: "",
+) -> Arrays:
+    """Returns arrays of a folder by their names; makes them if one is missing or damaged.
+
+    One process of those that see the folder makes them, under a file lock; the others wait.
+
+    Args:
+        cache: Path of the folder.
+        names: Names of the files without suffix.
+        make: Makes the arrays.
+        check: Holds the arrays against each other and against what they are indices of.
+
+    Raises:
+        DataError: the folder cannot be written, or ``make`` raises it.
+    """
+    folder = Path(cache)
+    paths = [folder / f"{name}.npy" for name in names]
+    try:
+        arrays = _read(paths, check)
+        if arrays is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(folder / ".lock"):
+                arrays = _read(paths, check, logs=True)
+                if arrays is None:
+                    _write(paths, make())
+                    arrays = [_map(path) for path in paths]
+    except (OSError, _DamageError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"{folder}: shuffling indices cannot be kept there ({why}); "
+            "give a writable folder with --data-cache-path"
+        ) from None
+    return arrays
+
+
+def _read(paths: Sequence[Path], check: Check, *, logs: bool = False) -> Arrays | None:
+    """Returns the arrays, or ``None`` if a file is missing or damaged.
+
+    Args:
+        paths: Paths of the files.
+        check: Holds the arrays against each other.
+        logs: Whether damage is logged.
+    """
+    arrays = []
+    try:
+        for path in paths:
+            arrays.append(_map(path))
+        if broken := check(arrays):
+            raise _DamageError(f"{paths[0].parent / paths[0].stem} and its like: {broken}")
+    except FileNotFoundError:
+        return None
+    except _DamageError as error:
+        if logs:
+            message = printable(str(error))
+            _LOG.warning("WARNING: %s: these indices are made anew", message)
+        return None
+    return arrays
+
+
+def _map(path: Path) -> npt.NDArray[Any]:
+    """Maps the array of a file whose bytes are those that were written.
+
+    Raises:
+        FileNotFoundError: there is none.
+        _DamageError: it is something else.
+    """
+    try:
+        # A pipe of that name has no writer, and must not be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _DamageError(f"{path} cannot be read ({error.strerror})") from None
+    with open(descriptor, "rb") as stream:
+        state = os.fstat(descriptor)
+        if not S_ISREG(state.st_mode):
+            raise _DamageError(f"{path} is no regular file")
+        try:
+            _check_sum(stream, path.name, state.st_size)
+            stream.seek(0)
+            if np.lib.format.read_magic(stream) != (1, 0):
+                raise ValueError("another version of numpy's format")
+            shape, is_turned, dtype = np.lib.format.read_array_header_1_0(stream)
+            order: Any = "F" if is_turned else "C"
+            offset = stream.seek(0, os.SEEK_CUR)
+            return np.memmap(stream, dtype, "r", offset=offset, shape=shape, order=order)
+        except OSError as error:
+            raise _DamageError(f"{path} cannot be read ({error.strerror})") from None
+        except ValueError as error:
+            raise _DamageError(f"{path} is damaged ({error})") from None
+
+
+def _check_sum(stream: Any, name: str, size: int) -> None:
+    left = size - _TAIL_BYTES
+    if left <= 0:
+        raise ValueError(f"it has {size} bytes")
+    found = xxhash.xxh3_128(name.encode())
+    piece = memoryview(bytearray(min(_PIECE_BYTES, left)))
+    while left:
+        count = stream.readinto(piece[:left])
+        if not count:
+            raise ValueError(f"it ends {left} bytes before its checksum")
+        found.update(piece[:count])
+        left -= count
+    if stream.read() != _MARK + found.digest():
+        raise ValueError("its bytes do not have the checksum that they were written with")
+
+
+def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
+    """Writes arrays so that each name stands for all of its bytes, after a power failure too."""
+    for path, array in zip(paths, arrays, strict=True):
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            with temporary.open("wb") as stream:
+                _write_array(stream, path.name, array)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    descriptor = os.open(paths[0].parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_array(stream: Any, name: str, array: npt.NDArray[Any]) -> None:
+    array = np.ascontiguousarray(array)
+    header = io.BytesIO()
+    described = np.lib.format.header_data_from_array_1_0(array)
+    np.lib.format.write_array_header_1_0(header, described)
+    summed = xxhash.xxh3_128(name.encode())
+    data: Any = array.reshape(-1).view(np.uint8)
+    for part in (memoryview(header.getvalue()), memoryview(data)):
+        for start in range(0, len(part), _PIECE_BYTES):
+            piece = part[start : start + _PIECE_BYTES]
+            summed.update(piece)
+            stream.write(piece)
+    stream.write(_MARK + summed.digest())

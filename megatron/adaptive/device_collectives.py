@@ -1,0 +1,228 @@
+"""Makes collectives over gloo take tensors of a GPU.
+
+Ranks that share a GPU talk over gloo, because NCCL refuses two ranks on one device. gloo copies
+device tensors through the host in some of its collectives, refuses them in others, and hands their
+addresses to the sockets in the rest, which then read the host's memory at that address.
+:data:`TREATMENTS` says which is which; :func:`install` replaces the last two kinds.
+
+It replaces methods of ``torch.distributed.ProcessGroup``, through which all functions of
+``torch.distributed`` go, however megatron-core has imported them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_Method = Callable[..., Any]
+
+
+class _AllWorks:
+    """Waits for several calls that stand for one.
+
+    Args:
+        works: The calls' own handles.
+    """
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, *limit: datetime.timedelta) -> bool:
+        """Waits for all of them; each has the limit for itself."""
+        for work in self._works:
+            work.wait(*limit)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+
+class _Receive:
+    """Waits for a message in the host's memory and copies it to the device.
+
+    Args:
+        work: The receive's own handle.
+        host: Memory that the message comes to.
+        tensors: Tensors of the device that the caller has given.
+    """
+
+    def __init__(self, work: Any, host: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        self._work, self._host, self._tensors = work, host, tensors
+
+    def wait(self, *limit: datetime.timedelta) -> bool:
+        """Waits for the message; the current stream has it afterwards."""
+        answer = bool(self._work.wait(*limit))
+        for tensor, host in zip(self._tensors, self._host, strict=True):
+            tensor.copy_(host)
+        self._host, self._tensors = [], []  # a second call has nothing to do
+        return answer
+
+    def is_completed(self) -> bool:
+        """Whether the message has been copied: only :meth:`wait` does that."""
+        return not self._tensors
+
+    def _source_rank(self) -> int:
+        """Returns the sender's rank in the group, for a receive from anybody."""
+        return int(self._work._source_rank())
+
+
+def _reduce_one_by_one(
+    group: Any, _: _Method, tensors: Sequence[torch.Tensor], options: Any = None
+) -> _AllWorks:
+    single = dist.AllreduceOptions()
+    if options is not None:
+        single.reduceOp = options.reduceOp
+        if hasattr(options, "timeout"):  # not in every release of torch
+            single.timeout = options.timeout
+    return _AllWorks([group.allreduce([tensor], single) for tensor in tensors])
+
+
+def _gather_one_by_one(
+    group: Any,
+    _: _Method,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *options: Any,
+) -> _AllWorks:
+    pairs = zip(outputs, inputs, strict=True)
+    return _AllWorks([group._allgather_base(whole, part, *options) for whole, part in pairs])
+
+
+def _gather_lists_one_by_one(
+    group: Any,
+    _: _Method,
+    outputs: Sequence[Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    *options: Any,
+) -> _AllWorks:
+    lists = zip(*outputs, strict=True)  # per input what comes from each rank
+    pairs = zip(lists, inputs, strict=True)
+    return _AllWorks([group.allgather([list(parts)], [own], *options) for parts, own in pairs])
+
+
+def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any) -> Any:
+    """Gathers parts of different sizes, which gloo refuses: each rank broadcasts its own."""
+    if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(outputs[0]):
+        return original(group, outputs, inputs, *options)
+    parts = outputs[0]
+    parts[group.rank()].copy_(inputs[0])
+    works = []
+    for rank, part in enumerate(parts):
+        if part.numel():
+            broadcast = dist.BroadcastOptions()
+            broadcast.rootRank = rank
+            works.append(group.broadcast([part], broadcast))
+    return _AllWorks(works)
+
+
+def _scatter_unequal_sums(
+    group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any
+) -> Any:
+    """Adds up parts of different sizes, which gloo refuses: one reduction for each rank."""
+    if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(inputs[0]):
+        return original(group, outputs, inputs, *options)
+    works = []
+    for rank, part in enumerate(inputs[0]):
+        is_own = rank == group.rank()
+        total = outputs[0].copy_(part) if is_own else part.clone()
+        if total.numel():
+            reduce = dist.ReduceOptions()
+            reduce.rootRank = rank
+            if options:
+                reduce.reduceOp = options[0].reduceOp
+            works.append(group.reduce([total], reduce))
+    return _AllWorks(works)
+
+
+def _send_from_host(
+    group: Any, original: _Method, tensors: Sequence[torch.Tensor], *where: int, **named: int
+) -> Any:
+    return original(group, [tensor.detach().to("cpu") for tensor in tensors], *where, **named)
+
+
+def _receive_on_host(
+    group: Any, original: _Method, tensors: Sequence[torch.Tensor], *where: int, **named: int
+) -> _Receive:
+    host = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+    return _Receive(original(group, host, *where, **named), host, list(tensors))
+
+
+def _differ(parts: Sequence[torch.Tensor]) -> bool:
+    return len({part.shape for part in parts}) > 1
+
+
+TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
+    # gloo copies these through pinned memory of the host by itself.
+    "allreduce": None,
+    "broadcast": None,
+    "reduce": None,
+    "gather": None,
+    "scatter": None,
+    "alltoall": None,
+    "alltoall_base": None,
+    "all_to_all_single": None,
+    # So it does for parts of one size.
+    "allgather": _gather_unequal,
+    "_allgather_base": None,
+    "all_gather_single": None,
+    # gloo makes these of all-reductions, which it copies.
+    "reduce_scatter": _scatter_unequal_sums,
+    "_reduce_scatter_base": None,
+    "reduce_scatter_single": None,
+    "reduce_scatter_tensor_coalesced": None,
+    "reduce_scatter_single_coalesced": None,
+    # gloo refuses this one: "unsupported device type cuda".
+    "allreduce_coalesced": _reduce_one_by_one,
+    # gloo reads and writes the host's memory at the addresses of these.
+    "allgather_coalesced": _gather_lists_one_by_one,
+    "allgather_into_tensor_coalesced": _gather_one_by_one,
+    "all_gather_single_coalesced": _gather_one_by_one,
+    "send": _send_from_host,
+    "recv": _receive_on_host,
+    "recv_anysource": _receive_on_host,
+    # No tensors.
+    "barrier": None,
+    "monitored_barrier": None,
+}
+"""By method of a process group, what stands for it over gloo with tensors of a GPU.
+
+``None`` leaves the method as it is. Read in torch's ``ProcessGroupGloo.cpp`` of 2.6 to 2.11; torch
+2.13 has further names for the same methods.
+"""
+
+
+def install() -> None:
+    """Replaces the methods that gloo cannot run with tensors of a GPU. Process-wide, idempotent.
+
+    Other tensors and groups of other backends are not affected.
+    """
+    for name, treatment in TREATMENTS.items():
+        original = getattr(dist.ProcessGroup, name, None)
+        if treatment is None or original is None or hasattr(original, "__wrapped__"):
+            continue
+        setattr(dist.ProcessGroup, name, _treated(original, treatment))
+
+
+def _treated(original: _Method, treatment: Callable[..., Any]) -> _Method:
+    @functools.wraps(original)
+    def call(group: Any, *given: Any, **named: Any) -> Any:
+        tensor = next((one for one in _tensors(given) if one.is_cuda), None)
+        if tensor is None or group._get_backend(tensor.device).name() != "gloo":
+            return original(group, *given, **named)
+        return treatment(group, original, *given, **named)
+
+    return call
+
+
+def _tensors(given: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for one in given:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _tensors(one)

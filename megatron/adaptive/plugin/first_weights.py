@@ -1,0 +1,157 @@
+"""Draws first weights by the layer that they are of, in an unmodified Megatron-LM.
+
+Megatron-LM seeds the generators by pipeline rank, and a rank draws its layers one after the other:
+the same model begins with other weights if a layer is on another rank. With ``first_weights
+by-layer`` the generators are seeded anew for each part of a GPT, and set back after it::
+
+    outside of layers       seed, "outside"         output layer
+      └─ embedding          seed, "embedding"
+      └─ layer n of all     seed, "layer n"         wherever it is
+      └─ further-token n    seed, "mtp n"           with the layer in it
+
+Ranks of a tensor- or expert-parallel group draw different numbers from the generators that
+megatron-core keeps for that, and equal ones from the others, as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
+
+from megatron.adaptive.accelerator import current_device, default_generator
+from megatron.adaptive.plugin.placed import exchange, standing_for
+from megatron.adaptive.plugin.settings import megatron_arguments
+
+DEFAULT_SEED = 1234
+"""Megatron-LM's."""
+_MARK = "first_weights_by_layer"
+
+
+class FirstWeights:
+    """Seeds the generators for each part of a model while it is built.
+
+    Args:
+        is_on: Returns whether weights are to be drawn by layer.
+    """
+
+    def __init__(self, is_on: Callable[[], bool]) -> None:
+        self._is_on = is_on
+        self._is_in_layer = False
+        self._replaced: list[tuple[type, Any, Any]] = []
+
+    def put(self) -> None:
+        """Replaces how parts of megatron-core's models are built."""
+        for kind, replacement in (
+            (GPTModel, self._build_model),
+            (LanguageModelEmbedding, self._build_embedding),
+            (TransformerLayer, self._build_layer),
+            (MultiTokenPredictionLayer, self._build_prediction),
+        ):
+            original = kind.__init__
+            ours = standing_for(original, replacement)
+            self._replaced.append((kind, original, ours))
+            exchange(kind, "__init__", original, ours)
+
+    def take_back(self) -> None:
+        """Gives megatron-core its own functions back."""
+        for kind, original, ours in self._replaced:
+            exchange(kind, "__init__", ours, original)
+        self._replaced.clear()
+
+    def _build_model(self, build: Callable[..., None], model: Any, *args: Any, **more: Any) -> None:
+        with self._seeded("outside"):
+            build(model, *args, **more)
+        setattr(model, _MARK, self._is_on())
+
+    def _build_embedding(
+        self, build: Callable[..., None], module: Any, *args: Any, **more: Any
+    ) -> None:
+        with self._seeded("embedding"):
+            build(module, *args, **more)
+
+    def _build_layer(
+        self,
+        build: Callable[..., None],
+        layer: Any,
+        config: Any,
+        submodules: Any,
+        layer_number: int = 1,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        number = layer_number
+        if self._is_on() and not self._is_in_layer and more.get("add_layer_offset", True):
+            number += get_transformer_layer_offset(config, more.get("vp_stage"))
+        with self._seeded(f"layer {number}", is_layer=True):
+            build(layer, config, submodules, layer_number, *args, **more)
+
+    def _build_prediction(
+        self,
+        build: Callable[..., None],
+        layer: Any,
+        config: Any,
+        submodules: Any,
+        layer_number: int = 1,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        with self._seeded(f"mtp {layer_number}", is_layer=True):
+            build(layer, config, submodules, layer_number, *args, **more)
+
+    @contextlib.contextmanager
+    def _seeded(self, part: str, *, is_layer: bool = False) -> Iterator[None]:
+        """Has all generators draw for a part of the model within the block."""
+        if self._is_in_layer or not self._is_on():  # a layer in another one is part of that
+            yield
+            return
+        tracker, device = get_cuda_rng_tracker(), default_generator(current_device())
+        states, seeds = tracker.get_states(), set(getattr(tracker, "seeds_", ()))
+        host_state, device_state = torch.get_rng_state(), device.get_state()
+        self._is_in_layer = is_layer
+        try:
+            torch.manual_seed(_number(part))
+            tracker.reset()
+            for name in states:
+                tracker.add(name, _number(f"{part} {name} {_place(name)}"))
+            yield
+        finally:
+            self._is_in_layer = False
+            tracker.reset()
+            tracker.set_states(states)
+            tracker.seeds_ = seeds
+            device.set_state(device_state)
+            torch.set_rng_state(host_state)
+
+
+def is_by_layer(model: Any) -> bool:
+    """Returns whether the weights of a model were drawn by layer."""
+    return bool(getattr(model, _MARK, False))
+
+
+def _number(key: str) -> int:
+    seed = getattr(megatron_arguments(), "seed", None)
+    digest = hashlib.sha256(f"{DEFAULT_SEED if seed is None else seed} {key}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _place(name: str) -> str:
+    """Returns the ranks by which draws of a generator of megatron-core's differ."""
+    if "data-parallel" in name:
+        return ""
+    if "expert" in name:
+        expert = parallel_state.get_expert_model_parallel_rank()
+        return f"{expert} {parallel_state.get_expert_tensor_parallel_rank()}"
+    return str(parallel_state.get_tensor_model_parallel_rank())

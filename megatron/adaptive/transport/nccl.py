@@ -1,0 +1,251 @@
+"""Transport over NCCL: payloads go between GPUs, headers over gloo.
+
+NCCL knows no tags and matches what both ends post in its order, and a kernel that is posted turns
+on the GPU until the other end has posted its own. So each directed channel has a communicator of
+its own, with one thread and one stream at each end, and both ends post only what can go at once::
+
+    sender                                            receiver
+      executor: send() ── event ──┐
+      thread: sleeps until the computation is there
+              header over gloo ───────────────────>  thread: posts the receive on its stream
+              posts the send on its stream  =======>          sleeps until the payload is there
+              sleeps until it has left                        arrival ──> queue of the executor
+              drops the tensor
+
+No computing stream waits for a message: a rank that is late holds up nobody but those who need its
+result, whatever its tensor-parallel neighbours do meanwhile. An arrival is announced when its data
+is there, so that a run-time rule decides on data. A message is dropped when it has left: a channel
+holds what is under way and one message more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.accelerator import make_current
+from megatron.adaptive.errors import DeadlineError, TransportError
+from megatron.adaptive.transport.gloo import CLOSE_S, DEPTH, POSTED_FOR, GlooTransport, Packet, raw
+from megatron.adaptive.transport.interface import Arrival, Header, HeldArrival, Label, settled
+from megatron.adaptive.transport.worker import Worker
+
+_FIRST = -1
+"""Priority of the transport's streams. CUDA gives streams few queues of the hardware, in which a
+kernel that cannot start yet holds up those of other streams; queues are not shared between
+priorities, so that no message waits behind a computation."""
+
+
+class NcclTransport(GlooTransport):
+    """Channels over one communicator per direction and peer.
+
+    Args:
+        group: Gloo group of the pipeline's ranks for headers, used by nothing else.
+        outgoing: Communicators of two ranks for messages to a peer, by peer; the lower rank is 0.
+        incoming: Communicators for messages from a peer, by peer.
+        streams: Streams of the device.
+        options: Further options of :class:`GlooTransport`.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        outgoing: Mapping[int, Any],
+        incoming: Mapping[int, Any],
+        streams: Streams,
+        **options: Any,
+    ) -> None:
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._streams = streams
+        self._rank = dist.get_rank()
+        self._failures: dict[int, Exception] = {}
+        self._senders = {
+            peer: Worker(
+                f"send-to-{peer}", functools.partial(self._send_failed, peer), streams.private
+            )
+            for peer in options["peers"]
+        }
+        super().__init__(group, payload_shape=None, dtype=torch.float32, **options)
+
+    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        if peer in self._failures:
+            raise self._failures[peer]
+        payload = settled(tensor.detach())
+        header = Header(label, tuple(payload.shape), payload.dtype, self._sent[peer])
+        header.words()  # refuses what no header can carry while nothing of it has been sent
+        self._hand_over(peer, header, payload, self._streams.mark())
+
+    def flush(self, timeout_s: float) -> None:
+        end_s = time.monotonic() + timeout_s
+        slow = [peer for peer, sender in self._senders.items() if not sender.flush(end_s)]
+        for failure in self._failures.values():
+            raise failure
+        if slow:
+            count = sum(self._senders[peer].pending for peer in slow)
+            raise DeadlineError(
+                f"{count} messages were not taken within {timeout_s:g} s by "
+                f"{', '.join(map(self._describe, slow))}; is it alive and on the network?"
+            )
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        is_idle = False
+        try:
+            super().close()
+            is_idle = True
+        finally:
+            groups = [*self._outgoing.values(), *self._incoming.values()]
+            for sender in self._senders.values():
+                is_idle = sender.close(CLOSE_S if is_idle else 0.0) and is_idle
+            for group in groups:
+                free(group, is_idle=is_idle)
+
+    def _say_end(self, peer: int) -> None:
+        if peer not in self._failures:
+            nothing = torch.empty(0)
+            header = Header(None, (0,), nothing.dtype, self._sent[peer])
+            self._hand_over(peer, header, nothing, self._streams.mark())
+
+    def _hand_over(
+        self, peer: int, header: Header, payload: torch.Tensor, computed: Moment
+    ) -> None:
+        self._sent[peer] += 1
+        self._senders[peer].do(functools.partial(self._deliver, peer, header, payload, computed))
+
+    def _deliver(self, peer: int, header: Header, payload: torch.Tensor, computed: Moment) -> None:
+        """Sends one message; in the thread of its channel, returns when it has left."""
+        if peer in self._failures:
+            return
+        computed.synchronize()
+        packet = Packet(None, self._dtype)
+        packet.fill(header, None)
+        announced = self._start(peer, packet.raw, 2 * (header.sequence % DEPTH))
+        if payload.numel():
+            self._outgoing[peer].send([raw(payload)], int(peer > self._rank), 0).wait()
+            self._streams.mark().synchronize()
+        announced.wait(POSTED_FOR)
+
+    def _send_failed(self, peer: int, error: Exception) -> None:
+        is_told = isinstance(error, (TransportError, torch.OutOfMemoryError))
+        self._broken(peer, error if is_told else self._lost(peer, error))
+
+    def _broken(self, peer: int, error: Exception) -> None:
+        self._failures.setdefault(peer, error)
+        self._senders[peer].give_up()
+        super()._broken(peer, error)
+
+    @contextlib.contextmanager
+    def _receiving(self) -> Iterator[None]:
+        with self._streams.private():
+            yield
+
+    def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
+        """Receives a payload that has been announced; returns when it is there."""
+        # Memory of this thread's stream: nothing that was computed in it before has to end first.
+        payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
+        if payload.numel():
+            self._incoming[peer].recv([raw(payload)], int(peer > self._rank), 0).wait()
+            self._streams.mark().synchronize()
+        return payload
+
+    def _arrival(self, label: Label, peer: int, payload: torch.Tensor) -> Arrival:
+        take = functools.partial(self._streams.use, payload)
+        return HeldArrival(label, peer, payload.nbytes, take, time.monotonic_ns())
+
+
+def free(group: Any, *, is_idle: bool) -> None:
+    """Frees a communicator of two ranks.
+
+    Args:
+        group: The communicator.
+        is_idle: Whether it waits for nothing; else that will not come, and is ended too.
+    """
+    # Without these an older torch frees it with its last reference.
+    end = getattr(group, "shutdown" if is_idle else "abort", None)
+    if end is not None:
+        end()
+
+
+# Streams: the threads and their order above are the same on a GPU and on the host.
+
+
+class Moment(Protocol):
+    """The end of the work that a stream had been given."""
+
+    def synchronize(self) -> None:
+        """Sleeps, without the GIL, until the device has got there."""
+
+
+class Streams(Protocol):
+    """The streams of a device. Any thread may call it."""
+
+    def private(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the context of a thread: the device and a new stream are current within."""
+
+    def mark(self) -> Moment:
+        """Returns the end of what the calling thread's current stream has been given so far."""
+
+    def use(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a finished tensor of another stream for use in the current one.
+
+        Its memory is given to no other tensor before the current stream is done with it.
+        """
+
+
+class CudaStreams:
+    """The streams of a GPU.
+
+    Args:
+        device: The GPU, with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @contextlib.contextmanager
+    def private(self) -> Iterator[None]:
+        make_current(self._device)
+        with torch.cuda.stream(torch.cuda.Stream(self._device, priority=_FIRST)):
+            yield
+
+    def mark(self) -> Moment:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def use(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+        return tensor
+
+
+class HostStreams:
+    """The streams of a processor: what was called is done."""
+
+    def private(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def mark(self) -> Moment:
+        return _PASSED
+
+    def use(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class _Passed:
+    """A moment that has passed."""
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+
+_PASSED = _Passed()

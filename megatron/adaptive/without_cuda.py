@@ -1,0 +1,559 @@
+"""Lets an **unmodified** megatron-core run on a machine without CUDA.
+
+megatron-core names the device ``"cuda"`` in tensor factories, asks ``torch.cuda`` for the current
+device and its random state, and compares ``Tensor.type()`` with ``torch.cuda.*`` names. Here its
+modules get a ``torch`` of their own, in which each of these names has a substitute; every other
+name is torch's, looked up when it is used::
+
+    megatron.core.x    import torch ──> stand-in ── torch.zeros ──> substitute ──> torch.zeros
+                                            └────── torch.matmul ────────────────> torch.matmul
+    transformers, ...  import torch ─────────────────────────────────────────────> torch
+
+What a module gets is decided when it is imported: a finder at the head of ``sys.meta_path`` gives
+modules of Megatron-LM an ``__import__`` that answers with stand-ins. torch itself stays what it is
+for every other library: a program may use both in one process. ``Tensor.cuda()`` and
+``Module.cuda()`` belong to classes that all share, so these two look at their caller, and do what
+torch does unless it is one of those modules.
+
+Every substitution is a function ``_substitute_*`` with one canary test that fails without it, so
+that a new release of torch or megatron-core shows which of them changed. With CUDA nothing is done.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import importlib.abc
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.errors import SetupError
+
+_CPU = torch.device("cpu")
+_OWN_PACKAGE = "megatron.adaptive"
+_FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like"),
+    *("linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like"),
+    *("randperm", "tensor", "zeros", "zeros_like"),
+)
+# What ``Tensor.type()`` answers for a tensor of a GPU, and for one of the CPU.
+_TYPE_NAMES = {
+    f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("BFloat16", "Float", "Half")
+}
+
+
+def install() -> bool:
+    """Let megatron-core run without CUDA; a no-op with CUDA or when already installed.
+
+    Must run before the first import of ``megatron.core``. Changes what modules of Megatron-LM find
+    in torch, nothing for other modules.
+
+    Returns:
+        Whether the substitutions are in force.
+
+    Raises:
+        SetupError: ``megatron.core`` was imported before the first call.
+    """
+    if torch.cuda.is_available():
+        return False
+    if _installed() is not None:
+        return True
+    if "megatron.core.tensor_parallel" in sys.modules:
+        raise SetupError(
+            "megatron.core was imported before megatron.adaptive.accelerator.install(); "
+            "call install() first on a machine without CUDA"
+        )
+    finder = Finder()
+    _substitute_current_device(finder)
+    _substitute_synchronize(finder)
+    _substitute_streams(finder)
+    _substitute_factories(finder)
+    _substitute_tensor_moves(finder)
+    _substitute_tensor_type(finder)
+    _substitute_random_state(finder)
+    _substitute_compiler(finder)
+    _substitute_grouped_products(finder)
+    _substitute_exchanged_parts(finder)
+    _substitute_unequal_parts(finder)
+    sys.meta_path.insert(0, finder)
+    return True
+
+
+def install_for_trainer() -> bool:
+    """Let also Megatron-LM's own trainer run without CUDA; a no-op with it.
+
+    Returns:
+        Whether the substitutions are in force.
+    """
+    if not install():
+        return False
+    finder = _installed()
+    assert finder is not None
+    # A part that needs no setting of its own to overlap messages with work.
+    part = types.SimpleNamespace(name="CPU", major=10, minor=0)
+    # Without any device the trainer makes neither process groups nor seeds.
+    finder.substitutes("torch.cuda").update(
+        device_count=lambda: 1,
+        set_device=lambda device: None,
+        get_device_properties=lambda device=None: part,
+    )
+    return True
+
+
+def include_program(namespace: dict[str, Any]) -> None:
+    """Gives the substitutes to a program that uses Megatron-LM, as to Megatron-LM itself.
+
+    The program is the module that asks for it, and modules in its folder or beside the Megatron-LM
+    in use (``gpt_builders.py`` and its like), each if it has imported something from Megatron-LM;
+    see :func:`renew_program` for when. Does nothing unless :func:`install` has put substitutes in
+    force.
+
+    Args:
+        namespace: Global names of the module that asks.
+    """
+    finder = _installed()
+    if finder is not None and not _is_own(namespace.get("__name__", "")):
+        finder.include_program(namespace)
+
+
+def renew_program() -> None:
+    """Looks for what a program has imported meanwhile; called before its first steps.
+
+    A module that runs already gets the substitutes in its global names, in place of what it has
+    imported from torch.
+    """
+    finder = _installed()
+    if finder is not None:
+        finder.renew_program()
+
+
+def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose frame warnings skip, as they skip those of Python's own import.
+
+    Else a module that warns its importer would seem to warn this one.
+    """
+    code = function.__code__.replace(co_filename="<importlib._bootstrap of megatron.adaptive>")
+    return types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
+class _Names(dict[str, Any]):
+    """Substitutes by name; a name that has none is looked up in the module that they stand before.
+
+    A dictionary, because the lookup then runs without a Python frame: megatron-core asks torch for
+    a name a hundred times in each layer.
+    """
+
+    # Of each subclass, for a special method is looked up in the class.
+    __missing__: Callable[[str], Any]
+
+
+def _stand_in(module: types.ModuleType) -> tuple[types.ModuleType, dict[str, Any]]:
+    """Returns a module that answers like ``module`` but for the names in the dictionary with it."""
+    missing = {"__missing__": module.__getattribute__}
+    names: dict[str, Any] = type("_Names", (_Names,), missing)()
+    methods = {
+        "__getattribute__": names.__getitem__,
+        "__setattr__": module.__setattr__,
+        "__delattr__": module.__delattr__,
+    }
+    return type("StandIn", (types.ModuleType,), methods)(module.__name__), names
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds modules of Megatron-LM and lets them import stand-ins in place of torch's modules.
+
+    Attributes:
+        builtins: Built-in names of those modules, with an ``__import__`` of their own. A module is
+            known as one of them by this dictionary.
+        constants: Replacements of strings in their code, by the string.
+    """
+
+    def __init__(self) -> None:
+        self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
+        self.constants: dict[Any, Any] = {}
+        self._modules: dict[str, types.ModuleType] = {}
+        self._substitutes: dict[str, dict[str, Any]] = {}
+        self._programs: list[dict[str, Any]] = []
+        for module in (torch.cuda.random, torch.cuda, dist, torch):
+            self._modules[module.__name__], names = _stand_in(module)
+            self._substitutes[module.__name__] = names
+        self.substitutes("torch.cuda")["random"] = self._modules["torch.cuda.random"]
+        self.substitutes("torch")["cuda"] = self._modules["torch.cuda"]
+        self.substitutes("torch")["distributed"] = self._modules["torch.distributed"]
+
+    def substitutes(self, module: str) -> dict[str, Any]:
+        """Returns the substitutes for names of a module of torch, to be added to."""
+        return self._substitutes[module]
+
+    def add_module(self, module: types.ModuleType) -> None:
+        """Lets modules of Megatron-LM import ``module`` by its name; others do not see it."""
+        self._modules[module.__name__] = module
+
+    def remove_module(self, name: str) -> types.ModuleType:
+        """Takes back a module that `add_module` added."""
+        return self._modules.pop(name)
+
+    def calls_from(self, frame: types.FrameType) -> bool:
+        """Returns whether the code of a frame is of a module with substitutes."""
+        return frame.f_globals.get("__builtins__") is self.builtins
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Returns how a module of Megatron-LM is loaded, ``None`` for any other module."""
+        if not fullname.startswith("megatron.") or _is_own(fullname):
+            return None
+        self._replace_in(self._programs)  # of which some may run between two imports
+        spec = None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            if finder is not self and find is not None:
+                spec = find(fullname, path, target)
+            if spec is not None:
+                break
+        # Others are packages without code, and modules in C.
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _Loader(self, spec.loader)
+        return spec
+
+    def include_program(self, namespace: dict[str, Any]) -> None:
+        """Takes note of a module that runs already; see the function of this name."""
+        if not any(known is namespace for known in self._programs):
+            self._programs.append(namespace)
+        self.renew_program()
+
+    def renew_program(self) -> None:
+        """Gives the substitutes to modules of the program that use Megatron-LM and lack them."""
+        self._replace_in(self._modules_of_program())
+
+    def _replace_in(self, namespaces: list[dict[str, Any]]) -> None:
+        users = [namespace for namespace in namespaces if _uses_megatron(namespace)]
+        replaced = self._replacements() if users else {}
+        for namespace in users:
+            namespace["__builtins__"] = self.builtins
+            for name, value in list(namespace.items()):
+                if id(value) in replaced:
+                    namespace[name] = replaced[id(value)]
+
+    def _replacements(self) -> dict[int, Any]:
+        """Returns stand-ins and substitutes by the identity of what they replace."""
+        replaced: dict[int, Any] = {}
+        for name, names in self._substitutes.items():
+            module = sys.modules[name]
+            replaced[id(module)] = self._modules[name]
+            for attribute, substitute in names.items():
+                original = getattr(module, attribute, None)
+                if callable(original):
+                    replaced[id(original)] = substitute
+        return replaced
+
+    def _modules_of_program(self) -> list[dict[str, Any]]:
+        """Returns the global names of all modules that may be of a program."""
+        if not self._programs:
+            return []
+        files = [file for known in self._programs if (file := known.get("__file__")) is not None]
+        folders = {Path(file).resolve().parent for file in files}
+        for folder in map(Path, sys.modules["megatron"].__path__):
+            if (folder / "core").is_dir() or (folder / "training").is_dir():
+                folders.add(folder.resolve().parent)
+        parts = tuple(f"{folder}{os.sep}" for folder in folders)
+        found = list(self._programs)
+        for module in list(sys.modules.values()):
+            namespace = getattr(module, "__dict__", {})
+            file = namespace.get("__file__")
+            if isinstance(file, str) and file.startswith(parts) and not _is_installed(file):
+                found.append(namespace)
+        return found
+
+    @_as_part_of_import
+    def _import(
+        self,
+        name: str,
+        globals: Any = None,
+        locals: Any = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> Any:
+        """Imports as ``__import__`` does, and answers with a stand-in where there is one."""
+        # Without names after it, "import a.b" asks for a.
+        wanted = name if fromlist else name.partition(".")[0]
+        known = None if level else self._modules.get(wanted)
+        if known is not None and wanted not in self._substitutes:
+            return known  # stands for a package that need not be installed
+        module = builtins.__import__(name, globals, locals, fromlist or (), level)
+        return module if known is None else known
+
+
+class _Loader(SourceFileLoader):
+    """Loads a module of Megatron-LM with the substitutes."""
+
+    def __init__(self, finder: Finder, plain: SourceFileLoader) -> None:
+        super().__init__(plain.name, plain.path)
+        self._finder = finder
+
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        """Returns the module's code; what is kept in ``__pycache__`` is the code as written."""
+        code = super().get_code(fullname)
+        return None if code is None else _with_constants(code, self._finder.constants)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        """Returns a new module with the built-in names that its code is to run with."""
+        module = types.ModuleType(spec.name)
+        module.__dict__["__builtins__"] = self._finder.builtins
+        return module
+
+
+def _with_constants(constant: Any, replacements: dict[Any, Any]) -> Any:
+    """Returns a constant of some code, with replacements in it; the same if it holds none."""
+    if isinstance(constant, str):
+        return replacements.get(constant, constant)
+    if isinstance(constant, types.CodeType):
+        inner = _with_constants(constant.co_consts, replacements)
+        return constant if inner is constant.co_consts else constant.replace(co_consts=inner)
+    if not isinstance(constant, tuple | frozenset):
+        return constant
+    parts = [_with_constants(part, replacements) for part in constant]
+    is_same = all(new is old for new, old in zip(parts, constant, strict=True))
+    return constant if is_same else type(constant)(parts)
+
+
+def _installed() -> Finder | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
+
+
+def _is_own(name: str) -> bool:
+    return name == _OWN_PACKAGE or name.startswith(_OWN_PACKAGE + ".")
+
+
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _uses_megatron(namespace: dict[str, Any]) -> bool:
+    """Returns whether a module has imported something from Megatron-LM."""
+    for value in list(namespace.values()):
+        if isinstance(value, types.ModuleType):
+            origin = value.__name__
+        elif isinstance(value, type | types.FunctionType):
+            origin = value.__module__
+        else:
+            continue
+        if str(origin).startswith("megatron.") and not _is_own(origin):
+            return True
+    return False
+
+
+def _substitute_current_device(finder: Finder) -> None:
+    """``torch.cuda.current_device()`` is passed on as ``device=``: answer with the CPU."""
+    finder.substitutes("torch.cuda")["current_device"] = lambda: _CPU
+
+
+def _substitute_synchronize(finder: Finder) -> None:
+    """CPU work is done when the call returns: nothing to wait for, no stream to wait on."""
+    finder.substitutes("torch.cuda").update(
+        synchronize=lambda device=None: None, empty_cache=lambda: None
+    )
+
+
+class _NoStream:
+    """A stream of a device that has done all work when a call returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> _NoStream:
+        """Returns what waits for nothing either."""
+        return self
+
+
+def _substitute_streams(finder: Finder) -> None:
+    """There is one stream, in which nothing waits, whichever is asked for."""
+    finder.substitutes("torch.cuda").update(
+        Stream=_NoStream,
+        current_stream=lambda device=None: _NoStream(),
+        stream=lambda stream: contextlib.nullcontext(),
+    )
+
+
+def _is_cuda_name(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _substitute_factories(finder: Finder) -> None:
+    """``torch.zeros(..., device="cuda")`` and its like make CPU tensors."""
+
+    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(factory)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if "device" in kwargs and _is_cuda_name(kwargs["device"]):
+                kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return make
+
+    for name in _FACTORIES:
+        finder.substitutes("torch")[name] = on_cpu(getattr(torch, name))
+
+
+def _substitute_tensor_moves(finder: Finder) -> None:
+    """``Tensor.cuda()`` and ``Module.cuda()`` leave tensors where they are, on the CPU.
+
+    Only where a module of Megatron-LM calls them. Elsewhere they are torch's, and say that there
+    is no CUDA.
+    """
+
+    def unless_called_by_megatron(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if finder.calls_from(sys._getframe(1)):
+                return self
+            return method(self, *args, **kwargs)
+
+        return cuda
+
+    for kind in (torch.Tensor, torch.nn.Module):
+        kind.cuda = unless_called_by_megatron(kind.cuda)  # type: ignore[method-assign]
+
+
+def _substitute_tensor_type(finder: Finder) -> None:
+    """The names of types that megatron-core's code compares with are those of the CPU.
+
+    Its optimizers sort parameters by ``Tensor.type()`` and refuse those of no such name.
+    """
+    finder.constants.update(_TYPE_NAMES)
+
+
+def _substitute_random_state(finder: Finder) -> None:
+    """The CUDA generator that megatron-core forks, saves and restores is the CPU generator."""
+    for module in ("torch.cuda", "torch.cuda.random"):
+        finder.substitutes(module).update(
+            get_rng_state=lambda device="cuda": torch.get_rng_state(),
+            set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
+            manual_seed=lambda seed: torch.manual_seed(seed),
+        )
+    # megatron-core sets the state through a lazy call on `default_generators[device.index]`, which
+    # would otherwise be queued until CUDA is initialized, that is for ever.
+    finder.substitutes("torch.cuda").update(
+        _lazy_call=lambda call, **kwargs: call(),
+        default_generators=_AnyIndex(torch.default_generator),
+    )
+
+
+def _substitute_compiler(finder: Finder) -> None:
+    """Functions that Megatron-LM asks to be compiled stay as they are.
+
+    The first call of a compiled function takes half a minute on a CPU, and asking alone loads the
+    compiler: a third of what a process takes to start. ``TORCHDYNAMO_DISABLE=0`` in the
+    environment asks for it all the same.
+    """
+
+    def compile_if_asked(model: Any = None, **options: Any) -> Any:
+        if os.environ.get("TORCHDYNAMO_DISABLE") == "0":
+            return torch.compile(model, **options)
+        return functools.partial(compile_if_asked, **options) if model is None else model
+
+    finder.substitutes("torch")["compile"] = compile_if_asked
+
+
+def _substitute_grouped_products(finder: Finder) -> None:
+    """The package of grouped matrix products exists, with the one function that experts call.
+
+    One kernel for all experts saves launches, of which a CPU has none.
+    """
+
+    def products(
+        rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
+    ) -> torch.Tensor:
+        """Multiplies each expert's rows with its matrix: ``[n, k], [e, k, m] -> [n, m]``."""
+        parts = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
+        return torch.cat([part @ (matrix.t() if trans_b else matrix) for part, matrix in parts])
+
+    package = types.ModuleType("grouped_gemm")
+    package.__dict__["ops"] = types.SimpleNamespace(gmm=products)
+    finder.add_module(package)
+
+
+def _substitute_exchanged_parts(finder: Finder) -> None:
+    """An all-to-all takes the sizes of its parts as tensors too.
+
+    megatron-core turns those of a GPU into numbers, and leaves those of a CPU what they are.
+    """
+
+    def number(value: Any) -> Any:
+        return value.tolist() if torch.is_tensor(value) else value
+
+    @functools.wraps(dist.all_to_all_single)
+    def exchange(output: torch.Tensor, input: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        named = {name: number(value) for name, value in options.items()}
+        # Looked up at each call: while a pair of microbatches runs, it is another one.
+        return dist.all_to_all_single(output, input, *map(number, rest), **named)
+
+    finder.substitutes("torch.distributed")["all_to_all_single"] = exchange
+
+
+def _substitute_unequal_parts(finder: Finder) -> None:
+    """Ranks gather parts of different sizes, and add up such parts, which gloo refuses.
+
+    The dispatchers of experts do where several ranks share an expert.
+    """
+
+    def differ(parts: list[torch.Tensor], options: dict[str, Any]) -> bool:
+        return len({part.shape for part in parts}) > 1 and not options.get("async_op")
+
+    @functools.wraps(dist.all_gather)
+    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if not differ(parts, options):
+            return dist.all_gather(parts, own, *args, **options)
+        whole = torch.cat(parts)
+        sent = [len(own)] * len(parts)
+        again = own.repeat(len(parts), *[1] * (own.dim() - 1))
+        dist.all_to_all_single(whole, again, [len(part) for part in parts], sent, *args, **options)
+        for part, received in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.copy_(received)
+        return None
+
+    @functools.wraps(dist.reduce_scatter)
+    def reduce_scatter(
+        own: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
+    ) -> Any:
+        if args or not differ(parts, options):  # another operation than the sum
+            return dist.reduce_scatter(own, parts, *args, **options)
+        received = own.new_empty(len(parts), *own.shape)
+        lengths = [len(own)] * len(parts)
+        sent = [len(part) for part in parts]
+        dist.all_to_all_single(received.flatten(0, 1), torch.cat(parts), lengths, sent, **options)
+        own.copy_(received.sum(dim=0))
+        return None
+
+    finder.substitutes("torch.distributed").update(
+        all_gather=all_gather, reduce_scatter=reduce_scatter
+    )
+
+
+class _AnyIndex(tuple):  # type: ignore[type-arg]
+    """A one-element sequence whose element answers to every index, a device included."""
+
+    def __new__(cls, element: Any) -> _AnyIndex:
+        return super().__new__(cls, (element,))
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(0)

@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Packs what a machine with a GPU and without a network lacks to run scripts/gpu_check.sh: wheels, and
+# the C++ extension for its Python. Prints the command to run there, in a copy of this checkout.
+#
+#   scripts/gpu_pack.sh [--python PYTHON] [--installed FILE] [FOLDER]
+#
+# FOLDER is build/gpu-pack without one. PYTHON has the version of the machine's Python, and what this
+# project needs; without it, that of prerequisite.sh --gpu-target. FILE is what `python3 -m pip freeze`
+# prints there; without it, the machine is taken to have all but megatron-core, plotly and openpyxl.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+fail() {
+  printf 'error: %s\n' "$*" >&2
+  exit 2
+}
+
+# Prints a digest of what the extension is made of.
+digest() {
+  {
+    sha256sum setup.py
+    find csrc -type f -not -path 'csrc/tests/*' \( -name '*.h' -o -name '*.cc' \) -print0 |
+      LC_ALL=C sort -z | xargs -0 sha256sum
+  } | sha256sum | cut -d' ' -f1
+}
+
+folder=build/gpu-pack
+python=
+installed=
+while (($#)); do
+  case $1 in
+    --digest)
+      digest
+      exit
+      ;;
+    --python | --installed)
+      (($# > 1)) || fail "$1: give a path with it"
+      if [[ $1 == --python ]]; then python=$2; else installed=$2; fi
+      shift
+      ;;
+    -*) fail "unknown option '$1'; there are --python PYTHON and --installed FILE" ;;
+    *) folder=$1 ;;
+  esac
+  shift
+done
+if [[ -z $python ]]; then
+  python=$(bash prerequisite.sh --gpu-target --print-python)
+  [[ -x $python ]] || fail "there is no $python: run bash prerequisite.sh --gpu-target, or give --python PYTHON"
+fi
+"$python" -c 'import pybind11, setuptools' 2>/dev/null ||
+  fail "--python $python: it has no pybind11 and setuptools to build the extension with; install them there"
+[[ -z $installed || -r $installed ]] || fail "--installed $installed: there is no such file to read"
+
+work=$(mktemp -d)
+trap 'rm -rf -- "$work"' EXIT
+mkdir -p -- "$work/pack/wheels" "$work/pack/extension"
+"$python" scripts/pack_wheels.py "$work/pack/wheels" ${installed:+"$installed"} >&2
+# People who carry it have no use for debugging symbols; libstdc++ may be older there than here.
+LDFLAGS="-Wl,--strip-all -static-libstdc++ -static-libgcc ${LDFLAGS:-}" MEGATRON_ADAPTIVE_EXTENSION=1 \
+  "$python" setup.py -q build_ext --build-lib "$work/lib" --build-temp "$work/temp" >&2
+cp -- "$work"/lib/megatron/adaptive/_C*.so "$work/pack/extension/"
+digest >"$work/pack/sources.sha256"
+# The copy of the checkout may come without its history.
+git describe --always --dirty --abbrev=12 >"$work/pack/commit" 2>/dev/null || rm -f -- "$work/pack/commit"
+rm -rf -- "$folder"
+mkdir -p -- "$(dirname -- "$folder")"
+mv -- "$work/pack" "$folder"
+printf '%s: %s MiB\n' "$folder" "$(du -sm -- "$folder" | cut -f1)"
+printf 'in a copy of this checkout there, with that folder in it: bash scripts/gpu_check.sh --pack %s\n' "$folder"

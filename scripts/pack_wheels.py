@@ -1,0 +1,106 @@
+"""Downloads the wheels that a machine without a network lacks; asked by ``scripts/gpu_pack.sh``.
+
+    python scripts/pack_wheels.py FOLDER [INSTALLED]
+
+INSTALLED is a file of ``name==version`` lines, as ``pip freeze`` prints them on that machine. The
+wheels fit the Python that runs this.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable
+from email.parser import Parser
+from pathlib import Path
+
+from pip._vendor.packaging.requirements import InvalidRequirement, Requirement
+
+if str(Path(__file__).resolve().parent) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from environment import ROOT, name_of, pins
+
+ASSUMED_MISSING = ("megatron-core", "plotly", "openpyxl", "et-xmlfile")
+"""Packages that an image for machine learning lacks; everything else is taken to be there."""
+
+
+def installed_names(path: Path) -> set[str]:
+    """Returns the names of the packages in the output of ``pip freeze``.
+
+    Raises:
+        SystemExit: a line names no package.
+    """
+    names = set()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        text = line.split("#")[0].strip()
+        if not text or text.startswith("-"):
+            continue
+        try:
+            names.add(name_of(Requirement(text)))
+        except InvalidRequirement as error:
+            raise SystemExit(f"error: {path}: {text!r} is no line of pip freeze: {error}") from None
+    return names
+
+
+def needs(wheel: Path) -> list[Requirement]:
+    """Returns what a wheel requires under this Python, without its extras."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode("utf-8"))
+    required = [Requirement(text) for text in metadata.get_all("Requires-Dist") or ()]
+    return [one for one in required if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def download(requirement: str, folder: Path) -> Path:
+    """Downloads one wheel.
+
+    Raises:
+        SystemExit: pip failed; it has said why.
+    """
+    before = set(folder.iterdir())
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    if subprocess.run([*command, "-d", str(folder), requirement], check=False).returncode:
+        raise SystemExit(f"error: pip found no wheel of {requirement} for this Python")
+    (wheel,) = set(folder.iterdir()) - before
+    return wheel
+
+
+def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> None:
+    """Downloads every missing requirement, and what those require.
+
+    Args:
+        folder: Folder of the wheels.
+        is_missing: Names of the missing packages; all that are not present if ``None``.
+        present: Names of the packages that the machine has.
+    """
+    names = None if is_missing is None else set(is_missing)
+    waiting = list(pins(ROOT / "requirements.txt"))
+    # Of the tools for tests, the check uses pytest alone.
+    waiting += [pin for pin in pins(ROOT / "requirements-test.txt") if pin.name == "pytest"]
+    while waiting:
+        requirement = waiting.pop()
+        name = name_of(requirement)
+        if name in present or (names is not None and name not in names):
+            continue
+        present.add(name)
+        waiting += needs(download(f"{requirement.name}{requirement.specifier}", folder))
+
+
+def main() -> None:
+    """Fills the folder."""
+    folder, *rest = map(Path, sys.argv[1:])
+    if rest:
+        present = installed_names(rest[0])
+        if "torch" not in present:
+            raise SystemExit(f"error: {rest[0]} has no line torch==...; it is too large to carry")
+        fetch(folder, None, present)
+    else:
+        fetch(folder, ASSUMED_MISSING, set())
+    for wheel in sorted(folder.iterdir()):
+        print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Other libraries in a process with ours behave as they do without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .programs import STATEMENTS
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = Path(__file__).with_name("programs.py")
+PREPARATIONS = ("plain", "early", "late")
+
+
+def observed(folder: Path, seeds: range, limit_s: float) -> dict[str, list[Any]]:
+    """Returns what the program of each seed observed, by the preparation of its process."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    environment.pop("TORCHDYNAMO_DISABLE", None)
+    processes = {}
+    for name in PREPARATIONS:
+        with (folder / f"{name}.txt").open("w") as log:
+            processes[name] = subprocess.Popen(
+                [sys.executable, str(PROGRAMS), name, f"{name}.json", *map(str, seeds)],
+                cwd=folder,
+                env=environment,
+                stdout=log,
+                stderr=log,
+            )
+    try:
+        for name, process in processes.items():
+            status = process.wait(limit_s)
+            assert status == 0, (name, (folder / f"{name}.txt").read_text()[-2000:])
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in PREPARATIONS}
+
+
+def check_equal(results: dict[str, list[Any]], seeds: range) -> None:
+    plain = results.pop("plain")
+    assert len(plain) == len(seeds) + 1  # the first is about the process
+    for name, others in results.items():
+        unlike = [
+            (name, seed, wanted[:1], expected, found)
+            for seed, wanted, given in zip(seeds, plain[1:], others[1:], strict=True)
+            for expected, found in zip(wanted, given, strict=False)
+            if expected != found
+        ]
+        assert unlike == []
+        assert others == plain
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_kind_of_behaviour_is_the_same_with_us(tmp_path: Path) -> None:
+    """``from_pretrained`` left rotary frequencies uninitialised: another loss, without a word."""
+    seeds = range(len(STATEMENTS) + 12)
+    check_equal(observed(tmp_path, seeds, limit_s=560.0), seeds)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("first", [1000, 2000, 3000, 4000, 5000])
+def test_random_behaviours_are_the_same_with_us(tmp_path: Path, first: int) -> None:
+    seeds = range(first, first + 100)
+    check_equal(observed(tmp_path, seeds, limit_s=1400.0), seeds)

@@ -1,0 +1,235 @@
+"""Keys of ``config.json``: numbers as they are or refused, bookkeeping, what other models are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.config.hugging_face import load_config
+from megatron.adaptive.errors import ConfigError
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "vocab_size": 96,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "head_dim": 16,
+}
+LATENT = {
+    **LLAMA,
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 16,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 2,
+    "topk_group": 1,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+GEMMA = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 64,
+    "rope_local_base_freq": 5000.0,
+    "final_logit_softcapping": 30.0,
+}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN = {**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32}
+QWEN |= {"max_window_layers": 2}
+NEOX = {**LLAMA, "model_type": "gpt_neox", "rotary_pct": 0.25, "layer_norm_eps": 1e-5}
+del NEOX["rms_norm_eps"]
+
+
+def _words(folder: Path, document: dict[str, Any]) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(document))
+    return load_config(folder)[1]
+
+
+def _numbers(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Returns the paths of all numbers of a document."""
+    found: list[tuple[str, ...]] = []
+    for key, value in document.items():
+        if isinstance(value, dict):
+            found += [(key, *path) for path in _numbers(value)]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found.append((key,))
+    return found
+
+
+def _with(document: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    if len(path) > 1:
+        value = _with(document[path[0]], path[1:], value)
+    return {**document, path[0]: value}
+
+
+@pytest.mark.parametrize("document", [LLAMA, LATENT, GEMMA, MIXTRAL, QWEN, NEOX])
+def test_no_number_is_cut_or_rounded(document: dict[str, Any], tmp_path: Path) -> None:
+    """Each number with a fraction arrives as it is, or is refused with its key."""
+    whole = _words(tmp_path, document)
+    for path in _numbers(document):
+        value = 12345.678901234567
+        try:
+            words = _words(tmp_path, _with(document, path, value))
+        except ConfigError as error:
+            words = [f"refused {path[-1]}"] * (path[-1] in str(error))
+        changed = {*words} - {*whole}
+        assert changed & {repr(value), repr(value**-0.5), f"refused {path[-1]}"}, path
+
+
+def test_a_fraction_of_the_base_of_rotation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rope_theta is 10000\.5: it must be a whole number"):
+        _words(tmp_path, {**LLAMA, "rope_theta": 10000.5})
+    words = _words(tmp_path, {**LLAMA, "rope_theta": 1e7})
+    assert words[words.index("--rotary-base") + 1] == "10000000"
+
+
+@pytest.mark.parametrize(
+    ("document", "keys", "words"),
+    [
+        (LLAMA, {"hidden_size": 64.0}, "hidden_size is 64.0: it must be a whole number"),
+        (LLAMA, {"num_hidden_layers": True}, "num_hidden_layers is True: it must be a whole"),
+        (LLAMA, {"rms_norm_eps": True}, "rms_norm_eps is True: it must be a number"),
+        (LLAMA, {"num_key_value_heads": 2.5}, "num_key_value_heads is 2.5: it must be a whole"),
+        (LATENT, {"first_k_dense_replace": 1.5}, "first_k_dense_replace is 1.5: it must be a"),
+        (GEMMA, {"sliding_window": 63.5}, "sliding_window is 63.5: it must be a whole number"),
+        (GEMMA, {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar is -4: it must be above 0"),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "linear", "factor": "4"}},
+            "factor of the rotation is '4': it must be a number",
+        ),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, "factor of the rotation is missing"),
+        (
+            LATENT,
+            {"rope_scaling": {**LATENT["rope_scaling"], "original_max_position_embeddings": 8.5}},
+            "original_max_position_embeddings of the rotation is 8.5: it must be a whole number",
+        ),
+        (
+            LATENT,
+            {"rope_scaling": {**LATENT["rope_scaling"], "attention_factor": 1.2}},
+            "asks for yarn rotation with attention_factor",
+        ),
+    ],
+)
+def test_numbers_of_another_kind_are_named(
+    document: dict[str, Any], keys: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _words(tmp_path, {**document, **keys})
+
+
+def test_what_stands_beside_the_kind_of_a_rotation_wins(tmp_path: Path) -> None:
+    """As in transformers, which takes the base beside the kind, and the old key before the new."""
+    inner = {"rope_type": "default", "rope_theta": 7000.0}
+    words = _words(tmp_path, {**LLAMA, "rope_theta": 5000.0, "rope_parameters": inner})
+    assert words[words.index("--rotary-base") + 1] == "7000"
+    old = {"type": "linear", "factor": 2.0}
+    words = _words(tmp_path, {**LLAMA, "rope_scaling": old, "rope_parameters": inner})
+    assert words[words.index("--rotary-base") + 1] == "10000"
+    assert "--rotary-seq-len-interpolation-factor" in words
+
+
+BOOKKEEPING = {
+    "is_llama_config": True,
+    "unsloth_fixed": True,
+    "unsloth_version": "2025.1",
+    "tokenizer_class": "LlamaTokenizer",
+    "max_length": 4096,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "do_sample": True,
+    "transformers.js_config": {"dtype": "fp32"},
+    "_pre_quantization_dtype": "bfloat16",
+    "optimum_version": "1.17",
+    "pad_token": "<pad>",
+    "use_flash_attn": True,
+    "license": "apache-2.0",
+}
+
+
+def test_bookkeeping_says_nothing_about_the_numbers(tmp_path: Path) -> None:
+    assert _words(tmp_path, {**LLAMA, **BOOKKEEPING}) == _words(tmp_path, LLAMA)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"attn_logit_softcapping": 50.0},
+        {"logit_scale": 0.06},
+        {"embedding_multiplier": 12.0},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {"compression_config": {"quant_method": "compressed-tensors"}},
+        {"alibi": True},
+        {"no_rope_layers": [1, 0]},
+    ],
+)
+def test_what_changes_numbers_stays_refused(keys: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(keys))} .* asks for"):
+        _words(tmp_path, {**LLAMA, **keys})
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "words"),
+    [
+        ("olmo2", {}, "nearest is llama, which lacks norms over all heads of queries and keys"),
+        ("granite", {"logits_scaling": 8.0}, "lacks factors of embeddings, .*; logits_scaling"),
+        ("gpt_oss", {}, "lacks sinks of attention, and experts with biases"),
+        ("tomorrow", {"gate_scale": 2.0}, "nearest is llama, which lacks gate_scale"),
+        ("tomorrow", {}, "nearest is llama, which has all its keys: write llama if its layers"),
+    ],
+)
+def test_the_nearest_family_is_named_with_what_it_lacks(
+    kind: str, keys: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"model_type '{kind}' is not known; .*{words}"):
+        _words(tmp_path, {**LLAMA, "model_type": kind, **keys})
+
+
+@pytest.mark.parametrize(
+    ("key", "part", "words"),
+    [
+        ("text_config", LLAMA, "its text part, llama, can be read: save that alone, with text_co"),
+        ("text_config", GEMMA, "its text part, gemma3_text, can be read"),
+        ("llm_config", QWEN, "its text part, qwen2, can be read: save that alone, with llm_conf"),
+        (
+            "text_config",
+            {**LLAMA, "model_type": "t5"},
+            "its text part, t5, is of no family that is read: deepseek_v2",
+        ),
+    ],
+)
+def test_the_text_part_of_several_kinds_of_input_is_named(
+    key: str, part: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    document = {"model_type": "several", key: part, "vision_config": {"hidden_size": 8}}
+    with pytest.raises(ConfigError, match=f"'several' takes more than text; {words}"):
+        _words(tmp_path, document)
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
+    assert _words(tmp_path, {**LATENT, "model_type": "kimi_k2"}) == _words(tmp_path, LATENT)

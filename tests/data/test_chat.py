@@ -1,0 +1,221 @@
+"""Conversations through chat templates: tokens and masks are those of ``transformers``."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+from megatron.adaptive.data.chat import Conversation
+from megatron.adaptive.data.corpus import Corpus
+from megatron.adaptive.data.tokenizer import HuggingFaceTokenizer
+from megatron.adaptive.errors import DataError
+
+from .chat_templates import TEMPLATES, unmarked
+from .conversation_shapes import SHAPES, Given
+
+_SPECIAL = """
+<s> </s> <|im_start|> <|im_end|> <|im_sep|> <|eot_id|> <|start_header_id|> <|end_header_id|>
+<start_of_turn> <end_of_turn> <|end|> <|user|> <|assistant|> <|system|> [INST] [/INST] <think>
+</think> <tool_call> </tool_call> <|User|> <|Assistant|> <|return|> <|start|> <|message|>
+<|channel|>
+<|end_of_turn|> [|endofturn|] <|end_of_text|> <|END_OF_TURN_TOKEN|>
+"""
+Masked = tuple[list[int], list[bool]]
+
+
+@pytest.fixture(scope="module")
+def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer that knows marks of many families as tokens, without a template."""
+    made = tmp_path_factory.mktemp("chat")
+    encoder = FastTokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    encoder.add_special_tokens([AddedToken(text, special=True) for text in _SPECIAL.split()])
+    encoder.save(str(made / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": None}
+    (made / "tokenizer_config.json").write_text(json.dumps(settings))
+    return made
+
+
+def _ours(folder: Path, template: str, name: str = "chat_template.jinja") -> HuggingFaceTokenizer:
+    (folder / name).write_text(template, encoding="utf-8")
+    return HuggingFaceTokenizer(folder)
+
+
+def _ids(tokenizer: HuggingFaceTokenizer, given: Given) -> Masked | None:
+    """Returns tokens and mask, or ``None`` if the template refuses the conversation."""
+    try:
+        return tokenizer.conversation(Conversation(**given))
+    except DataError as error:
+        message = str(error)
+    assert "refuses the conversation" in message
+    return None
+
+
+class Reference:
+    """What ``transformers`` makes of conversations."""
+
+    def __init__(self, folder: Path, template: str) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        self.tokenizer.chat_template = template
+
+    def text(self, given: Given, *, count: int | None = None, asks: bool = False) -> str | None:
+        """Returns what the template writes of the first messages, ``None`` if it refuses them."""
+        whole = joined(copy.deepcopy(given))
+        if not (messages := whole.pop("messages")[:count]):
+            return None  # transformers takes no conversation without a message
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=asks, **whole
+            )
+        except Exception:  # whatever a template raises
+            return None
+        return str(text)
+
+    def marked(self, given: Given) -> Masked | None:
+        """Returns tokens, and which of them the template marks."""
+        whole = joined(copy.deepcopy(given))
+        try:
+            found = self.tokenizer.apply_chat_template(
+                whole.pop("messages"), return_dict=True, return_assistant_tokens_mask=True, **whole
+            )
+        except Exception:  # whatever a template raises
+            return None
+        return found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
+
+    def by_position(self, given: Given) -> list[bool] | None:
+        """Returns which tokens lie between a prompt and the next turn.
+
+        ``None`` if a template writes an answer otherwise once others follow, or prompts for
+        another one: then no position of one text is one of the other.
+        """
+        text = self.text(given)
+        assert text is not None
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        taught = [False] * len(encoding.input_ids)
+        for number, message in enumerate(given["messages"]):
+            if message["role"] != "assistant":
+                continue
+            prompt = self.text(given, count=number, asks=True)
+            ended = self.text(given, count=number + 1)
+            if prompt is None or ended is None:
+                return None
+            if not ended.startswith(prompt) or not text.startswith(ended):
+                return None
+            for at, (begin, end) in enumerate(encoding.offset_mapping):
+                taught[at] |= end > len(prompt) and begin < len(ended)
+        return taught
+
+
+def joined(value: Any) -> Any:
+    """Returns the data with pairs of surrogates as one character and halves as a mark.
+
+    ``transformers`` cannot tokenize them.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {key: joined(item) for key, item in value.items()}
+    return [joined(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_marks_of_a_template_are_the_mask(family: str, folder: Path) -> None:
+    ours, theirs = _ours(folder, TEMPLATES[family]), Reference(folder, TEMPLATES[family])
+    for shape, given in SHAPES.items():
+        assert _ids(ours, given) == theirs.marked(given), shape
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_answers_are_found_by_position(family: str, folder: Path) -> None:
+    """Without marks: against positions in what ``transformers`` writes, and the marked twin."""
+    template = unmarked(TEMPLATES[family])
+    ours, theirs = _ours(folder, template), Reference(folder, template)
+    twin = Reference(folder, TEMPLATES[family])
+    for shape, given in SHAPES.items():
+        found, expected = _ids(ours, given), twin.marked(given)
+        assert (found is None) == (expected is None), shape
+        if found is None or expected is None:
+            continue
+        assert found[0] == expected[0], shape
+        taught = theirs.by_position(given)
+        assert found[1] == (expected[1] if taught is None else taught), shape
+
+
+def test_most_conversations_are_taken(folder: Path) -> None:
+    """Templates refuse few of them, and positions are known for most of the others."""
+    counts: Counter[str] = Counter()
+    for template in map(unmarked, TEMPLATES.values()):
+        theirs = Reference(folder, template)
+        for given in SHAPES.values():
+            if theirs.text(given) is None:
+                counts["refused"] += 1
+            else:
+                counts["by position" if theirs.by_position(given) else "by the twin"] += 1
+    assert counts["refused"] < 0.1 * counts.total()
+    assert counts["by position"] > 0.6 * counts.total()
+    assert counts["by the twin"] > 100
+
+
+def _taught(tokenizer: HuggingFaceTokenizer, given: Given) -> str:
+    ids, taught = tokenizer.conversation(Conversation(**given))
+    return tokenizer.detokenize(index for index, mark in zip(ids, taught, strict=True) if mark)
+
+
+_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+_OPEN = (
+    f"{{% for m in messages %}}{_TURN}{{% endfor %}}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{{ '\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("says", "taught"),
+    [
+        ("yo", "yo<|im_end|>\n"),
+        ("", "<|im_end|>\n"),
+        ("<think>\na\n</think>\n\nyo", "a\n</think>\n\nyo<|im_end|>\n"),
+        ("<think>a</think>yo", "<think>a</think>yo<|im_end|>\n"),
+        ("<tool_call>{}</tool_call>", "<tool_call>{}</tool_call><|im_end|>\n"),
+        ("<thin ice>", "<thin ice><|im_end|>\n"),
+    ],
+)
+def test_an_answer_need_not_go_on_from_the_prompt(folder: Path, says: str, taught: str) -> None:
+    """The prompt opens a thought; letters in common with it belong to the answer."""
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": says}]
+    tokenizer = _ours(folder, _OPEN)
+    assert _taught(tokenizer, {"messages": talk}) == taught
+    twice = [*talk, {"role": "user", "content": says}, *talk[1:]]
+    assert _taught(tokenizer, {"messages": twice}) == taught * 2
+
+
+def test_tools_choose_their_template(folder: Path) -> None:
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("{{ tools | length }}: {{ messages[0].content }}")
+    try:
+        tokenizer = _ours(folder, "{{ tools is defined }} {{ tools is none }}{{ documents }}")
+    finally:
+        (more / "tool_use.jinja").unlink()
+        more.rmdir()
+    talk = [{"role": "user", "content": "hi"}]
+    for beside, text in (({}, "True TrueNone"), ({"tools": [{}, {}]}, "2: hi")):
+        ids, _ = tokenizer.conversation(Conversation(messages=talk, **beside))
+        assert tokenizer.detokenize(ids) == text
+
+
+def test_a_template_that_leaves_an_answer_out_is_named(folder: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(DataError, match=r"leaves out what the assistant says in message 2"):
+        _taught(_ours(folder, template), SHAPES["one turn"])

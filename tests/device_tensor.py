@@ -1,0 +1,100 @@
+"""A tensor whose device is a GPU, on machines without one, for what happens over gloo.
+
+Its memory is the host's, so that all operators work; but what reaches gloo is what a real GPU's
+tensor would meet there. gloo's own code runs and refuses the device where it does so; the calls
+that copy through the host run on the host's memory, as torch without CUDA has no code for them; the
+calls that hand an address of the device to a socket are refused here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+# Read in ProcessGroupGloo.cpp, see megatron.adaptive.device_collectives.
+_COPIED = frozenset(
+    (
+        *("allreduce_", "broadcast_", "reduce_", "gather_", "scatter_", "alltoall_"),
+        *("alltoall_base_", "allgather_", "_allgather_base_", "reduce_scatter_"),
+        *("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    )
+)
+_BY_ADDRESS = frozenset(
+    (
+        *("send", "recv_", "recv_any_source_", "allgather_coalesced_"),
+        "allgather_into_tensor_coalesced_",
+    )
+)
+_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor that says ``cuda:0``.
+
+    Args:
+        host: A tensor of the host, whose memory this one shares.
+
+    Attributes:
+        host: The memory behind it.
+    """
+
+    host: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> DeviceTensor:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, host.size(), dtype=host.dtype, strides=host.stride(), device="cuda:0"
+        )
+        made.host = host.detach()
+        return made  # type: ignore[no-any-return]
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> DeviceTensor:
+        """Copies values here; torch would ask for CUDA before it dispatches this operator."""
+        self.host.copy_(_host(source))
+        return self
+
+    def __getitem__(self, index: Any) -> DeviceTensor:  # for the same reason
+        return DeviceTensor(self.host[index])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs an operator on the host's memory, and a collective as gloo does on a GPU's."""
+        kwargs = kwargs or {}
+        name = func._overloadpacket.__name__
+        if func.namespace == "c10d" and name not in _COPIED:
+            if name in _BY_ADDRESS:
+                raise RuntimeError(f"gloo's sockets would read at a device's address: {name}")
+            return func.redispatch(_CUDA, *args, **kwargs)
+        answer = func(*tree_map(_host, args), **tree_map(_host, kwargs))
+        if func.namespace == "c10d":
+            return answer
+        if func._schema.is_mutable:
+            return args[0]
+        goes = kwargs.get("device")
+        return answer if goes is not None and goes.type == "cpu" else tree_map(_wrap, answer)
+
+
+def _wrap(value: Any) -> Any:
+    return DeviceTensor(value) if type(value) is torch.Tensor else value
+
+
+def _host(value: Any) -> Any:
+    if isinstance(value, DeviceTensor):
+        return value.host
+    is_device = isinstance(value, torch.device) and value.type == "cuda"
+    return torch.device("cpu") if is_device else value
+
+
+def on_device(host: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of a GPU with these values: a real one where there is a GPU."""
+    return host.cuda() if torch.cuda.is_available() else DeviceTensor(host)
+
+
+def values(tensor: torch.Tensor) -> list[Any]:
+    """Returns what a tensor of :func:`on_device` holds."""
+    return tensor.to("cpu").tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,25 @@
+"""What a run is built of, by its settings and its device."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.gpt.setup import data_workers
+
+from ..multiprocess.launch import SMALL_GPT
+
+FLAGS = f"{SMALL_GPT} --num-layers 2 --train-iters 1 --mock-data"
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_cpu", "on_gpu"),
+    [("", 0, 2), ("--num-workers 3", 3, 3), ("--num-workers 0", 0, 0)],
+)
+def test_processes_read_data_where_they_are_asked_for_and_on_a_gpu(
+    flags: str, on_cpu: int, on_gpu: int
+) -> None:
+    """On a CPU the flag had no effect, so that nothing tested such processes beside channels."""
+    config = parse([*FLAGS.split(), *flags.split()], world_size=1)
+    assert data_workers(config, is_cuda=False) == on_cpu
+    assert data_workers(config, is_cuda=True) == on_gpu

@@ -1,0 +1,118 @@
+"""Jobs that run on a GPU: those that are compared with one process, and the whole trainer.
+
+All jobs of ``tests/multiprocess/worker.py`` of one world size share their processes: on a GPU a
+process takes ten seconds to start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiprocess.launch import SMALL_GPT, CaseRuns
+
+from .device import HAS_GPU
+
+STEPS = 3
+BASE = (
+    f"{SMALL_GPT} --num-layers 8 --train-iters {STEPS} --attention-dropout 0 --hidden-dropout 0"
+    # On the device each stage would draw its weights from a generator of its own.
+    " --use-cpu-initialization"
+)
+TRAINER = (
+    f"{SMALL_GPT} --num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule adaptive"
+    " --mock-data --log-interval 1 --use-cpu-initialization --transport shm --num-workers 2"
+)
+ALONE = "--pipeline-schedule megatron"
+FP32 = 1e-4
+"""Largest relative difference: sums on a GPU have no fixed order."""
+HALF = 2e-2
+"""Largest relative difference with two or three digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuJob:
+    """One job, and what its losses must be.
+
+    Attributes:
+        flags: Flags of the trainer beyond ``BASE``.
+        ranks: Number of processes.
+        like: Name of the job with the same losses; empty for a job that others are compared with.
+        rel: Largest relative difference of a loss or gradient norm from those of ``like``.
+        moves: Layers of each stage from after an iteration on, by that iteration.
+    """
+
+    flags: str
+    ranks: int = 1
+    like: str = ""
+    rel: float = FP32
+    moves: dict[str, list[int]] | None = None
+
+    def case(self, name: str) -> dict[str, Any]:
+        """Returns the job as ``worker.py`` takes it."""
+        words = f"{BASE} --pipeline-model-parallel-size {self.ranks} {self.flags}".split()
+        known = {"name": name, "flags": words, "steps": STEPS, "evaluate_after": STEPS}
+        return {**known, "after": None, "moves": self.moves or {}}
+
+
+class GpuJobs:
+    """Trains the jobs of a table and compares them.
+
+    Args:
+        table: Jobs by name.
+        new_folder: Function that makes a folder of a name.
+        limit_s: Time limit of all jobs of one world size on a GPU; three times that on a CPU.
+    """
+
+    def __init__(self, table: dict[str, GpuJob], new_folder: Any, limit_s: float) -> None:
+        self._table = table
+        self._runs = CaseRuns(self._cases_of, new_folder, limit_s if HAS_GPU else 3 * limit_s)
+
+    def _cases_of(self, ranks: int) -> Sequence[dict[str, Any]]:
+        return [job.case(name) for name, job in self._table.items() if job.ranks == ranks]
+
+    def losses(self, name: str) -> list[float]:
+        """Returns the losses of a job, which all jobs of its size train for."""
+        seen = self._runs(self._table[name].ranks, name)
+        found: list[list[float]] = [losses for losses in seen["losses"] if losses]
+        assert all(losses == found[0] for losses in found), found
+        return found[0]
+
+    def check(self, name: str) -> None:
+        """Compares a job with the one that it must be like.
+
+        Raises:
+            AssertionError: losses, gradient norms, the norm of the parameters or the validation
+                loss differ by more than the job's limit, or training got nowhere.
+        """
+        job = self._table[name]
+        losses, expected = self.losses(name), self.losses(job.like)
+        assert len(losses) == STEPS
+        assert losses == pytest.approx(expected, rel=job.rel)
+        seen, other = self._runs(job.ranks, name), self._runs(self._table[job.like].ranks, job.like)
+        assert seen["grad_norms"][0] == pytest.approx(other["grad_norms"][0], rel=10 * job.rel)
+        assert seen["params_norm"][0] == pytest.approx(other["params_norm"][0], rel=job.rel)
+        evaluated, wanted = (max(found["evaluated"], key=len) for found in (seen, other))
+        assert evaluated == pytest.approx(wanted, rel=job.rel)
+        assert losses[-1] < losses[0]
+
+
+def compared(table: dict[str, GpuJob]) -> list[str]:
+    """Returns the names of the jobs that are compared with another one."""
+    return [name for name, job in table.items() if job.like]
+
+
+def trainer_flags(more: str) -> list[str]:
+    """Returns the flags of a job of ``pretrain_gpt.py`` in two ranks."""
+    return [*TRAINER.split(), *more.split()]
+
+
+def losses_in(log: Path) -> dict[int, float]:
+    """Returns the losses of the trainer's log by iteration."""
+    found = re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", log.read_text(errors="replace"))
+    return {int(iteration): float(loss) for iteration, loss in found}

@@ -1,0 +1,43 @@
+"""The whole trainer in two ranks, on a GPU where there is one: what runs beside the steps.
+
+Checkpoints are written while training goes on, the run is traced, processes read the data ahead,
+and tensors go through shared memory, all at once; then the run goes on from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.trace.read import read_run
+from tests.multiprocess.launch import ROOT, torchrun
+
+from .device import needs_extension
+from .jobs import losses_in, trainer_flags
+
+pytestmark = [needs_extension, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(250)]
+
+LIMIT_S = 100.0
+ITERATIONS, SAVED = 6, 3
+
+
+def test_a_traced_run_saves_beside_its_steps_and_goes_on(tmp_path: Path) -> None:
+    """Processes that read data were used on GPUs alone, beside threads and channels, untested."""
+    whole, resumed = tmp_path / "whole.txt", tmp_path / "resumed.txt"
+    common = f"--train-iters {ITERATIONS}"
+    saving = f"{common} --save saved --save-interval {SAVED} --async-save --trace-dir traces"
+    script = ROOT / "pretrain_gpt.py"
+    torchrun(script, trainer_flags(saving), world_size=2, log=whole, limit_s=LIMIT_S)
+    expected = losses_in(whole)
+    assert sorted(expected) == [*range(1, ITERATIONS + 1)]
+    run = read_run(tmp_path / "traces")
+    assert run.complete_iterations() == (*range(1, ITERATIONS + 1),)
+    for trace in run.ranks.values():
+        table = trace.table([2])
+        for kind in ("F", "B", "optimizer", "step"):
+            assert table.where(kind).any(), kind
+    loading = f"{common} --load saved --ckpt-step {SAVED}"
+    torchrun(script, trainer_flags(loading), world_size=2, log=resumed, limit_s=LIMIT_S)
+    later = {number: loss for number, loss in expected.items() if number > SAVED}
+    assert losses_in(resumed) == pytest.approx(later, rel=1e-4)

@@ -1,0 +1,19 @@
+"""Copies of the state in the memory of nodes, made of what a GPU holds."""
+
+from __future__ import annotations
+
+from megatron.adaptive import accelerator
+
+accelerator.install()  # before what follows imports megatron-core
+
+from tests.checkpoint.keepers import keepers  # noqa: E402
+from tests.checkpoint.test_snapshots import (  # noqa: E402
+    test_training_goes_on_bit_for_bit_from_copies as test_training_goes_on_from_copies,
+)
+from tests.fixtures import make, worker  # noqa: E402
+
+from .device import gpu_or_rehearsal  # noqa: E402
+
+__all__ = ["keepers", "make", "test_training_goes_on_from_copies", "worker"]
+
+pytestmark = [*gpu_or_rehearsal]

@@ -1,0 +1,127 @@
+"""Compares what jobs report with what one process reports, as far as rounding allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .equivalence_cases import Case, with_other_sums
+
+# Ratio of the difference that a case may have to the one that other sums make in one process.
+SPREADS = 8.0
+# Smallest relative difference that a case may have: a few roundings of a number of 32 bits.
+ROUNDING = 1e-6
+
+Outcome = Callable[[Case], dict[str, Any]]
+"""Results of the ranks of a job."""
+
+
+def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[float]:
+    """Losses as all ranks of the last stage report them."""
+    reports = [values for values in seen[key] if values]
+    assert len(reports) == case.tp * case.dp * case.cp
+    assert all(report == reports[0] for report in reports)
+    found: list[float] = reports[0]
+    return found
+
+
+def norms_of(seen: dict[str, Any], key: str = "grad_norms") -> list[float]:
+    """Norms of gradients or parameters, which every rank knows."""
+    first: list[float] = seen[key][0]
+    assert all(norms == pytest.approx(first, rel=1e-6, abs=0) for norms in seen[key])
+    return first
+
+
+Numbers = dict[str, list[float]]
+"""What a job reported, by name: a value for each iteration."""
+
+
+def steps_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
+    """Numbers that a job reports of each training step, and that must equal those of one process.
+
+    Args:
+        case: the job.
+        outcome: results of all jobs.
+        further: name of the losses beside the main one, such as those of predicting layers; empty
+            where these are not compared.
+    """
+    seen = outcome(case)
+    numbers = {"loss": losses_of(case, seen), "gradient norm": norms_of(seen)}
+    if further:
+        numbers[further] = losses_of(case, seen, "further")
+    per_step = seen["layer_norms"][0]
+    for layer in per_step[0]:
+        numbers[f"gradient norm of {layer}"] = [norms[layer] for norms in per_step]
+    return numbers
+
+
+def numbers_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
+    """All numbers of a job that must equal those of one process; see :func:`steps_of`."""
+    seen = outcome(case)
+    return {
+        **steps_of(case, outcome, further),
+        "parameter norm": norms_of(seen, "params_norm"),
+        "validation loss": losses_of(case, seen, "evaluated"),
+    }
+
+
+def differences(numbers: Numbers, expected: Numbers) -> Numbers:
+    """Relative differences of all numbers, as far as both jobs have iterations."""
+    assert numbers.keys() == expected.keys()
+    found: Numbers = {}
+    for name, values in numbers.items():
+        pairs = zip(values, expected[name], strict=False)
+        found[name] = [abs(value - right) / abs(right) for value, right in pairs]
+    return found
+
+
+def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
+    """How far each number of a job may be from the reference: what rounding explains."""
+    spread = differences(
+        numbers_of(with_other_sums(reference), outcome, further),
+        numbers_of(reference, outcome, further),
+    )
+    return {
+        # What an iteration rounds differently, those after it start from.
+        name: [max(ROUNDING, SPREADS * max(values[: at + 1])) for at in range(len(values))]
+        for name, values in spread.items()
+    }
+
+
+def too_far(numbers: Numbers, expected: Numbers, limits: Numbers) -> list[str]:
+    """Returns a line for each number that is farther from the expected one than its limit."""
+    lines = []
+    for name, values in differences(numbers, expected).items():
+        for step, (value, limit) in enumerate(zip(values, limits[name], strict=False), 1):
+            if not value <= limit:
+                lines.append(f"{name} of iteration {step}: {value:.2e} apart, limit {limit:.2e}")
+    return lines
+
+
+def require_same_numbers(case: Case, outcome: Outcome, further: str = "") -> None:
+    numbers = numbers_of(case, outcome, further)
+    assert len(numbers["loss"]) == len(numbers["gradient norm"]) == case.steps
+    expected = numbers_of(case.reference, outcome, further)
+    wrong = too_far(numbers, expected, tolerances(case.reference, outcome, further))
+    assert not wrong, "\n".join(wrong)
+
+
+def require_same_steps(cases: tuple[Case, ...], outcome: Outcome, further: str = "") -> None:
+    """Requires that jobs which go on from each other take the steps of one, the first of them."""
+    whole, *parts = cases
+    numbers: Numbers = {}
+    for part in parts:
+        for name, values in steps_of(part, outcome, further).items():
+            numbers.setdefault(name, []).extend(values)
+    limits = tolerances(whole.reference, outcome, further)
+    wrong = too_far(numbers, steps_of(whole, outcome, further), limits)
+    assert not wrong, "\n".join(wrong)
+
+
+def require_close_numbers(case: Case, outcome: Outcome, rel: float) -> None:
+    numbers, expected = numbers_of(case, outcome), numbers_of(case.reference, outcome)
+    assert len(numbers["loss"]) == len(numbers["gradient norm"]) == case.steps
+    limits = {name: [rel] * len(values) for name, values in numbers.items()}
+    assert not (wrong := too_far(numbers, expected, limits)), "\n".join(wrong)

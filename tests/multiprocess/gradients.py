@@ -1,0 +1,139 @@
+"""Gradients of each layer, other orders of summation, and planted errors, for ``worker.py``.
+
+Two programs that compute the same numbers in different orders differ by rounding, by how much
+depends on the processor. A test that compares them therefore measures it: one process trains the
+same model twice, the second time with every sum taken in another order (:class:`OtherSums`). What
+must be found nevertheless is an error that is planted into one process (:func:`plant`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.adaptive.gpt.setup import Run
+from megatron.adaptive.gpt.step import counted_parameters
+from tests.multiprocess.variants import MISSING_SHARE, OTHER_SUMS, SCALED_LAYER
+
+
+def layer_norms(run: Run) -> dict[str, float]:
+    """Returns the norm of each layer's gradients, by the layer's global name. Collective.
+
+    Parameters outside of layers, such as those of the embedding, stand by their own names. Call it
+    when the gradients are complete, before the optimizer uses them.
+    """
+    _complete_gradients(run)
+    scale = float(run.optimizer.get_loss_scale())
+    squares: dict[str, float] = {}
+    for chunk in run.chunks:
+        layers = _layer_names(chunk)
+        for name, parameter, copies in counted_parameters(run, chunk):
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is None:
+                continue
+            share = float(gradient.detach().double().pow(2).sum()) / copies
+            layer = layers.get(name, name.rpartition("module.")[2])
+            squares[layer] = squares.get(layer, 0.0) + share
+    total: dict[str, float] = {}
+    for part in run.job.gather(squares):
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return {name: math.sqrt(total[name]) / scale for name in sorted(total)}
+
+
+def _complete_gradients(run: Run) -> None:
+    """Gathers the gradients that a distributed optimizer left each replica only a part of."""
+    for chunk in run.chunks:
+        if not chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
+            continue
+        for buffers in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):  # type: ignore[union-attr]
+            for buffer in buffers:  # type: ignore[union-attr]
+                group = buffer.intra_distributed_optimizer_instance_group
+                for bucket in buffer.buckets:
+                    parts = list(bucket.grad_data.chunk(group.size()))
+                    dist.all_gather(parts, parts[group.rank()].clone(), group=group)
+
+
+def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
+    """Returns the global name of the layer that each parameter of a chunk belongs to."""
+    names: dict[str, str] = {}
+    # Predicting layers come last: each of them holds a transformer layer.
+    for kind, name in (
+        (TransformerLayer, "layer"),
+        (MultiTokenPredictionLayer, "predicting layer"),
+    ):
+        for prefix, module in chunk.named_modules():
+            if isinstance(module, kind):
+                for parameter, _ in module.named_parameters():
+                    names[f"{prefix}.{parameter}"] = f"{name} {module.layer_number}"
+    return names
+
+
+class OtherSums(TorchDispatchMode):
+    """Takes the sums of matrix products in another order: the second half of the terms first."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func is torch.ops.aten.mm.default:
+            return _in_halves(func, *args)
+        if func is torch.ops.aten.bmm.default:
+            return _in_halves(func, *args)
+        if func is torch.ops.aten.addmm.default and not options:
+            bias, left, right = args
+            return bias + _in_halves(torch.ops.aten.mm.default, left, right)
+        if func is torch.ops.aten.baddbmm.default:
+            bias, left, right = args
+            product = _in_halves(torch.ops.aten.bmm.default, left, right)
+            beta, alpha = options.get("beta", 1), options.get("alpha", 1)
+            return alpha * product if beta == 0 else beta * bias + alpha * product
+        return func(*args, **options)
+
+
+def _in_halves(product: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    half = left.shape[-1] // 2
+    if half == 0:
+        return product(left, right)
+    late = product(left[..., half:], right[..., half:, :])
+    return late + product(left[..., :half], right[..., :half, :])
+
+
+@contextlib.contextmanager
+def other_sums(variant: str) -> Iterator[None]:
+    """Runs its body with sums in another order if the variant of a case asks for that."""
+    with OtherSums() if variant == OTHER_SUMS else contextlib.nullcontext():
+        yield
+
+
+def plant(run: Run, variant: str) -> None:
+    """Plants an error into a run of one process, for all of its steps.
+
+    Args:
+        run: the run as built, before its first step.
+        variant: one of ``variants.PLANTED``.
+    """
+    if variant == SCALED_LAYER:
+        layers = [m for m in run.chunks[0].modules() if isinstance(m, TransformerLayer)]
+        for parameter in layers[len(layers) // 2].parameters():
+            parameter.register_hook(lambda gradient: gradient * (1 - MISSING_SHARE))
+        return
+    waiting = [True]
+
+    def leave_out(module: Any, inputs: Any, losses: torch.Tensor) -> torch.Tensor:
+        if not (waiting and module.training):
+            return losses
+        waiting.clear()
+        kept = torch.ones_like(losses)
+        kept[0, losses.shape[1] // 4] = 0
+        return losses * kept
+
+    run.chunks[-1].register_forward_hook(leave_out)

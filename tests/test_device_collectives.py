@@ -1,0 +1,133 @@
+"""Collectives over gloo with tensors of a GPU, as of ranks that share one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive import accelerator, device_collectives
+from megatron.adaptive.device_collectives import TREATMENTS
+from megatron.adaptive.errors import SetupError
+from tests.device_tensor import DeviceTensor
+from tests.multiprocess.launch import ROOT, torchrun
+
+WORKER = ROOT / "tests" / "device_collectives_worker.py"
+
+
+@pytest.mark.multiprocess
+def test_every_collective_of_a_step_takes_tensors_of_a_gpu(tmp_path: Path) -> None:
+    torchrun(WORKER, [], world_size=2, log=tmp_path / "log", limit_s=200.0)
+
+
+@pytest.fixture
+def _group() -> object:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.usefixtures("_group")
+def test_gloo_itself_refuses_a_coalesced_reduction() -> None:
+    """The stand-in for a GPU's tensor reaches gloo's own code, whose answer was the fault."""
+    refuse = dist.ProcessGroup.allreduce_coalesced
+    refuse = getattr(refuse, "__wrapped__", refuse)
+    with pytest.raises(RuntimeError, match="unsupported device type cuda"):
+        refuse(dist.group.WORLD, [DeviceTensor(torch.ones(2))])
+
+
+def test_every_method_of_a_process_group_that_takes_tensors_has_a_treatment() -> None:
+    """A new release of torch with another name for a collective shows itself here."""
+    methods = {
+        name
+        for name in dir(dist.ProcessGroup)
+        if not name.startswith("__")
+        and re.search(r"gather|reduce|scatter|cast|alltoall|all_to_all|^send$|^recv|barrier", name)
+    }
+    assert methods <= set(TREATMENTS)
+
+
+@pytest.mark.parametrize(("ranks", "installs"), [("2", False), ("3", True)])
+def test_ranks_that_share_a_gpu_get_them(
+    ranks: str, installs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(device_collectives, "install", lambda: calls.append(True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert accelerator.detect(0).shares == (2 if installs else 1)
+    assert bool(calls) is installs
+
+
+def _answer(monkeypatch: pytest.MonkeyPatch, why: str, **variables: str) -> None:
+    """Lets torch with CUDA 13.0 answer that there is no GPU."""
+
+    def fail() -> None:
+        raise RuntimeError(why)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12040)."
+NO_GPU = "No CUDA GPUs are available"
+
+
+@pytest.mark.parametrize(
+    ("why", "visible", "cause", "remedy"),
+    [
+        (NO_DRIVER, None, "no NVIDIA driver answers", "nvidia-smi"),
+        (OLD_DRIVER, None, "the NVIDIA driver is older than CUDA 13.0", "update the driver"),
+        (NO_GPU, "", "CUDA_VISIBLE_DEVICES is empty", "unset it"),
+        (NO_GPU, "7", "CUDA_VISIBLE_DEVICES=7 names no GPU of this machine", "unset it"),
+        (NO_GPU, None, NO_GPU, "nvidia-smi"),
+    ],
+)
+def test_why_there_is_no_gpu_is_one_line_with_a_remedy(
+    why: str, visible: str | None, cause: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _answer(monkeypatch, why, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
+    with pytest.raises(SetupError) as caught:
+        accelerator.detect(0, backend="nccl")
+    text = str(caught.value)
+    assert text.startswith("--distributed-backend nccl: ")
+    assert cause in text
+    assert remedy in text
+    assert "\n" not in text
+
+
+def test_gpus_that_are_named_and_not_there_do_not_become_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _answer(monkeypatch, NO_GPU, CUDA_VISIBLE_DEVICES="7")
+    with pytest.raises(SetupError, match="^CUDA_VISIBLE_DEVICES=7: "):
+        accelerator.detect(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not accelerator.detect(0).is_cuda
+
+
+def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(SetupError, match="built without CUDA: install one with it"):
+        accelerator.detect(0, backend="nccl")
+
+
+def test_nccl_needs_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(SetupError, match="nccl: 2 ranks on this node have 1 GPU, .* at most 1"):
+        accelerator.detect(0, backend="nccl")

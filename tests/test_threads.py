@@ -1,0 +1,59 @@
+"""Threads that touch a GPU make their process's GPU current first.
+
+A new thread's current device is GPU 0, where the first call that needs one makes a context of about
+half a gigabyte, for each process of the node.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "megatron" / "adaptive"
+THREADS = ("Thread", "Worker", "ThreadPoolExecutor")
+
+# Files that start threads, and what keeps each of them off GPU 0.
+MAKES_CURRENT = (
+    "checkpoint/snapshots.py",
+    "transport/native.py",
+    "transport/nccl.py",
+    "transport/staging.py",
+)
+TOUCHES_NO_DEVICE = {
+    "checkpoint/snapshot_keeper.py": "bytes of sockets and files",
+    "cluster/host.py": "figures of the node",
+    "cluster/node.py": "text of programs",
+    "data/preprocess.py": "waits for a process",
+    "engine/agreement.py": "decisions over gloo, on the host",
+    "engine/hang.py": "text of a report",
+    "engine/lease.py": "a counter in a file",
+    "handshake.py": "bytes of sockets",
+    "trace/clock.py": "times of sockets",
+    "trace/recorder.py": "numbers of a trace",
+    "transport/gloo.py": "receives on the host; the executor copies to the device",
+    "transport/liveness.py": "processes and the store",
+    "transport/worker.py": "its callers give it a context",
+}
+SETS_STREAM = {"engine/lanes.py": "sets a stream, which sets the stream's device"}
+
+
+def test_every_file_that_starts_threads_is_known() -> None:
+    starting = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in THREADS:
+                starting.add(path.relative_to(PACKAGE).as_posix())
+    assert starting == {*MAKES_CURRENT, *TOUCHES_NO_DEVICE, *SETS_STREAM}
+
+
+def test_files_whose_threads_touch_a_device_make_it_current() -> None:
+    for name in MAKES_CURRENT:
+        assert "make_current" in (PACKAGE / name).read_text(), name
+
+
+def test_files_whose_threads_touch_no_device_name_none() -> None:
+    for name in TOUCHES_NO_DEVICE:
+        assert "torch.cuda" not in (PACKAGE / name).read_text(), name

@@ -1,0 +1,264 @@
+"""A small model of GPUs that exchange messages by NCCL: who can stand still for ever.
+
+Each rank has a host, which launches actions, and a device with queues of kernels. A kernel begins
+when it is the first of its queue and of its stream; a collective ends when all members of its group
+have begun theirs, a message when both its ends have. In each turn one of the things that can happen
+does, chosen at random: a thousand seeds are a thousand skews. If nothing can happen before all
+actions are done, the job stands still.
+
+::
+
+    THREADS   a message's send is posted when its computation is done, its receive when the send
+              has been announced, each in a stream of its own; it has arrived when it is there
+    STREAM    the send is posted at launch; the receive enters the computing stream when the host
+              looks, and counts as arrived
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.registry import make_schedule
+
+F, B = ActionKind.F, ActionKind.B
+COMPUTE = "computing"
+
+
+class Receiving(Enum):
+    """Ways to receive."""
+
+    THREADS = "threads"
+    STREAM = "computing stream"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A job.
+
+    Attributes:
+        pp, tp, ep: Sizes of its axes.
+        microbatches: Microbatches of its one step.
+        follows_list: Whether ranks work off 1F1B; else the first rank of each stage decides on
+            any action whose input all ranks of the stage have.
+        receiving: Way in which messages come in.
+        one_queue: Whether messages share the hardware's queue with the computing stream.
+    """
+
+    pp: int
+    tp: int
+    ep: int
+    microbatches: int = 4
+    follows_list: bool = True
+    receiving: Receiving = Receiving.THREADS
+    one_queue: bool = False
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A kernel that was posted to a device.
+
+    Attributes:
+        rank: Rank of the device.
+        stream: Name of its stream.
+        partners: Key that the kernels which end together share; None for one that ends alone.
+        count: Number of them.
+        after: Kernel of another stream that must have ended before this one begins.
+    """
+
+    rank: int
+    stream: str
+    partners: Any = None
+    count: int = 1
+    after: Kernel | None = None
+    has_ended: bool = False
+
+
+@dataclass(eq=False)
+class Message:
+    """A message of a channel, the input of an action."""
+
+    action: Action
+    computed: Kernel
+    is_posted: bool = False
+    received: Kernel | None = None
+
+
+@dataclass(eq=False)
+class Device:
+    """One rank.
+
+    Attributes:
+        queues: Kernels that have not begun, by queue of the hardware.
+        streams: Kernels that have not ended, by stream.
+        launched: Actions that were launched.
+        inputs: Actions whose input has arrived.
+    """
+
+    queues: dict[str, list[Kernel]] = field(default_factory=dict)
+    streams: dict[str, list[Kernel]] = field(default_factory=dict)
+    launched: list[Action] = field(default_factory=list)
+    inputs: set[Action] = field(default_factory=set)
+
+
+class Job:
+    """A job in the middle of a step.
+
+    Args:
+        shape: The job.
+        seed: Number of the skew.
+    """
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.shape = shape
+        self.size = shape.pp * shape.tp * shape.ep
+        self.devices = [Device() for _ in range(self.size)]
+        self.orders = _orders(shape.pp, shape.microbatches)
+        self.decided: list[list[Action]] = [[] for _ in range(shape.pp)]
+        self.channels: dict[tuple[int, int], list[Message]] = {}
+        self.began: dict[Any, list[Kernel]] = {}
+        self.rng = random.Random(seed)
+        self.late = self.rng.randrange(self.size)
+        if shape.follows_list:
+            self.decided = [list(order) for order in self.orders]
+
+    def stands_still(self) -> bool:
+        """Runs the step; returns whether it came to stand still."""
+        while True:
+            steps = [*self._steps()]
+            if not steps:
+                return any(self._is_unfinished(device) for device in self.devices)
+            weights = [0.02 if rank == self.late else 1.0 for rank, _, _ in steps]
+            _, step, arguments = self.rng.choices(steps, weights)[0]
+            step(*arguments)
+
+    def _is_unfinished(self, device: Device) -> bool:
+        # A host that does not wait for its device launches all of a step that stands still.
+        return len(device.launched) < 2 * self.shape.microbatches or any(device.streams.values())
+
+    def _steps(self) -> Iterator[tuple[int, Any, tuple[Any, ...]]]:
+        """Yields what can happen: rank, function and arguments."""
+        for rank, device in enumerate(self.devices):
+            stage = self._stage(rank)
+            if rank == self._first(stage) and not self.shape.follows_list:
+                for action in self._open(stage):
+                    yield rank, self.decided[stage].append, (action,)
+            number = len(device.launched)
+            if number < len(self.decided[stage]):
+                action = self.decided[stage][number]
+                if not self._takes(stage, action) or action in device.inputs:
+                    yield rank, self._launch, (rank, action)
+            for queue in device.queues.values():
+                if queue and self._may_begin(queue[0]):
+                    yield rank, self._begin, (queue,)
+        for (sender, receiver), messages in self.channels.items():
+            yield from self._message_steps(sender, receiver, messages)
+
+    def _message_steps(
+        self, sender: int, receiver: int, messages: list[Message]
+    ) -> Iterator[tuple[int, Any, tuple[Any, ...]]]:
+        if not messages:
+            return
+        message = messages[0]
+        if self.shape.receiving is Receiving.STREAM:
+            yield receiver, self._receive_in_stream, (sender, receiver, messages)
+        elif not message.is_posted:
+            if message.computed.has_ended:
+                yield sender, self._post_send, (sender, receiver, message)
+        elif message.received is None:
+            yield receiver, self._post_receive, (sender, receiver, message)
+        elif message.received.has_ended:
+            yield receiver, self._announce, (receiver, messages)
+
+    def _launch(self, rank: int, action: Action) -> None:
+        stage, shape = self._stage(rank), self.shape
+        self.devices[rank].launched.append(action)
+        tp_group, ep_group = rank // shape.tp, (stage, rank % shape.tp)
+        self._post(Kernel(rank, COMPUTE, ("tp", tp_group, action), shape.tp))
+        self._post(Kernel(rank, COMPUTE, ("ep", ep_group, action), shape.ep))
+        computed = self._post(Kernel(rank, COMPUTE))
+        target = stage + (1 if action.kind is F else -1)
+        if 0 <= target < shape.pp:
+            receiver = rank + (target - stage) * shape.tp * shape.ep
+            message = Message(action, computed)
+            self.channels.setdefault((rank, receiver), []).append(message)
+            if shape.receiving is Receiving.STREAM:
+                self._post_send(rank, receiver, message)
+
+    def _post_send(self, sender: int, receiver: int, message: Message) -> None:
+        message.is_posted = True
+        key = sender, receiver, message.action
+        self._post(Kernel(sender, f"to {receiver}", key, 2, after=message.computed))
+
+    def _post_receive(self, sender: int, receiver: int, message: Message) -> None:
+        key = sender, receiver, message.action
+        message.received = self._post(Kernel(receiver, f"from {sender}", key, 2))
+
+    def _receive_in_stream(self, sender: int, receiver: int, messages: list[Message]) -> None:
+        action = messages[0].action
+        self._post(Kernel(receiver, COMPUTE, (sender, receiver, action), 2))
+        self._announce(receiver, messages)
+
+    def _announce(self, receiver: int, messages: list[Message]) -> None:
+        self.devices[receiver].inputs.add(messages.pop(0).action)
+
+    def _post(self, kernel: Kernel) -> Kernel:
+        device = self.devices[kernel.rank]
+        is_apart = kernel.stream != COMPUTE and not self.shape.one_queue
+        device.queues.setdefault("messages" if is_apart else COMPUTE, []).append(kernel)
+        device.streams.setdefault(kernel.stream, []).append(kernel)
+        return kernel
+
+    def _may_begin(self, kernel: Kernel) -> bool:
+        first = self.devices[kernel.rank].streams[kernel.stream][0]
+        return first is kernel and (kernel.after is None or kernel.after.has_ended)
+
+    def _begin(self, queue: list[Kernel]) -> None:
+        kernel = queue.pop(0)
+        together = self.began.setdefault(kernel.partners, []) if kernel.partners else []
+        together.append(kernel)
+        if len(together) == kernel.count:
+            for partner in together:
+                partner.has_ended = True
+                self.devices[partner.rank].streams[partner.stream].pop(0)
+
+    def _open(self, stage: int) -> list[Action]:
+        """Returns the actions that the first rank of a stage may decide on."""
+        decided = set(self.decided[stage])
+        members = range(self._first(stage), self._first(stage + 1))
+        return [
+            action
+            for action in self.orders[stage]
+            if action not in decided
+            and (action.kind is F or Action(F, 0, action.microbatch) in decided)
+            and (
+                not self._takes(stage, action)
+                or all(action in self.devices[rank].inputs for rank in members)
+            )
+        ]
+
+    def _takes(self, stage: int, action: Action) -> bool:
+        return stage > 0 if action.kind is F else stage < self.shape.pp - 1
+
+    def _stage(self, rank: int) -> int:
+        return rank // (self.shape.tp * self.shape.ep)
+
+    def _first(self, stage: int) -> int:
+        return stage * self.shape.tp * self.shape.ep
+
+
+@lru_cache
+def _orders(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    placement = Placement(num_ranks=ranks, num_chunks=1)
+    return tuple(map(tuple, make_schedule("1f1b", placement, microbatches).orders))
+
+
+def standing_still(shape: Shape, seeds: int) -> int:
+    """Returns in how many skews a job comes to stand still."""
+    return sum(Job(shape, seed).stands_still() for seed in range(seeds))
