@@ -50,6 +50,7 @@ _BAD = re.compile(
 _REASON = re.compile(
     r"^(\[?rank ?\d+\]?:? |\[elastic\] )?(error|stopped by|fatal|complete)\b", re.IGNORECASE
 )
+_LOST = "errors.PeerLostError: "
 _SHARED = Path("/dev/shm")
 _LAUNCH = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -334,6 +335,8 @@ def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | 
     faults += [f"left: {one}" for one in left]
     lines = job.log.read_text(errors="replace").splitlines()
     bad = [line for line in lines if _BAD.search(line)]
+    if chain.kind == "pipeline" and sum(_LOST in line for line in lines) >= len(bad):
+        bad = []  # the errors of a library, which a user's script does not catch
     if bad:
         faults.append(f"{bad[0][:200]!r} in {job.log}")
     reasons = [line for line in lines if _REASON.search(line)]
