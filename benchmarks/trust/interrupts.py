@@ -337,13 +337,18 @@ def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | 
     bad = [line for line in lines if _BAD.search(line)]
     if chain.kind == "pipeline" and sum(_LOST in line for line in lines) >= len(bad):
         bad = []  # the errors of a library, which a user's script does not catch
+    if chain.kind == "torchrun" and not any("[rank" in line for line in bad):
+        bad = []  # of torch's launcher, which reports a signal so
+    if any("init_import_site" in line for line in lines):
+        bad = []  # of the interpreter, which has not come to any program yet
     if bad:
         faults.append(f"{bad[0][:200]!r} in {job.log}")
     reasons = [line for line in lines if _REASON.search(line)]
     # Ranks, launcher or manager, and agents.
     if len(reasons) > 5:
         faults.append(f"{len(reasons)} lines say why in {job.log}")
-    if status not in (0, None, -signal.SIGKILL) and not reasons and "SIGKILL" not in what:
+    is_ours = chain.kind != "torchrun" and "SIGKILL" not in what
+    if status not in (0, None, -signal.SIGKILL) and not reasons and is_ours:
         faults.append(f"status {status}, and no line says why: {tail(job.log, 300)!r}")
     done = chain.losses(number)
     # Whoever asks a whole job to end, not one process of it, loses no step.
