@@ -297,7 +297,7 @@ def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcom
     end_s = time.monotonic() + END_LIMIT_S
     while len(chain.losses(number)) < 4 and job.wait(0.2) is None and time.monotonic() < end_s:
         pass
-    span_s = 1.3 * (time.monotonic() - job.begun_s)
+    span_s = 2.5 * (time.monotonic() - job.begun_s)
     job.root.send_signal(signal.SIGTERM)
     outcome = _judge(chain, job, number, f"{chain.kind} undisturbed", job.wait(END_LIMIT_S))
     return outcome, span_s
