@@ -339,7 +339,7 @@ def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | 
     faults += [f"left: {one}" for one in left]
     lines = job.log.read_text(errors="replace").splitlines()
     bad = [line for line in lines if _BAD.search(line)]
-    if chain.kind == "pipeline" and sum(_LOST in line for line in lines) >= len(bad):
+    if chain.kind == "pipeline" and any(_LOST in line for line in lines):
         bad = []  # the errors of a library, which a user's script does not catch
     if chain.kind == "torchrun" and not any("[rank" in line for line in bad):
         bad = []  # of torch's launcher, which reports a signal so
@@ -352,7 +352,9 @@ def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | 
     if len(reasons) > 5:
         faults.append(f"{len(reasons)} lines say why in {job.log}")
     is_ours = chain.kind != "torchrun" and "SIGKILL" not in what
-    if status not in (0, None, -signal.SIGKILL) and not reasons and is_ours:
+    # Before any program of ours runs, a signal ends the interpreter without a word.
+    has_begun = bool(lines) or "to fork" in what
+    if status not in (0, None, -signal.SIGKILL) and not reasons and is_ours and has_begun:
         faults.append(f"status {status}, and no line says why: {tail(job.log, 300)!r}")
     done = chain.losses(number)
     # Whoever asks a whole job to end, not one process of it, loses no step.
