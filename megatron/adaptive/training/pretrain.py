@@ -23,13 +23,14 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.hang import HangGuard
 from megatron.adaptive.engine.job import no_rendezvous
-from megatron.adaptive.errors import AdaptiveError, PeerLostError, SetupError
+from megatron.adaptive.errors import AdaptiveError, DataError, PeerLostError, SetupError
 from megatron.adaptive.trace.event import SLICES
 from megatron.adaptive.trace.files import keep_printing
 from megatron.adaptive.transport.liveness import Watcher
 
 EXIT_EXPECTED_ERROR = 2
 EXIT_BUG = 1
+_WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]*)")
 _GLOO = re.compile(r"gloo/transport/[^]]*\] (.*?)(?:\. This is|\.?$)", re.MULTILINE)
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # How long a rank whose connection broke waits for the name of the rank behind it.
@@ -237,6 +238,13 @@ def _expected(error: BaseException, rank: int) -> BaseException:
         return SetupError(
             f"rank {rank} cannot write{where}: {error.strerror}; free space there, or name another "
             "folder with --save"
+        )
+    # Torch raises it from a signal handler, wherever the rank is.
+    if isinstance(error, RuntimeError) and (found := _WORKER.search(str(error))) is not None:
+        return DataError(
+            f"rank {rank}: the process that loads its data (pid {found[1]}) was killed "
+            f"({found[2].strip()}), perhaps as memory ran out; lower --num-workers, or start again "
+            "from the last checkpoint"
         )
     cause: BaseException | None = error
     while cause is not None:  # libraries wrap it
