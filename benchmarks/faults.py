@@ -9,8 +9,9 @@ holders of it that are killed; ``strangers``, who talk to all that listens durin
 ``control``, the manager of a job of a thousand nodes that join at once and are lost bit by bit;
 ``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and filled up, with full
 disks of traces and flipped bits in checkpoints among it; ``hangs``, jobs that stand still, and
-what is said of them. A part that fails is a goal missed, and
-the others are measured all the same. Exits with status 1 where a goal is missed.
+what is said of them; ``interrupts``, jobs of all kinds whose processes are interrupted and killed
+at random moments. A part that fails is a goal missed, and the others are measured all the same.
+Exits with status 1 where a goal is missed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from benchmarks.trust import (  # noqa: E402
     control_plane,
     damages,
     hangs,
+    interrupts,
     leases,
     planted_secrets,
     strangers,
@@ -39,7 +41,7 @@ from benchmarks.trust import (  # noqa: E402
 
 PARTS = (
     *("damages", "checksums", "leases", "strangers", "secrets", "commands", "control", "soak"),
-    "hangs",
+    *("hangs", "interrupts"),
 )
 FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
@@ -86,6 +88,9 @@ def main(words: list[str] | None = None) -> int:
             "soak": lambda: soaked(base, events, limit_min, seed, FIRST_EVENTS),
             "hangs": lambda: hangs.measure(
                 folder("hangs"), hanging, quiet_min, seed, options.beside
+            ),
+            "interrupts": lambda: interrupts.measure(
+                folder("interrupts"), 2 if quick else 40, seed
             ),
         }
         return measure(parts, options, seed=seed)

@@ -50,6 +50,25 @@ def test_a_result_is_waited_for_until_the_limit() -> None:
     assert asyncio.run(wait()) == 7
 
 
+def test_a_connection_that_is_closed_ends_its_own_wait() -> None:
+    from megatron.adaptive.cluster.connection import Connection, Listener
+
+    async def wait() -> None:
+        async def attend(link: Connection) -> None:
+            await link.receive(60.0)
+
+        listener = Listener(attend, "s" * 32, "test", print, host="127.0.0.1")
+        link = await Connection.connect("127.0.0.1", listener.port, 20, "s" * 32, "test")
+        waiting = asyncio.create_task(link.receive(60.0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await link.close()
+        assert await waiting is None
+        listener.close()
+
+    asyncio.run(wait())
+
+
 @pytest.mark.slow
 def test_a_process_that_was_stopped_does_not_lose_the_other_side() -> None:
     from megatron.adaptive.cluster.connection import Connection, Listener

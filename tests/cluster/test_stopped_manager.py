@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ..multiprocess.launch import TIMED_LAYERS
 from .jobs import ElasticJob
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(280)]
 Start = Callable[[int], ElasticJob]
 STOPPED_S = 30.0  # longer than the silence after which a node counts as lost
+JOBS = int(os.environ.get("STOPPED_MANAGERS", "3"))
+"""Jobs side by side in the long test."""
+LATEST_S = 30.0
+"""Latest moment of a stop, in seconds from the start of a job."""
+SEED = int(os.environ.get("STOPPED_MANAGERS_SEED", "1"))
 
 
 @pytest.fixture
@@ -33,18 +41,40 @@ def start(tmp_path: Path) -> Iterator[Start]:
         job.close()
 
 
+def _has_more(job: ElasticJob, steps: int) -> bool:
+    return len(job.steps(1)) > steps
+
+
 @pytest.mark.long
-def test_training_goes_on_while_the_manager_is_stopped(start: Start) -> None:
-    job = start(9999)
-    job.trained(1)
-    job.manager.send_signal(signal.SIGSTOP)
-    time.sleep(STOPPED_S)
-    trained = max(job.steps(1))
-    job.manager.send_signal(signal.SIGCONT)
-    job.until(lambda: max(job.steps(1)) > trained, "steps after the stop")
-    job.stop()
-    assert "lost" not in job.said()
-    assert len(job.state()["epochs"]) == 1
+def test_training_goes_on_while_managers_are_stopped(tmp_path: Path) -> None:
+    draw = random.Random(SEED)
+    jobs, moments = [], list[tuple[float, int, int]]()
+    begun_s = time.monotonic()
+    try:
+        for number in range(JOBS):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            words = ["--train-iters", "2000", "--save-interval", "5"]
+            variables = {"LAYER_MS": "100"}  # jobs that run side by side sleep most of the time
+            jobs.append(ElasticJob(folder, "ab", words, script=TIMED_LAYERS, variables=variables))
+            stop_s = time.monotonic() - begun_s + draw.uniform(0.0, LATEST_S)
+            moments += [(stop_s, number, signal.SIGSTOP)]
+            moments += [(stop_s + STOPPED_S, number, signal.SIGCONT)]
+        for moment_s, number, what in sorted(moments):
+            time.sleep(max(0.0, begun_s + moment_s - time.monotonic()))
+            jobs[number].manager.send_signal(what)
+        for job in jobs:
+            count = len(job.steps(1))
+            job.until(partial(_has_more, job, count), "steps after the stop")
+            job.manager.send_signal(signal.SIGTERM)
+            assert job.end() == 128 + signal.SIGTERM, job.said()
+            assert "lost" not in job.said()
+            assert len(job.state()["epochs"]) == 1
+            print(f"job {jobs.index(job)} went on after step {count}")
+    finally:
+        for job in jobs:
+            job.manager.send_signal(signal.SIGCONT)
+            job.close()
 
 
 def test_a_job_that_completes_while_its_manager_is_stopped_ends_well(start: Start) -> None:

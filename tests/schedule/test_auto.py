@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import time
+from typing import Any
+
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule import auto
 from megatron.adaptive.schedule.auto import ScheduleChoice, candidates, choose, evaluate
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_candidate
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
+from tests.multiprocess.launch import wait_until
 
 
 def pick(
-    *, sigma: float = 0.0, most: float = 32.0, chunks: int = 2, splittable: bool = True
+    *,
+    sigma: float = 0.0,
+    most: float = 32.0,
+    chunks: int = 2,
+    splittable: bool = True,
+    until_s: float = math.inf,
 ) -> ScheduleChoice:
     times = StageTimes.equal(4 * chunks, forward_s=0.01, backward_s=0.01, weight_s=0.01)
     return choose(
@@ -21,6 +32,7 @@ def pick(
         num_microbatches=16,
         most=most,
         splittable=splittable,
+        until_s=until_s,
     )
 
 
@@ -65,6 +77,25 @@ def test_little_memory_is_kept() -> None:
 def test_whole_backwards_where_they_cannot_be_split() -> None:
     choice = pick(sigma=0.3, splittable=False)
     assert all(outcome.candidate.weight_pieces == 0 for outcome in choice.outcomes)
+
+
+def test_time_ends_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = []
+
+    def evaluate_slowly(*given: Any) -> auto.CandidateOutcome:
+        outcome = evaluate(*given)
+        simulated.append(outcome.candidate)
+        wait_until(lambda: time.monotonic() >= until_s or len(simulated) < 3, lambda: "", 60.0)
+        return outcome
+
+    monkeypatch.setattr(auto, "evaluate", evaluate_slowly)
+    until_s = time.monotonic() + 5.0
+    choice = pick(until_s=until_s)
+    assert len(choice.outcomes) == len(simulated) == 3
+    assert choice.best in simulated
+    assert choice.reason.endswith("; the time limit ended the simulation of others")
+    with pytest.raises(ScheduleError, match="no schedule was simulated in time"):
+        pick(until_s=time.monotonic())
 
 
 def test_one_chunk_has_its_own_schedules() -> None:

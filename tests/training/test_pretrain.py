@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import signal
 import subprocess
 import sys
+import time
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ import torch.distributed as dist
 from megatron.adaptive import accelerator
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.errors import PeerLostError, SetupError
+from megatron.adaptive.errors import DataError, PeerLostError, SetupError
 from megatron.adaptive.training import pretrain as module
 from megatron.adaptive.training.pretrain import device_lines, require_hardware_queues
 from tests.multiprocess.launch import ROOT
@@ -194,3 +198,27 @@ def test_first_weights_that_depend_on_the_layout_are_told() -> None:
     assert "--use-cpu-initialization draws the same in all" in line
     on_cpu = dataclasses.replace(alone, device=torch.device("cpu"))
     assert device_lines(settings(use_cpu_initialization=False), on_cpu) == []
+
+
+@pytest.mark.slow
+def test_a_data_worker_that_is_killed_during_a_step_is_one_line() -> None:
+    """Torch raises this wherever the rank is, so it was a traceback outside of the loader."""
+
+    class Endless(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return itertools.count()
+
+    loading = iter(torch.utils.data.DataLoader(Endless(), batch_size=None, num_workers=1))
+    next(loading)
+    (worker,) = loading._workers  # type: ignore[attr-defined]
+
+    def lose_worker() -> None:
+        os.kill(worker.pid, signal.SIGKILL)
+        time.sleep(60)
+
+    with pytest.raises(RuntimeError) as info:
+        lose_worker()
+    expected = module._expected(info.value, 3)
+    assert isinstance(expected, DataError)
+    assert f"rank 3: the process that loads its data (pid {worker.pid}) was killed" in str(expected)
+    assert len(str(expected).splitlines()) == 1

@@ -6,8 +6,9 @@ the same error.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from megatron.adaptive.errors import (
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
+    PeerLostError,
 )
 
 _Result = TypeVar("_Result")
@@ -42,6 +44,8 @@ _FIRST: tuple[type[Exception], ...] = (RuntimeError, DamagedCheckpointError)
 
 class RankGroup:
     """Lets all ranks of a group do parts of one work and fail alike. Every method is collective.
+
+    Every method raises PeerLostError if a rank is gone.
 
     Attributes:
         rank: of this process.
@@ -66,12 +70,14 @@ class RankGroup:
         """Return whether it is set on any rank."""
         found = torch.tensor([int(flag)])
         if self.size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+            with _naming_lost_peers():
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return bool(found)
 
     def gather(self, mine: _Result) -> list[_Result]:
         """Return what every rank gave, by rank."""
-        return gather(mine, self.group)
+        with _naming_lost_peers():
+            return gather(mine, self.group)
 
     def first(self, action: Callable[[], object]) -> None:
         """Run ``action`` on rank 0 and raise its failure on all ranks."""
@@ -80,7 +86,8 @@ class RankGroup:
     def on_first(self, action: Callable[[], _Result]) -> _Result:
         """Run ``action`` on rank 0 and return its result, or raise its failure, on all ranks."""
         result = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
-        return from_first(result, self.group)  # type: ignore[return-value]
+        with _naming_lost_peers():
+            return from_first(result, self.group)  # type: ignore[return-value]
 
     def together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
         """Run ``action`` on each rank; raise on all ranks what failed on any.
@@ -113,6 +120,18 @@ class RankGroup:
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
             raise failure  # a second error of the same words would only repeat the first
         raise merged from failure
+
+
+@contextlib.contextmanager
+def _naming_lost_peers() -> Iterator[None]:
+    """Turns the error of a collective into one that says what happened to the save or load."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"a rank went away during a save or load: {_one_line(error)}; start again from the last"
+            " checkpoint"
+        ) from error
 
 
 def _kind(error: Exception) -> type[Exception]:

@@ -57,23 +57,30 @@ def expected(error: Exception) -> AdaptiveError | None:
 
 
 def end_at_once(number: int, frame: object) -> None:
-    """Ends the process with one line: the handler of Ctrl-C while nothing is there to tidy up."""
-    os.write(2, _STOPPED.encode() + b"\n")
+    """Ends the process with one line: a handler of signals while nothing is there to tidy up."""
+    name = signal.Signals(number).name
+    text = _STOPPED if number == signal.SIGINT else f"stopped by signal {name}"
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        os.write(2, text.encode() + b"\n")
     os._exit(128 + number)
 
 
 @contextlib.contextmanager
 def interrupts_end_at_once() -> Iterator[None]:
-    """Lets Ctrl-C end the process in the body, such as imports that cannot be interrupted well."""
-    former = signal.getsignal(signal.SIGINT)
-    if former == signal.SIG_IGN:
-        yield
-        return
-    signal.signal(signal.SIGINT, end_at_once)
+    """Lets Ctrl-C, SIGTERM and SIGHUP end the process in the body with one line.
+
+    Imports, for instance, cannot be interrupted well. Signals that are ignored stay so.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = {number: signal.getsignal(number) for number in numbers}
+    handled = [number for number in numbers if former[number] not in (signal.SIG_IGN, None)]
+    for number in handled:
+        signal.signal(number, end_at_once)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, former)
+        for number in handled:
+            signal.signal(number, former[number])
 
 
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:

@@ -48,17 +48,22 @@ def main(argv: Sequence[str]) -> int:
     """
     # Ranks inherit it until they watch for the signal themselves.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # Torch may turn an interrupt of its imports, which take about a second, into another error.
+    # Until torch has its own handlers, right before it starts ranks. It may turn an interrupt of
+    # its imports, which take about a second, into another error.
     with interrupts_end_at_once():
-        from torch.distributed import DistError
-        from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import RendezvousError
-        from torch.distributed.run import run
+        return _launch(argv)
 
-        from megatron.adaptive.engine.meeting import MeetingError
 
-        options = _read_options(argv)
+def _launch(argv: Sequence[str]) -> int:
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import run
+
+    from megatron.adaptive.engine.meeting import MeetingError
+
+    options = _read_options(argv)
     script = Path(options.training_script)
     if not (options.module or options.no_python or script.is_file()):  # else each rank would say it
         what = "is a folder" if script.is_dir() else "no such file"

@@ -123,7 +123,12 @@ class Connection:
             self._reading = asyncio.get_running_loop().create_task(self._read())
             self._reading.add_done_callback(_take_error)
         reading = self._reading
-        payload = await result_within(reading, silence_s)
+        try:
+            payload = await result_within(reading, silence_s)
+        except asyncio.CancelledError:
+            if reading.cancelled():  # by close(), not this task
+                raise EOFError("the connection was closed here") from None
+            raise
         self._reading = None
         return payload
 

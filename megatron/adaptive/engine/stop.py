@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.errors import PeerLostError
-from megatron.adaptive.trace.files import drop_closed_terminal
+from megatron.adaptive.trace.files import drop_closed_terminal, keep_printing
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -41,6 +41,8 @@ class StopRequest:
     """
 
     def __init__(self, limit_minutes: float | None = None) -> None:
+        # A closed terminal refuses writes before its signal comes, and both ask for a checkpoint.
+        keep_printing()
         self._limit_minutes = limit_minutes
         self._start_s = time.monotonic()
         self._received: set[int] = set()

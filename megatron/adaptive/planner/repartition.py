@@ -21,6 +21,7 @@ pace as in Iqbal 1991, "Approximate algorithms for partitioning and assignment p
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -303,6 +304,8 @@ def choose_together(
     choice: ScheduleChoice | None = None
     found: list[tuple[float, Partition, ScheduleChoice]] = []
     for kind, cuts in product(limits, (False, True) if gain is not None else (False,)):
+        if stay is not None and time.monotonic() >= options.get("until_s", math.inf):
+            break
         lying = loads.lying(kind)
         try:
             known = [one.best for one in (stay, choice) if one is not None]

@@ -310,6 +310,7 @@ class Engine:
             cap=settings.activation_cap,
             can_turn=False,  # the model is Megatron-LM's
             timeout_s=settings.timeout_s,
+            say=self._say,
         )
 
     def _tune(self) -> None:

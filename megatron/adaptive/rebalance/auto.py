@@ -5,10 +5,14 @@ data-parallel replicas to the same choice. Losses and gradients do not depend on
 so that the switch is not seen in them. With two chunks per rank the choice may lie in another
 placement, and where layers can move have other layers per stage: then the loop moves them first
 (``move_stages.py``).
+
+Rank 0 simulates while all others wait, so that it has a limit: then the best of what it has
+simulated is taken, and what runs stays if even that is not known in time.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +29,7 @@ from megatron.adaptive.planner.repartition import Decision, Loads, choose_togeth
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.memory import free_memory_bytes
 from megatron.adaptive.profiling.pipeline import Sample, most_of, profile_of
+from megatron.adaptive.rebalance.bounded import LIMIT_S, SIMULATED_OF_LIMIT, result_within
 from megatron.adaptive.schedule.auto import choose
 from megatron.adaptive.schedule.placement import PlacementKind
 from megatron.adaptive.schedule.workload import Link
@@ -52,6 +57,7 @@ class Tuner:
         cap: most activations that the user allows, in microbatches; ``None`` for what fits.
         can_turn: stages may be laid out otherwise.
         timeout_s: limit of each wait for a neighbour.
+        say: Writes a line of the log; called on all ranks.
     """
 
     job: Job
@@ -66,6 +72,7 @@ class Tuner:
     cap: float | None
     can_turn: bool
     timeout_s: float
+    say: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self._steps = 0
@@ -95,10 +102,24 @@ class Tuner:
         sample.links = self._links()
         samples = job.gather(sample)
         loads = None if self.loads is None else self.loads(num_microbatches)
-        decision = job.on_first(lambda: self._choose(samples, loads, num_microbatches))
+        self.say(f"auto simulates schedules for at most {LIMIT_S:g} s; all ranks wait for rank 0")
+        decision = job.on_first(lambda: self._choose_in_time(samples, loads, num_microbatches))
         if decision.stay is not None and decision.move is None:
             self.forward_backward.use(decision.stay)
         return decision
+
+    def _choose_in_time(
+        self, samples: list[Sample], loads: Sequence[Loads] | None, num_microbatches: int
+    ) -> Decision:
+        present = self.forward_backward.orders.candidate(num_microbatches)
+        return result_within(
+            LIMIT_S,
+            lambda: self._choose(samples, loads, num_microbatches),
+            Decision(
+                text=f"auto keeps {present}: no schedule was simulated within {LIMIT_S:g} s, "
+                "as the processors are busy"
+            ),
+        )
 
     def _choose(
         self, samples: list[Sample], loads: Sequence[Loads] | None, num_microbatches: int
@@ -119,6 +140,7 @@ class Tuner:
             "num_microbatches": num_microbatches,
             "splittable": orders.weight_pieces > 0,
             "pieces": max(1, orders.weight_pieces),
+            "until_s": time.monotonic() + SIMULATED_OF_LIMIT * LIMIT_S,
         }
         kinds: list[PlacementKind] = [present.kind]
         if self.can_turn and present.num_chunks == 2:

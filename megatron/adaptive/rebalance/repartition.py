@@ -43,6 +43,7 @@ from megatron.adaptive.planner.repartition import (
 from megatron.adaptive.profiling.memory import KEPT_FREE
 from megatron.adaptive.profiling.pipeline import LayerShare, Sample
 from megatron.adaptive.rebalance.auto import held_bytes, memory_of
+from megatron.adaptive.rebalance.bounded import LIMIT_S, result_within
 from megatron.adaptive.rebalance.move_stages import with_schedule
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.memory import default_cap
@@ -193,7 +194,13 @@ class Repartitioner:
         if self._since < self._interval:
             return None
         measured = self._run.job.gather(self._measurements())
-        move, step_s = self._run.job.on_first(lambda: self._decide(measured, num_microbatches))
+        move, step_s, is_late = self._run.job.on_first(
+            lambda: self._decide(measured, num_microbatches)
+        )
+        if is_late:
+            self._message(
+                f"  repartition: layers stay, as no partition was simulated within {LIMIT_S:g} s"
+            )
         self._compare(step_s)
         self._forget()
         return None if move is None or move.gain < self._gain else move
@@ -245,34 +252,40 @@ class Repartitioner:
 
     def _decide(
         self, measured: Sequence[StepMeasurements], num_microbatches: int
-    ) -> tuple[Move | None, float]:
-        """Returns what pays, and the step that this is based on."""
+    ) -> tuple[Move | None, float, bool]:
+        """Returns what pays, the step that this is based on, and whether time did not suffice."""
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
         candidate = run.forward_backward.orders.candidate(num_microbatches)
+        gain = self._gain
         count = min(len(one.steps) for one in measured)
         span_s = statistics.median(
             max(one.spans_s[step] for one in measured) for step in range(count)
         )
         if count < _LEAST_STEPS:
-            return None, span_s
+            return None, span_s, False
 
         whole, *halves = self._loads(measured, num_microbatches)
 
         def promises(loads: Loads, partition: Partition) -> bool:
             step_s = simulated_step(loads, candidate, num_microbatches)
-            return step_s(partition) <= step_s(loads.partition) * (1 - self._gain)
+            return step_s(partition) <= step_s(loads.partition) * (1 - gain)
 
-        try:
-            step_s = simulated_step(whole, candidate, num_microbatches)
-            found = propose(whole, step_s, self._gain)
-            if found is not None and not all(promises(half, found.partition) for half in halves):
-                found = None  # it would pay in some of the steps
-        except ScheduleError:
-            found = None  # the order cannot be simulated for this many microbatches
+        def proposal() -> tuple[PartitionMove | None, bool]:
+            try:
+                step_s = simulated_step(whole, candidate, num_microbatches)
+                found = propose(whole, step_s, gain)
+            except ScheduleError:  # the order cannot be simulated for this many microbatches
+                return None, False
+            if found is None or not all(promises(half, found.partition) for half in halves):
+                return None, False  # it would pay in some of the steps at best
+            return found, False
+
+        late: tuple[PartitionMove | None, bool] = (None, True)
+        found, is_late = result_within(LIMIT_S, proposal, late)
         if found is None:
-            return None, span_s
-        return Move(**vars(found), why=_reason(whole), before_s=span_s), span_s
+            return None, span_s, is_late
+        return Move(**vars(found), why=_reason(whole), before_s=span_s), span_s, False
 
     def _loads(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> list[Loads]:
         run = self._run

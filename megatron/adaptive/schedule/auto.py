@@ -12,7 +12,10 @@ the error of a simulation; else that order is. Placement and layers are chosen t
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import statistics
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -143,6 +146,7 @@ def choose(
     splittable: bool,
     pieces: int = DEFAULT_PIECES,
     quick: bool = False,
+    until_s: float = math.inf,
 ) -> ScheduleChoice:
     """Simulate the candidates and take the fastest.
 
@@ -154,9 +158,10 @@ def choose(
         splittable: whether backwards can be split.
         pieces: most parts of a weight gradient.
         quick: simulate one draw of each, and anneal nothing.
+        until_s: Time of ``time.monotonic`` after which no other candidate is simulated.
 
     Raises:
-        ScheduleError: memory does not allow any candidate.
+        ScheduleError: memory does not allow any candidate, or none was simulated in time.
     """
     spread = (
         profile.action_sigma
@@ -168,7 +173,8 @@ def choose(
     seeds = range(DRAWS if spread and not (quick or many) else 1)
 
     def fitting(offered: Iterable[Candidate]) -> list[CandidateOutcome]:
-        found = (evaluate(one, num_microbatches, profile, seeds) for one in offered)
+        in_time = itertools.takewhile(lambda _: time.monotonic() < until_s, offered)
+        found = (evaluate(one, num_microbatches, profile, seeds) for one in in_time)
         return [one for one in found if one.peak_units <= with_rounding(most)]
 
     outcomes = fitting(
@@ -181,8 +187,11 @@ def choose(
             pace=_pace(profile),
         )
     )
-    if not quick:
+    if not quick and time.monotonic() < until_s:
         outcomes += fitting(_annealed(outcomes, num_microbatches, profile, most, pieces))
+    is_late = time.monotonic() >= until_s
+    if not outcomes and is_late:
+        raise ScheduleError("no schedule was simulated in time: the processors are busy")
     if not outcomes:
         raise ScheduleError(
             f"memory for {most:g} microbatches: no schedule of {placement.num_ranks}"
@@ -195,6 +204,8 @@ def choose(
     if fixed is not None and best.mean_s > fixed.mean_s * (1 - GAIN):
         best = fixed
     reason = _reason(best, fixed, profile, most)
+    if is_late:
+        reason += "; the time limit ended the simulation of others"
     return ScheduleChoice(best=best.candidate, outcomes=tuple(outcomes), reason=reason)
 
 

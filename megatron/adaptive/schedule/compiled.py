@@ -53,15 +53,18 @@ def compile_function(module: ModuleType, main: Callable[..., Any]) -> Callable[.
 def _jit(modules: Modules, main: Callable[..., Any], label: str) -> Callable[..., Any]:
     from numba import njit  # half a second to import
 
-    source = "".join(map(inspect.getsource, modules))
+    # No object of Python is touched, so that other threads may run meanwhile.
+    common: dict[str, Any] = {"_nrt": False, "nogil": True}
+    source = "".join(map(inspect.getsource, modules)) + repr(common)
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
 
     def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__qualname__ = f"{function.__name__}_{label}_{digest}"
         # Only the main function is called from outside; what it calls is compiled into it.
         # Nothing is allocated, so that no references need counting: half the time.
-        options: dict[str, Any] = {"cache": function.__name__ == main.__name__, "_nrt": False}
-        compiled: Callable[..., Any] = njit(function, **options)
+        compiled: Callable[..., Any] = njit(
+            function, cache=function.__name__ == main.__name__, **common
+        )
         return compiled
 
     return jit

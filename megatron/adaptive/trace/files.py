@@ -209,13 +209,16 @@ class _LossyOutput(io.FileIO):
 
 
 def keep_printing() -> None:
-    """Lets ``print`` and all else that writes to this process's output survive a full disk there.
+    """Lets ``print`` and all else that writes to this process's output survive a failed write.
 
-    Streams that somebody else has put in place stay.
+    The disk may be full, or the terminal closed. Streams that somebody else has put in place stay,
+    and so do those that a former call has made.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or stream is not getattr(sys, f"__{name}__"):
+            continue
+        if isinstance(getattr(stream.buffer, "raw", stream.buffer), _LossyOutput):
             continue
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -328,8 +328,13 @@ class Rebalancing(RunHook):
             live.log.message(f"  layers stay where they are: what ranks measure are {SLICES}")
         elif moves:
             self._repartitioner = Repartitioner(live.run, live.log.message)
-        self._tuner = _tuner_of(live.run, self._repartitioner) if is_tuned else None
+        self._tuner = self._make_tuner() if is_tuned else None
         self._due: Decision | Move | None = None
+
+    def _make_tuner(self) -> Tuner:
+        return _tuner_of(
+            self._live.run, self._repartitioner, lambda text: self._log.message(f"  {text}")
+        )
 
     def after_step(self, step: TrainedStep) -> None:
         times = self._live.step.times
@@ -402,7 +407,7 @@ def _engine_of(run: Run) -> ForwardBackward:
     return run.forward_backward
 
 
-def _tuner_of(run: Run, layers: Repartitioner | None) -> Tuner:
+def _tuner_of(run: Run, layers: Repartitioner | None, say: Callable[[str], None]) -> Tuner:
     config = run.job.config
     settings = config.schedule
     may_cut = settings.partition is None or settings.repartition != "off"
@@ -420,6 +425,7 @@ def _tuner_of(run: Run, layers: Repartitioner | None) -> Tuner:
         cap=settings.activation_cap,
         can_turn=settings.pipeline_placement is None,
         timeout_s=settings.pipeline_timeout_s,
+        say=say,
     )
 
 

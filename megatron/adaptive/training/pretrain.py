@@ -27,6 +27,7 @@ from megatron.adaptive.engine.job import lost_peer
 from megatron.adaptive.engine.meeting import MeetingError, no_rendezvous
 from megatron.adaptive.errors import (
     AdaptiveError,
+    DataError,
     DeviceMemoryError,
     PeerLostError,
     ScheduleError,
@@ -39,6 +40,7 @@ from megatron.adaptive.transport.liveness import Watcher
 EXIT_EXPECTED_ERROR = 2
 EXIT_BUG = 1
 _TOO_MUCH = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+_WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]*)")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # How long a rank whose connection broke waits for the name of the rank behind it.
 _VERDICT_S = 2.0
@@ -251,6 +253,13 @@ def _expected(error: BaseException, rank: int) -> BaseException:
         return DeviceMemoryError(
             f"rank {rank} ran out of memory as it asked for {int(asked[1]) / (1 << 30):,.0f} GiB:"
             " make the model, its sequences or --micro-batch-size smaller"
+        )
+    # Torch raises it from a signal handler, wherever the rank is.
+    if isinstance(error, RuntimeError) and (found := _WORKER.search(str(error))) is not None:
+        return DataError(
+            f"rank {rank}: the process that loads its data (pid {found[1]}) was killed "
+            f"({found[2].strip()}), perhaps as memory ran out; lower --num-workers, or start again "
+            "from the last checkpoint"
         )
     return lost_peer(error, rank) or error
 

@@ -24,7 +24,14 @@ import sys
 from typing import Any
 
 MODULE = "megatron.adaptive.cluster.rank_forkserver"
-SCRIPTS = ("pretrain_gpt.py", "slow_rank.py", "gpt_steps.py", "gpu_steps.py", "watched.py")
+SCRIPTS = (
+    "pretrain_gpt.py",
+    "slow_rank.py",
+    "gpt_steps.py",
+    "gpu_steps.py",
+    "watched.py",
+    "pipeline_script.py",
+)
 PROGRAMS = [["-m", "megatron.adaptive", name] for name in ("pretrain-gpt", "profile")]
 LAUNCHERS = [["-m", "torch.distributed.run"], ["-m", "megatron.adaptive", "launch"]]
 SOCKET = "TESTS_NODE_FORKSERVERS"
@@ -184,10 +191,14 @@ def _become(peer: int, given: dict[str, Any], first: int, output: int, error: in
             os.close(file)
         for name, limit in given["limits"].items():
             resource.setrlimit(int(name), limit)
+        # Torch gives launchers another name, so that tests find a forked process by this file.
+        with open(f"{given['variables'][SOCKET]}-{given['pid']}", "w") as told:
+            told.write(str(os.getpid()))
         os.environ.clear()
         os.environ.update(given["variables"])
         os.chdir(given["folder"])
         if given["words"]:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             _name(f"python-{given['pid']}")
             os.dup2(first, 0)
             os.close(first)

@@ -1,0 +1,30 @@
+"""The trainer, whose simulations of schedules take longer than ranks wait for them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from megatron.adaptive import accelerator
+
+accelerator.install()
+accelerator.quiet_libraries()
+
+from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
+from megatron.adaptive.planner import repartition as planner  # noqa: E402
+from megatron.adaptive.rebalance import auto, repartition  # noqa: E402
+from megatron.adaptive.schedule import auto as schedule_auto  # noqa: E402
+
+
+def simulate_for_long(*_: Any) -> None:
+    """Stands for a simulation on processors that are busy."""
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    for module in (schedule_auto, planner):
+        vars(module)["evaluate"] = simulate_for_long
+    for module in (auto, repartition):
+        vars(module)["LIMIT_S"] = 0.5
+    sys.exit(run())
