@@ -22,8 +22,10 @@ PIPELINE = {"seed": 1, "loss_scale": None, "extra": {}, "groups": [], "plain": {
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StepFolders:
     """Return a folder with whole checkpoints of steps 1 and 2."""
     found: StepFolders = request.param(tmp_path / "saved")
-    body = MANIFEST if request.param is CheckpointFolder else PIPELINE
     for step in (1, 2):
+        body = PIPELINE
+        if request.param is CheckpointFolder:
+            body = {**MANIFEST, "progress": {**MANIFEST["progress"], "iteration": step}}
         partial = found.begin(step)
         (partial / "__0_0.distcp").write_bytes(bytes(range(256)) * step)
         (partial / "metadata.json").write_text("{}")

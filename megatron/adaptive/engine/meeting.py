@@ -58,8 +58,10 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
         store = _serve(environment, end_s)
     else:
         store = _join(environment, end_s)
-    _wait_for_all(dist.PrefixStore("meeting", store), environment, end_s)
     store.set_timeout(timeout)
+    # A launcher may serve one store for all starts of its ranks.
+    store = dist.PrefixStore(f"start-{environment.restart_count}", store)
+    _wait_for_all(dist.PrefixStore("meeting", store), environment, end_s)
     return store
 
 
