@@ -6,22 +6,20 @@ the same error.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from megatron.adaptive.engine.job import from_first, gather
+from megatron.adaptive.engine.job import from_first, gather, naming_lost_peers
 from megatron.adaptive.errors import (
     AdaptiveError,
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
-    PeerLostError,
 )
 
 _Result = TypeVar("_Result")
@@ -70,13 +68,13 @@ class RankGroup:
         """Return whether it is set on any rank."""
         found = torch.tensor([int(flag)])
         if self.size > 1:
-            with _naming_lost_peers():
+            with naming_lost_peers():
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return bool(found)
 
     def gather(self, mine: _Result) -> list[_Result]:
         """Return what every rank gave, by rank."""
-        with _naming_lost_peers():
+        with naming_lost_peers():
             return gather(mine, self.group)
 
     def first(self, action: Callable[[], object]) -> None:
@@ -86,7 +84,7 @@ class RankGroup:
     def on_first(self, action: Callable[[], _Result]) -> _Result:
         """Run ``action`` on rank 0 and return its result, or raise its failure, on all ranks."""
         result = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
-        with _naming_lost_peers():
+        with naming_lost_peers():
             return from_first(result, self.group)  # type: ignore[return-value]
 
     def together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
@@ -120,18 +118,6 @@ class RankGroup:
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
             raise failure  # a second error of the same words would only repeat the first
         raise merged from failure
-
-
-@contextlib.contextmanager
-def _naming_lost_peers() -> Iterator[None]:
-    """Turns the error of a collective into one that says what happened to the save or load."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLostError(
-            f"a rank went away during a save or load: {_one_line(error)}; start again from the last"
-            " checkpoint"
-        ) from error
 
 
 def _kind(error: Exception) -> type[Exception]:

@@ -145,6 +145,9 @@ class HangGuard:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
+            # It removes the folder when this rank is gone, so it must outlive a signal to the
+            # rank's process group.
+            start_new_session=True,
         )
 
     def _run(self) -> None:

@@ -26,6 +26,7 @@ from megatron.adaptive.checkpoint.snapshots import SnapshotState, make_snapshots
 from megatron.adaptive.config.environment import JobOrder
 from megatron.adaptive.config.outside import printable
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
+from megatron.adaptive.engine.job import naming_lost_peers
 from megatron.adaptive.engine.progress import COMPLETE, ProgressFile, saved_line
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import CheckpointError, ConfigError
@@ -137,10 +138,12 @@ class Loop:
             JobEnded: the job was asked to stop; all is saved.
             CheckpointError: a checkpoint could not be written.
             ConfigError: the step was not trained, or twice.
+            PeerLostError: another rank is gone.
         """
         if self._is_over:
             raise StopIteration
-        return next(self._steps)
+        with naming_lost_peers():
+            return next(self._steps)
 
     def _run(self) -> Iterator[int]:
         pipeline = self._pipeline
