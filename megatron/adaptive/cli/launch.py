@@ -142,16 +142,21 @@ def _check_way(options: Any) -> None:
     """
     if options.standalone or options.rdzv_backend.startswith("etcd"):
         return
-    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.elastic.rendezvous.utils import (
+        _parse_rendezvous_config,
+        parse_rendezvous_endpoint,
+    )
 
     from megatron.adaptive.engine.meeting import MeetingError, connect, reach
 
     place = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     try:
         host, port = parse_rendezvous_endpoint(place, _PORT)
+        wait_s = float(_parse_rendezvous_config(options.rdzv_conf).get("timeout", _WAIT_S))
     except ValueError as error:
         raise MeetingError(str(error)) from None
     begin_s = time.monotonic()
+    end_s = begin_s + wait_s
     reach(host, port, begin_s + _LOOK_UP_S, only_look_up=True)
     if options.rdzv_backend == "c10d":  # the node whose address it is begins to listen itself
         with contextlib.suppress(OSError):
@@ -162,11 +167,11 @@ def _check_way(options: Any) -> None:
         return
     while True:
         try:
-            connect(host, port, time.monotonic() + _SAY_S)
+            connect(host, port, min(end_s, time.monotonic() + _SAY_S))
             return
         except MeetingError as error:
-            left_s = begin_s + _WAIT_S - time.monotonic()
-            if left_s < 0 or "no store" in str(error):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0 or "no store" in str(error):
                 raise
             text = f"waiting for node 0 at {host}:{port} ({error}); {left_s:.0f} s left"
             print(printable(text), file=sys.stderr, flush=True)
