@@ -314,7 +314,7 @@ def agree_on_sharing(
     """Counts the ranks on this rank's GPU and picks the job's backend. Collective over all ranks.
 
     A launcher may show each rank only one GPU, as Slurm does with ``--gpus-per-task``. A rank then
-    cannot tell by itself whether another rank has the same one.
+    cannot know by itself whether another rank has the same one.
 
     Args:
         accelerator: Device of this rank, from :func:`detect`.

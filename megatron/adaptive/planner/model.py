@@ -219,7 +219,7 @@ class Model:
 
     @property
     def attention(self) -> str:
-        """How the model computes attention, one of ``ATTENTIONS``."""
+        """Returns how the model computes attention, one of ``ATTENTIONS``."""
         if self.has_own_kernels:
             return "kernel"
         return "unfused" if any(kind.attention_bytes for kind in self.kinds.values()) else "fused"

@@ -274,7 +274,7 @@ def _ahead_of(one: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
     """Returns how many ranks are ahead of this one in some collective and behind it in none.
 
     If a background thread waits for another rank's, the main threads of both wait for their own
-    background threads. Then only the counts of collectives tell the two ranks apart.
+    background threads. Then only the counts of collectives distinguish the two ranks.
     """
 
     def is_behind(rank: RankEvidence, other: RankEvidence) -> bool:
