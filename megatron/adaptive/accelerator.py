@@ -80,7 +80,7 @@ class Accelerator:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks compute on the same GPU: times are then slices of it."""
+        """Whether other ranks compute on the same GPU; times then include their turns."""
         return self.shares > 1
 
     @property
@@ -220,22 +220,22 @@ class _LockedMemory(mmap.mmap):
 
     def __del__(self) -> None:
         if self.address:
-            with contextlib.suppress(Exception):  # at the end of the process CUDA may be gone
+            with contextlib.suppress(Exception):  # CUDA may be shut down before this at exit
                 torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def locked_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Returns memory of the host that a GPU copies to and from by itself.
+    """Allocates page-locked host memory, which a GPU can copy to and from without the CPU.
 
-    It takes the size that is asked for: torch's own pinned memory takes the next power of two.
+    The memory has exactly this size; torch's own pinned memory is rounded up to a power of two.
 
     Args:
         size_bytes: Number of bytes.
         device: The GPU, which must be current.
 
     Returns:
-        ``[size_bytes] uint8``; its pages are locked as far as the driver allows, for as long as the
-        tensor or a view of it lives.
+        ``[size_bytes] uint8``. Its pages stay locked while the tensor or a view of it lives. They
+        are not locked if the driver refuses.
     """
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -249,11 +249,11 @@ def locked_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
 def make_current(device: torch.device) -> None:
     """Makes a GPU current in the calling thread; does nothing for a CPU.
 
-    Every thread that touches CUDA calls this first. A new thread starts with GPU 0, and leaving
-    ``torch.cuda.stream()`` there makes a context on GPU 0: about 0.5 GB of its memory per process.
+    Every thread that touches CUDA calls this first. A new thread starts with GPU 0. If it leaves a
+    ``torch.cuda.stream()`` block, torch creates a context on GPU 0, about 0.5 GB per process.
 
     Args:
-        device: The process's device, with its index where it is a GPU.
+        device: The process's device, with its index if it is a GPU.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -267,7 +267,7 @@ def current_device() -> torch.device:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that draws for a device unless another one is named."""
+    """Return the generator that torch uses by default for a device."""
     if device.type != "cuda":
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -277,9 +277,9 @@ def default_generator(device: torch.device) -> torch.Generator:
 def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
     """Pick the device of this process and make it current.
 
-    Processes beyond the number of GPUs share them in turn (two pipeline stages on one GPU work,
-    with gloo between them, for NCCL refuses two ranks on one device). Who shares a GPU with whom is
-    only known when all ranks have met: :func:`agree_on_sharing` has the last word.
+    If there are more processes than GPUs, they share them in turn. Two pipeline stages on one GPU
+    then talk over gloo, because NCCL refuses two ranks on one device. Which ranks share a GPU is
+    only known once all ranks have met, so :func:`agree_on_sharing` makes the final choice.
 
     Args:
         local_rank: index of the process on its node.
@@ -313,17 +313,17 @@ def agree_on_sharing(
 ) -> Accelerator:
     """Counts the ranks on this rank's GPU and picks the job's backend. Collective over all ranks.
 
-    A launcher may show each rank one GPU alone, as Slurm does with ``--gpus-per-task``, so that no
-    rank knows by itself whether others have the same one.
+    A launcher may show each rank only one GPU, as Slurm does with ``--gpus-per-task``. A rank then
+    cannot know by itself whether another rank has the same one.
 
     Args:
         accelerator: Device of this rank, from :func:`detect`.
-        store: The job's store; waits in it end by its own limit.
+        store: The job's store, with its time limit for waits.
         rank: Global rank of this process.
         world_size: Number of ranks of the job.
 
     Raises:
-        SetupError: ``nccl`` was asked for and two ranks have one GPU; on all ranks alike.
+        SetupError: ``nccl`` was asked for and two ranks share a GPU. All ranks raise it.
     """
     own = _identity(accelerator.device) if accelerator.is_cuda else f"no GPU at rank {rank}"
     keys = [f"gpu-of-rank/{other}" for other in range(world_size)]
@@ -347,7 +347,7 @@ def agree_on_sharing(
 
 
 def _identity(device: torch.device) -> str:
-    """Returns a text that only this GPU has, on all machines."""
+    """Returns a text that identifies this GPU among those of all machines."""
     properties: Any = torch.cuda.get_device_properties(device)
     if hasattr(properties, "uuid"):
         return str(properties.uuid)
@@ -363,7 +363,7 @@ def _require_devices(backend: str | None, ranks: int) -> None:
         ranks: Number of this node's ranks.
 
     Raises:
-        SetupError: It has not.
+        SetupError: The machine has too few.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = None if torch.cuda.is_available() else why_no_gpu()
@@ -417,11 +417,11 @@ def why_no_gpu() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what tensors give back, as a device's allocator does; not with CUDA.
+    """Let the C library keep memory that tensors free, as a device's allocator does; not with CUDA.
 
-    It would hand the top of the heap to the system at nearly every backward and get it back page
-    by page: 2,000 faults and 3-5% of a backward's time in a GPT of hidden size 256. The setting is
-    the whole process's: call it where training begins, not where a module is imported.
+    Otherwise it returns the top of the heap to the system in nearly every backward and gets it back
+    page by page: 2,000 faults and 3-5% of a backward's time in a GPT of hidden size 256. The
+    setting applies to the whole process: call it when training begins, not at a module's import.
     """
     if torch.cuda.is_available():
         return
@@ -434,8 +434,8 @@ def keep_freed_memory() -> None:
 def quiet_libraries() -> None:
     """Silence warnings about optional GPU packages and torch's internals: users cannot act on them.
 
-    For processes that are ours, such as the trainer's; in a user's use :func:`quiet_imports`. Call
-    it before megatron-core is imported, which is when most of them are given.
+    Use it in this project's own processes, such as the trainer; in a user's process use
+    :func:`quiet_imports`. Call it before megatron-core is imported: most warnings come then.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*")
@@ -445,7 +445,7 @@ def quiet_libraries() -> None:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Silence within the block what :func:`quiet_libraries` silences for good."""
+    """Silence the warnings of :func:`quiet_libraries`, but only within the block."""
     logger = logging.getLogger("megatron.core")
     level = logger.level
     with warnings.catch_warnings():

@@ -1,9 +1,9 @@
 """Makes collectives over gloo take tensors of a GPU.
 
 Ranks that share a GPU talk over gloo, because NCCL refuses two ranks on one device. gloo copies
-device tensors through the host in some of its collectives, refuses them in others, and hands their
-addresses to the sockets in the rest, which then read the host's memory at that address.
-:data:`TREATMENTS` says which is which; :func:`install` replaces the last two kinds.
+device tensors through the host in some of its collectives and refuses them in others. In the rest
+it passes their addresses to its sockets, which then read the host's memory at those addresses.
+:data:`TREATMENTS` lists the kind of each; :func:`install` replaces the last two kinds.
 
 It replaces methods of ``torch.distributed.ProcessGroup``, through which all functions of
 ``torch.distributed`` go, however megatron-core has imported them.
@@ -23,7 +23,7 @@ _Method = Callable[..., Any]
 
 
 class _AllWorks:
-    """Waits for several calls that stand for one.
+    """Waits for several calls that replace one.
 
     Args:
         works: The calls' own handles.
@@ -33,13 +33,13 @@ class _AllWorks:
         self._works = works
 
     def wait(self, *limit: datetime.timedelta) -> bool:
-        """Waits for all of them; each has the limit for itself."""
+        """Waits for all calls. The limit applies to each one separately."""
         for work in self._works:
             work.wait(*limit)
         return True
 
     def is_completed(self) -> bool:
-        """Whether all have ended."""
+        """Whether all calls have ended."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -48,15 +48,15 @@ class _Receive:
 
     Args:
         work: The receive's own handle.
-        host: Memory that the message comes to.
-        tensors: Tensors of the device that the caller has given.
+        host: Tensors on the host that receive the message.
+        tensors: The caller's tensors on the device.
     """
 
     def __init__(self, work: Any, host: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
         self._work, self._host, self._tensors = work, host, tensors
 
     def wait(self, *limit: datetime.timedelta) -> bool:
-        """Waits for the message; the current stream has it afterwards."""
+        """Waits for the message and copies it to the device in the current stream."""
         answer = bool(self._work.wait(*limit))
         for tensor, host in zip(self._tensors, self._host, strict=True):
             tensor.copy_(host)
@@ -101,13 +101,13 @@ def _gather_lists_one_by_one(
     inputs: Sequence[torch.Tensor],
     *options: Any,
 ) -> _AllWorks:
-    lists = zip(*outputs, strict=True)  # per input what comes from each rank
+    lists = zip(*outputs, strict=True)  # for each input, the outputs from all ranks
     pairs = zip(lists, inputs, strict=True)
     return _AllWorks([group.allgather([list(parts)], [own], *options) for parts, own in pairs])
 
 
 def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any) -> Any:
-    """Gathers parts of different sizes, which gloo refuses: each rank broadcasts its own."""
+    """Gathers parts of different sizes, which gloo refuses: each rank broadcasts its part."""
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(outputs[0]):
         return original(group, outputs, inputs, *options)
     parts = outputs[0]
@@ -167,11 +167,11 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "alltoall": None,
     "alltoall_base": None,
     "all_to_all_single": None,
-    # So it does for parts of one size.
+    # gloo copies these too if all parts have one size.
     "allgather": _gather_unequal,
     "_allgather_base": None,
     "all_gather_single": None,
-    # gloo makes these of all-reductions, which it copies.
+    # gloo implements these by all-reductions, which it copies.
     "reduce_scatter": _scatter_unequal_sums,
     "_reduce_scatter_base": None,
     "reduce_scatter_single": None,
@@ -186,7 +186,7 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "send": _send_from_host,
     "recv": _receive_on_host,
     "recv_anysource": _receive_on_host,
-    # No tensors.
+    # These take no tensors.
     "barrier": None,
     "monitored_barrier": None,
 }
@@ -198,7 +198,7 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
 
 
 def install() -> None:
-    """Replaces the methods that gloo cannot run with tensors of a GPU. Process-wide, idempotent.
+    """Replaces the methods that gloo cannot run with GPU tensors. Process-wide, idempotent.
 
     Other tensors and groups of other backends are not affected.
     """

@@ -1,19 +1,19 @@
 """Lets an **unmodified** megatron-core run on a machine without CUDA.
 
 megatron-core names the device ``"cuda"`` in tensor factories, asks ``torch.cuda`` for the current
-device and its random state, and compares ``Tensor.type()`` with ``torch.cuda.*`` names. Here its
-modules get a ``torch`` of their own, in which each of these names has a substitute; every other
-name is torch's, looked up when it is used::
+device and its random state, and compares ``Tensor.type()`` with ``torch.cuda.*`` names. This module
+gives its modules a stand-in for ``torch``, in which each of these names has a substitute. Every
+other name is looked up in torch when it is used::
 
     megatron.core.x    import torch ──> stand-in ── torch.zeros ──> substitute ──> torch.zeros
                                             └────── torch.matmul ────────────────> torch.matmul
     transformers, ...  import torch ─────────────────────────────────────────────> torch
 
-What a module gets is decided when it is imported: a finder at the head of ``sys.meta_path`` gives
-modules of Megatron-LM an ``__import__`` that answers with stand-ins. torch itself stays what it is
-for every other library: a program may use both in one process. ``Tensor.cuda()`` and
-``Module.cuda()`` belong to classes that all share, so these two look at their caller, and do what
-torch does unless it is one of those modules.
+The stand-ins are given at import: a finder at the head of ``sys.meta_path`` gives modules of
+Megatron-LM an ``__import__`` that returns them. torch itself is unchanged for every other library,
+so a program may use both in one process. All modules share the classes of ``Tensor.cuda()`` and
+``Module.cuda()``, so these two look at their caller: only for modules of Megatron-LM they differ
+from torch.
 
 Every substitution is a function ``_substitute_*`` with one canary test that fails without it, so
 that a new release of torch or megatron-core shows which of them changed. With CUDA nothing is done.
@@ -45,7 +45,7 @@ _FACTORIES = (
     *("linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like"),
     *("randperm", "tensor", "zeros", "zeros_like"),
 )
-# What ``Tensor.type()`` answers for a tensor of a GPU, and for one of the CPU.
+# Results of ``Tensor.type()`` for a GPU tensor and for the same tensor on the CPU.
 _TYPE_NAMES = {
     f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("BFloat16", "Float", "Half")
 }
@@ -54,8 +54,8 @@ _TYPE_NAMES = {
 def install() -> bool:
     """Let megatron-core run without CUDA; a no-op with CUDA or when already installed.
 
-    Must run before the first import of ``megatron.core``. Changes what modules of Megatron-LM find
-    in torch, nothing for other modules.
+    Must run before the first import of ``megatron.core``. Changes only the names that modules of
+    Megatron-LM find in torch, nothing for other modules.
 
     Returns:
         Whether the substitutions are in force.
@@ -89,7 +89,7 @@ def install() -> bool:
 
 
 def install_for_trainer() -> bool:
-    """Let also Megatron-LM's own trainer run without CUDA; a no-op with it.
+    """Let Megatron-LM's own trainer run without CUDA too; a no-op with CUDA.
 
     Returns:
         Whether the substitutions are in force.
@@ -98,7 +98,7 @@ def install_for_trainer() -> bool:
         return False
     finder = _installed()
     assert finder is not None
-    # A part that needs no setting of its own to overlap messages with work.
+    # Properties of a device for which the trainer asks no special setting to overlap messages.
     part = types.SimpleNamespace(name="CPU", major=10, minor=0)
     # Without any device the trainer makes neither process groups nor seeds.
     finder.substitutes("torch.cuda").update(
@@ -110,12 +110,12 @@ def install_for_trainer() -> bool:
 
 
 def include_program(namespace: dict[str, Any]) -> None:
-    """Gives the substitutes to a program that uses Megatron-LM, as to Megatron-LM itself.
+    """Gives the substitutes also to a program that uses Megatron-LM.
 
-    The program is the module that asks for it, and modules in its folder or beside the Megatron-LM
-    in use (``gpt_builders.py`` and its like), each if it has imported something from Megatron-LM;
-    see :func:`renew_program` for when. Does nothing unless :func:`install` has put substitutes in
-    force.
+    The program is the calling module, the modules in its folder, and those beside Megatron-LM
+    (such as ``gpt_builders.py``). Of these, only modules that have imported something from
+    Megatron-LM get substitutes; see :func:`renew_program`. Does nothing unless :func:`install` has
+    installed the substitutes.
 
     Args:
         namespace: Global names of the module that asks.
@@ -126,10 +126,10 @@ def include_program(namespace: dict[str, Any]) -> None:
 
 
 def renew_program() -> None:
-    """Looks for what a program has imported meanwhile; called before its first steps.
+    """Updates the modules that a program has imported since; called before its first steps.
 
-    A module that runs already gets the substitutes in its global names, in place of what it has
-    imported from torch.
+    In a module that runs already, global names that came from torch are replaced by the
+    substitutes.
     """
     finder = _installed()
     if finder is not None:
@@ -137,9 +137,9 @@ def renew_program() -> None:
 
 
 def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose frame warnings skip, as they skip those of Python's own import.
+    """Returns a copy of a function whose frame ``warnings`` skips, as frames of Python's import.
 
-    Else a module that warns its importer would seem to warn this one.
+    Otherwise a module's warning to its importer would point at this module.
     """
     code = function.__code__.replace(co_filename="<importlib._bootstrap of megatron.adaptive>")
     return types.FunctionType(
@@ -148,18 +148,18 @@ def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Names(dict[str, Any]):
-    """Substitutes by name; a name that has none is looked up in the module that they stand before.
+    """Holds substitutes by name; any other name is looked up in the module that they replace.
 
-    A dictionary, because the lookup then runs without a Python frame: megatron-core asks torch for
-    a name a hundred times in each layer.
+    It is a dictionary because the lookup then needs no Python frame: megatron-core looks up names
+    of torch a hundred times in each layer.
     """
 
-    # Of each subclass, for a special method is looked up in the class.
+    # Each subclass sets it, because Python looks up special methods in the class.
     __missing__: Callable[[str], Any]
 
 
 def _stand_in(module: types.ModuleType) -> tuple[types.ModuleType, dict[str, Any]]:
-    """Returns a module that answers like ``module`` but for the names in the dictionary with it."""
+    """Makes a stand-in for a module; returns it with the dictionary of its substitutes."""
     missing = {"__missing__": module.__getattribute__}
     names: dict[str, Any] = type("_Names", (_Names,), missing)()
     methods = {
@@ -193,7 +193,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self.substitutes("torch")["distributed"] = self._modules["torch.distributed"]
 
     def substitutes(self, module: str) -> dict[str, Any]:
-        """Returns the substitutes for names of a module of torch, to be added to."""
+        """Returns the substitutes for a module of torch; the caller may add some."""
         return self._substitutes[module]
 
     def add_module(self, module: types.ModuleType) -> None:
@@ -205,7 +205,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return self._modules.pop(name)
 
     def calls_from(self, frame: types.FrameType) -> bool:
-        """Returns whether the code of a frame is of a module with substitutes."""
+        """Returns whether a frame runs code of a module with substitutes."""
         return frame.f_globals.get("__builtins__") is self.builtins
 
     def find_spec(
@@ -214,7 +214,7 @@ class Finder(importlib.abc.MetaPathFinder):
         """Returns how a module of Megatron-LM is loaded, ``None`` for any other module."""
         if not fullname.startswith("megatron.") or _is_own(fullname):
             return None
-        self._replace_in(self._programs)  # of which some may run between two imports
+        self._replace_in(self._programs)  # their code may run between two imports
         spec = None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -222,13 +222,13 @@ class Finder(importlib.abc.MetaPathFinder):
                 spec = find(fullname, path, target)
             if spec is not None:
                 break
-        # Others are packages without code, and modules in C.
+        # Other loaders are for packages without code and for modules in C.
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(self, spec.loader)
         return spec
 
     def include_program(self, namespace: dict[str, Any]) -> None:
-        """Takes note of a module that runs already; see the function of this name."""
+        """Records a module that runs already; see the function of this name."""
         if not any(known is namespace for known in self._programs):
             self._programs.append(namespace)
         self.renew_program()
@@ -259,7 +259,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return replaced
 
     def _modules_of_program(self) -> list[dict[str, Any]]:
-        """Returns the global names of all modules that may be of a program."""
+        """Returns the global names of all modules that may belong to a program."""
         if not self._programs:
             return []
         files = [file for known in self._programs if (file := known.get("__file__")) is not None]
@@ -285,12 +285,12 @@ class Finder(importlib.abc.MetaPathFinder):
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> Any:
-        """Imports as ``__import__`` does, and answers with a stand-in where there is one."""
-        # Without names after it, "import a.b" asks for a.
+        """Imports as ``__import__`` does, but returns the stand-in if there is one."""
+        # "import a.b", without a list of names, returns a.
         wanted = name if fromlist else name.partition(".")[0]
         known = None if level else self._modules.get(wanted)
         if known is not None and wanted not in self._substitutes:
-            return known  # stands for a package that need not be installed
+            return known  # replaces a package that need not be installed
         module = builtins.__import__(name, globals, locals, fromlist or (), level)
         return module if known is None else known
 
@@ -303,19 +303,19 @@ class _Loader(SourceFileLoader):
         self._finder = finder
 
     def get_code(self, fullname: str) -> types.CodeType | None:
-        """Returns the module's code; what is kept in ``__pycache__`` is the code as written."""
+        """Returns the module's code with replacements; ``__pycache__`` keeps it without them."""
         code = super().get_code(fullname)
         return None if code is None else _with_constants(code, self._finder.constants)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        """Returns a new module with the built-in names that its code is to run with."""
+        """Returns a new module that has the substituted built-in names."""
         module = types.ModuleType(spec.name)
         module.__dict__["__builtins__"] = self._finder.builtins
         return module
 
 
 def _with_constants(constant: Any, replacements: dict[Any, Any]) -> Any:
-    """Returns a constant of some code, with replacements in it; the same if it holds none."""
+    """Returns a constant with replacements inside, or the same constant if there are none."""
     if isinstance(constant, str):
         return replacements.get(constant, constant)
     if isinstance(constant, types.CodeType):
@@ -378,12 +378,12 @@ class _NoStream:
     def synchronize(self) -> None: ...
 
     def record_event(self, event: Any = None) -> _NoStream:
-        """Returns what waits for nothing either."""
+        """Returns an event that never waits."""
         return self
 
 
 def _substitute_streams(finder: Finder) -> None:
-    """There is one stream, in which nothing waits, whichever is asked for."""
+    """Every request for a stream gets the same one, in which nothing waits."""
     finder.substitutes("torch.cuda").update(
         Stream=_NoStream,
         current_stream=lambda device=None: _NoStream(),
@@ -417,8 +417,8 @@ def _substitute_factories(finder: Finder) -> None:
 def _substitute_tensor_moves(finder: Finder) -> None:
     """``Tensor.cuda()`` and ``Module.cuda()`` leave tensors where they are, on the CPU.
 
-    Only where a module of Megatron-LM calls them. Elsewhere they are torch's, and say that there
-    is no CUDA.
+    This holds only for calls from modules of Megatron-LM. Other callers get torch's methods, which
+    raise an error without CUDA.
     """
 
     def unless_called_by_megatron(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -435,9 +435,9 @@ def _substitute_tensor_moves(finder: Finder) -> None:
 
 
 def _substitute_tensor_type(finder: Finder) -> None:
-    """The names of types that megatron-core's code compares with are those of the CPU.
+    """CUDA type names in megatron-core's code are replaced by those of the CPU.
 
-    Its optimizers sort parameters by ``Tensor.type()`` and refuse those of no such name.
+    Its optimizers sort parameters by ``Tensor.type()`` and refuse any other name.
     """
     finder.constants.update(_TYPE_NAMES)
 
@@ -462,8 +462,8 @@ def _substitute_compiler(finder: Finder) -> None:
     """Functions that Megatron-LM asks to be compiled stay as they are.
 
     The first call of a compiled function takes half a minute on a CPU, and asking alone loads the
-    compiler: a third of what a process takes to start. ``TORCHDYNAMO_DISABLE=0`` in the
-    environment asks for it all the same.
+    compiler: a third of a process's start. ``TORCHDYNAMO_DISABLE=0`` in the environment turns
+    compilation on again.
     """
 
     def compile_if_asked(model: Any = None, **options: Any) -> Any:
@@ -495,7 +495,7 @@ def _substitute_grouped_products(finder: Finder) -> None:
 def _substitute_exchanged_parts(finder: Finder) -> None:
     """An all-to-all takes the sizes of its parts as tensors too.
 
-    megatron-core turns those of a GPU into numbers, and leaves those of a CPU what they are.
+    megatron-core converts sizes on a GPU to numbers, but leaves those on a CPU as tensors.
     """
 
     def number(value: Any) -> Any:
@@ -504,7 +504,7 @@ def _substitute_exchanged_parts(finder: Finder) -> None:
     @functools.wraps(dist.all_to_all_single)
     def exchange(output: torch.Tensor, input: torch.Tensor, *rest: Any, **options: Any) -> Any:
         named = {name: number(value) for name, value in options.items()}
-        # Looked up at each call: while a pair of microbatches runs, it is another one.
+        # Looked up at each call, because it is replaced while a pair of microbatches runs.
         return dist.all_to_all_single(output, input, *map(number, rest), **named)
 
     finder.substitutes("torch.distributed")["all_to_all_single"] = exchange
@@ -513,7 +513,7 @@ def _substitute_exchanged_parts(finder: Finder) -> None:
 def _substitute_unequal_parts(finder: Finder) -> None:
     """Ranks gather parts of different sizes, and add up such parts, which gloo refuses.
 
-    The dispatchers of experts do where several ranks share an expert.
+    The dispatchers of experts do so if several ranks share an expert.
     """
 
     def differ(parts: list[torch.Tensor], options: dict[str, Any]) -> bool:
@@ -535,7 +535,7 @@ def _substitute_unequal_parts(finder: Finder) -> None:
     def reduce_scatter(
         own: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
     ) -> Any:
-        if args or not differ(parts, options):  # another operation than the sum
+        if args or not differ(parts, options):  # args name an operation that may not be the sum
             return dist.reduce_scatter(own, parts, *args, **options)
         received = own.new_empty(len(parts), *own.shape)
         lengths = [len(own)] * len(parts)

@@ -92,8 +92,8 @@ def sum_of_file(path: Path) -> FileSum:
 
 def write_summed(file: Any, sums: Checksums, data: Any) -> int:
     """Write all of a buffer to an unbuffered file, and sum it; returns its size in bytes."""
-    # Views are released also if writing fails: Python 3.12.1 crashes when it collects a BytesIO
-    # with a view that the traceback of an error holds.
+    # Release the views even if writing fails: Python 3.12.1 crashes when it collects a BytesIO
+    # while the traceback of an error still holds a view of it.
     with memoryview(data) as given, given.cast("B") as view:
         for start in range(0, len(view), _PIECE_BYTES):
             with view[start : start + _PIECE_BYTES] as piece:

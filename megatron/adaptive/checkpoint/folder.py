@@ -303,7 +303,7 @@ class StepFolders:
         return body
 
     def _broken_rule(self, body: Mapping[str, Any]) -> str:
-        """Returns what is wrong in a manifest with a right checksum, empty for nothing."""
+        """Returns the rule that a manifest breaks although its checksum is right, or empty."""
         try:
             check_form(body, self._schema, "it")
         except ConfigError as error:
@@ -393,7 +393,7 @@ class StepFolders:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _order(self, step: int) -> Mapping[str, Any]:
-        """Returns what the manifest of a step says about the checkpoints before it."""
+        """Returns the manifest entries that place a step after the checkpoint before it."""
         return {}
 
     def _track(self, step: int) -> None:
@@ -437,9 +437,10 @@ class CheckpointFolder(StepFolders):
     def latest(self) -> int | None:
         """Return the iteration to go on from, ``None`` where the folder holds no checkpoint.
 
-        It is the last complete checkpoint that was written. A run may die between the name of a
-        checkpoint and the tracker: complete ones that follow the tracker's count. Later iterations
-        that the tracker's one does not lead to do not: a run went back with ``--ckpt-step`` since.
+        It is the last complete checkpoint that was written. A run may die after it renames a
+        checkpoint and before it updates the tracker, so complete checkpoints that follow the
+        tracker's count too. Later iterations that do not follow it are ignored: they were written
+        before a run went back with ``--ckpt-step``.
 
         Raises:
             CheckpointError: the tracker holds something else than an iteration, or the folder is
@@ -470,10 +471,10 @@ class CheckpointFolder(StepFolders):
         return int(text)
 
     def _last_after(self, tracked: int) -> int:
-        """Returns the last of the complete checkpoints that follow one another from an iteration.
+        """Follows the chain of complete checkpoints from an iteration and returns its last one.
 
-        Each manifest holds the checksum of the manifest before it. Where it does not, as in
-        checkpoints of former versions, the files' times say what was written after the tracker.
+        Each manifest holds the checksum of the manifest before it. Manifests of former versions
+        do not; a checkpoint then follows if its manifest is newer than the tracker.
         """
         steps = self.steps()
         if tracked not in steps:

@@ -476,7 +476,7 @@ def meet(
 
 
 def check_folder(folder: Path, config: TrainerConfig) -> None:
-    """Checks that a folder has the tensors of a model, by the headers of its files alone.
+    """Checks that a folder has the tensors of a model. Reads only the headers of its files.
 
     Raises:
         AdaptiveError: see :class:`HuggingFaceReader`; or the embedding has too few rows.
@@ -486,7 +486,7 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
             reader.dtype(name)
         multiple = config.model.make_vocab_size_divisible_by
         ranks = config.parallel.tensor_model_parallel_size
-        # The one that makes numbers up has an id for the end on top of the given ones.
+        # NullTokenizer adds one id, the end of document, to --vocab-size.
         ids = (config.data.vocab_size or 0) + (config.data.tokenizer_type == "NullTokenizer")
         rows = padded_vocab_size(ids, multiple, ranks)
         _require_rows(rows, reader, config, folder)
@@ -495,7 +495,7 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
 def _require_rows(
     given: int, reader: HuggingFaceReader, config: TrainerConfig, folder: Path
 ) -> None:
-    """Raises ConfigError if an embedding of so many rows has no place for the folder's."""
+    """Raises ConfigError if the model's embedding has fewer rows than the folder's."""
     if given < (rows := reader.tensors[EMBEDDING].height):
         raise ConfigError(
             f"--vocab-size {config.data.vocab_size} makes {given} rows of the embedding, and"
@@ -614,10 +614,10 @@ def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
 
 
 def carry_flags(config: TrainerConfig) -> None:
-    """Writes the flags of the model into ``--save``, with which ``evaluate`` builds it again.
+    """Writes the model's flags into the ``--save`` folder, so that ``evaluate`` can rebuild it.
 
-    Adapters without their model are beside the folder that it is in. A folder that has the file
-    already is left as it is.
+    If the run trains adapters, their checkpoints lack the model, so the flags name its folder. An
+    existing file is not replaced.
 
     Raises:
         OSError: it cannot be written.

@@ -311,7 +311,7 @@ def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list
     for one in tensors:
         starts.append(end)
         end += -(-one.nbytes // _ALIGN) * _ALIGN
-    # Locked, else copies go through a buffer of the driver's.
+    # Without locked pages the driver copies through a buffer of its own.
     memory = torch.empty(end, dtype=torch.uint8) if gpu is None else locked_memory(end, gpu)
     return [
         memory[start : start + one.nbytes].view(one.dtype).view(one.shape)

@@ -393,7 +393,8 @@ def fill_state(leaf: Any) -> None:
             if _is_torch_adam(leaf):
                 state = inner.state[parameter]
                 step = state.get("step", torch.tensor(float(group.get("step", 0))))
-                # The fused one counts on the device, also after one that counted on the host.
+                # A fused Adam counts its steps on the device. A checkpoint of one that is not fused
+                # may hold the count on the host.
                 state["step"] = step.to(parameter.device) if group.get("fused") else step
 
 
@@ -488,8 +489,8 @@ def sharded_rng(config: TrainerConfig) -> ShardedObject:
 def load_rng(state: Mapping[str, Any]) -> None:
     """Set the random states of this rank.
 
-    Those of the device stay as they are, with a warning, if they come from another kind of device:
-    a CPU's generator cannot go on from the state of a GPU's, nor the reverse.
+    If the device's states come from another kind of device, they are not loaded, with a warning: a
+    CPU's generator cannot continue from a GPU's state, nor the reverse.
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

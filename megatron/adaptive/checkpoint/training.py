@@ -534,8 +534,8 @@ def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
 def check_model_folder(job: Job, config: TrainerConfig) -> None:
     """Compares the tensors of ``--load-hf`` with those of the model, before it is built.
 
-    Collective over all ranks; the first one reads the headers of the files. A run that goes on from
-    a checkpoint does not need the folder's weights, and they are not looked at.
+    Collective over all ranks; rank 0 reads the headers of the files. A run that resumes from a
+    checkpoint does not need the folder's weights, so it skips the check.
 
     Raises:
         AdaptiveError: see :class:`HuggingFaceReader`.

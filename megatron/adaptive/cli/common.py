@@ -24,10 +24,10 @@ def show(text: str = "", *, file: TextIO | None = None) -> None:
 
 
 def open_streams() -> None:
-    """Opens the standard streams that the process was started without, at ``/dev/null``.
+    """Opens ``/dev/null`` for each standard stream that the process was started without.
 
-    Python has ``None`` in their place, and the next file that is opened would take the number 2,
-    into which libraries write what they have to say.
+    Otherwise Python sets the stream to ``None``, and the next opened file may get descriptor 2: the
+    libraries' error messages would go into that file.
     """
     for number, (name, flags) in enumerate(_STREAMS.items()):
         try:
@@ -47,7 +47,7 @@ _STREAMS = {"stdin": os.O_RDONLY, "stdout": os.O_WRONLY, "stderr": os.O_WRONLY}
 
 
 def expected(error: Exception) -> AdaptiveError | None:
-    """Returns the error of one line for an exception of a program, ``None`` for a bug."""
+    """Returns an expected exception as an error of one line, ``None`` if it is a bug."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
@@ -57,7 +57,7 @@ def expected(error: Exception) -> AdaptiveError | None:
 
 
 def end_at_once(number: int, frame: object) -> None:
-    """Ends the process with one line: a handler of signals while nothing is there to tidy up."""
+    """Handles a signal by ending the process with one line, while nothing needs cleaning up."""
     name = signal.Signals(number).name
     text = _STOPPED if number == signal.SIGINT else f"stopped by signal {name}"
     with contextlib.suppress(OSError):  # the terminal may be closed
@@ -69,7 +69,8 @@ def end_at_once(number: int, frame: object) -> None:
 def interrupts_end_at_once() -> Iterator[None]:
     """Lets Ctrl-C, SIGTERM and SIGHUP end the process in the body with one line.
 
-    Imports, for instance, cannot be interrupted well. Signals that are ignored stay so.
+    Use it around imports, which may turn an interrupt into another error. Ignored signals stay
+    ignored.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.getsignal(number) for number in numbers}

@@ -1,10 +1,10 @@
 """Runs torchrun, with the trainer's options checked beforehand and a short message at the end.
 
 Takes torchrun's own command line. Differences: bad options of ``pretrain_gpt.py`` end it before any
-process starts; a failed job ends with the failed rank and no traceback of the launcher; Ctrl-C, and
-SIGHUP when the terminal is closed, are passed on to the ranks, which save a checkpoint and end.
-SIGHUP stays ignored under ``nohup``. SIGUSR1, which Slurm sends to every process
-of a job before its time is over, is left to the ranks: they handle it, here it is ignored.
+process starts. A failed job ends with a line about the failed rank, without the launcher's
+traceback. Ctrl-C and SIGHUP (sent when the terminal is closed) are passed on to the ranks, which
+save a checkpoint and end. SIGHUP stays ignored under ``nohup``. SIGUSR1, which Slurm sends to every
+process of a job before its time is over, is ignored here: the ranks handle it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TRAINER = "pretrain_gpt.py"
 _MEETINGS = ("static", "c10d", "etcd", "etcd-v2")
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 _MAX_PROCESSES = 4096
-_PORT = 29400  # of torchrun, where an endpoint has none
+_PORT = 29400  # torchrun's default, if an endpoint names no port
 _LOOK_UP_S = 30.0
 _SAY_S = 30.0
 _WAIT_S = 600.0
@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
     """
     # Ranks inherit it until they watch for the signal themselves.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # Until torch has its own handlers, right before it starts ranks. It may turn an interrupt of
-    # its imports, which take about a second, into another error.
+    # torch sets its handlers only right before it starts ranks. Its imports take about a second,
+    # and it may turn an interrupt during them into another error.
     with interrupts_end_at_once():
         return _launch(argv)
 
@@ -135,7 +135,9 @@ def _read_options(argv: Sequence[str]) -> Any:
 
 
 def _check_way(options: Any) -> None:
-    """Waits for the store of the first node, which torchrun would do without a limit or a word.
+    """Waits for the store of the first node and reports the wait.
+
+    torchrun itself would wait for it without a limit and without a message.
 
     Raises:
         MeetingError: Its name does not resolve, nobody listens there, or what listens is no store.
@@ -158,7 +160,7 @@ def _check_way(options: Any) -> None:
     begin_s = time.monotonic()
     end_s = begin_s + wait_s
     reach(host, port, begin_s + _LOOK_UP_S, only_look_up=True)
-    if options.rdzv_backend == "c10d":  # the node whose address it is begins to listen itself
+    if options.rdzv_backend == "c10d":  # nobody may listen yet: the endpoint's node serves it later
         with contextlib.suppress(OSError):
             socket.create_connection((host, port), 1.0).close()
             connect(host, port, time.monotonic() + 1.0)

@@ -61,7 +61,7 @@ Megatron-LM's own trainer with its own flags, and those of the plug-in among the
 
 
 def _lacking() -> str:
-    """Says what must be installed to train so."""
+    """Returns a message that says what must be installed for ``pretrain``."""
     return (
         f"megatron-core {metadata.version('megatron-core')} carries no trainer of Megatron-LM: "
         "pretrain needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM on "
@@ -195,7 +195,7 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
 
 
 def _cached_datasets() -> Any:
-    """Returns the module whose shuffling indices are checked and made anew if damaged."""
+    """Returns the module of the data sets that check their shuffling indices and rebuild them."""
     return importlib.import_module("megatron.adaptive.data.datasets")
 
 
@@ -226,7 +226,7 @@ def _data_config(args: Any) -> Any:
     names = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
     given = {name: values[name] for name in names.intersection(values)}
     prefixes = [part[0][0] for part in (blend, *(blend_per_split or ())) if part and part[0]]
-    # Megatron-LM's ways to load its own files faster are of these files.
+    # These flags make Megatron-LM load its own index files faster, so keep those files.
     is_own = values["fast_cache_load"] or values["defer_npy_index_mmap"]
     if args.mock_data or is_own or not prefixes:
         return GPTDatasetConfig(**given)

@@ -175,7 +175,7 @@ _NO_TRAINING = "--skip-train --train-iters 1 --lr 1e-5 --micro-batch-size 1".spl
 
 
 def _model_flags(flags: Sequence[str]) -> list[str]:
-    """Returns the flags of the model that ``import-hf`` or a run left beside its checkpoints."""
+    """Returns the model's flags from the file that ``import-hf`` or a run wrote to ``--load``."""
     path = Path(last_value(flags, "--load") or "", FLAGS_FILE)
     if not path.is_file():
         return []

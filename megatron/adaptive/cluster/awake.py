@@ -1,8 +1,8 @@
-"""Measures how long a process has waited, without the time in which it was stopped itself.
+"""Measures how long a process has waited, without the time in which it was stopped.
 
-A process may be stopped by Ctrl-Z, a debugger or a paused virtual machine. When it goes on, all of
-its time limits seem to be over, though the others did what they should. Time is therefore counted
-in short waits: however long this process stood still, that counts as one of them.
+Ctrl-Z, a debugger or a paused virtual machine may stop a process. When it continues, all of its
+time limits seem to have passed, although its peers answered in time. Time is therefore counted in
+short waits: a stop, however long, counts as one of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SLICE_S = 1.0
-# A process that runs reads the clock more often than this, also on a machine that is busy.
+# A running process reads the clock more often than this, even on a busy machine.
 _LONGEST_GAP_S = 5.0
 
 
@@ -44,14 +44,14 @@ class AwakeClock:
 
 
 async def result_within(future: asyncio.Future[T], limit_s: float) -> T:
-    """Waits for a future, in waits of at most :data:`SLICE_S`, and leaves it running at the limit.
+    """Waits for a future in slices of at most :data:`SLICE_S`; at the limit it keeps running.
 
     Args:
         future: Future or task to wait for.
-        limit_s: Limit in seconds of this process's own time.
+        limit_s: Limit in seconds, without the time in which this process was stopped.
 
     Raises:
-        asyncio.TimeoutError: The limit is over.
+        asyncio.TimeoutError: The limit has passed.
     """
     left_s = limit_s
     pending: Any = {future}

@@ -2,7 +2,7 @@
 
 Both sides have proved the job's secret, and every message is known to come from the other one. A
 side that hears nothing for :data:`SILENCE_S` takes the other for lost: a machine without power
-closes no connection. The time in which a side was stopped itself does not count.
+closes no connection. Time in which the listening side was itself stopped does not count.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Connection:
                 return message
 
     async def _next_payload(self, silence_s: float) -> bytes:
-        """Waits for the next payload; a read that is under way goes on after a time-out."""
+        """Waits for the next payload. A read under way continues after a time-out."""
         if self._reading is None:
             self._reading = asyncio.get_running_loop().create_task(self._read())
             self._reading.add_done_callback(_take_error)
@@ -126,7 +126,7 @@ class Connection:
         try:
             payload = await result_within(reading, silence_s)
         except asyncio.CancelledError:
-            if reading.cancelled():  # by close(), not this task
+            if reading.cancelled():  # close() cancelled the read, nobody cancelled this task
                 raise EOFError("the connection was closed here") from None
             raise
         self._reading = None
@@ -153,7 +153,7 @@ class Connection:
 
 
 def _take_error(reading: asyncio.Task[bytes]) -> None:
-    """Keeps asyncio from reporting the error of a read whose result nobody waits for any more."""
+    """Takes a read's error, so that asyncio does not report it if nobody waits for the read."""
     if not reading.cancelled():
         reading.exception()
 

@@ -336,7 +336,8 @@ class Manager:
                 for key in running.alive:
                     name = running.where[key]  # may have come back since
                     is_gone = self._members.nodes[name].status in ("lost", "gone")
-                    # Another node may be gone as well, and its ranks have ended well before that.
+                    # An event covers its node alone: ranks of another lost node may have ended
+                    # well before that.
                     if is_gone if event is None else name == event.node:
                         running.statuses[key] = -signal.SIGKILL
                         running.at_fault(
@@ -498,7 +499,7 @@ class Manager:
         self._members.events.put_nowait(Event("stop", "", {}))
 
     def _hung_up(self) -> None:
-        """Stops the job if its terminal was closed; else SIGHUP is a request to reread the file."""
+        """Stops the job if its terminal was closed; otherwise SIGHUP asks to reread the file."""
         if drop_closed_terminal():
             self._asked_to_stop(signal.SIGTERM)
         else:

@@ -188,7 +188,7 @@ class Node:
         copies_port: at which it takes copies of other nodes' state.
         link: connection with its agent.
         asked: what :meth:`Membership.ask` waits for, by number.
-        started_s: Time of ``time.monotonic`` at which its agent was started here.
+        started_s: Time of ``time.monotonic`` at which this process started the node's agent.
     """
 
     name: str
@@ -353,9 +353,9 @@ class Membership:
                 self._start_agent(machine)
 
     def start_lost_again(self) -> bool:
-        """Starts the agents of listed machines again that are lost or did not answer.
+        """Restarts agents of listed machines that are lost or did not answer.
 
-        Each is started at most every :data:`RETRY_S`.
+        Each is started at most once per :data:`RETRY_S`.
 
         Returns:
             Whether an agent was started.
@@ -400,7 +400,7 @@ class Membership:
                 self.release(node, "the job has ended", status)
         for node in self.nodes.values():
             if node.process is not None and node.process.returncode is None:
-                if node.status == "starting":  # it would only say that nobody is here any more
+                if node.status == "starting":  # it would only report that its manager is gone
                     with contextlib.suppress(ProcessLookupError):
                         node.process.terminate()
                 with contextlib.suppress(asyncio.TimeoutError):

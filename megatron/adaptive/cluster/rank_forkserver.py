@@ -71,7 +71,7 @@ def _import() -> None:
         with device.quiet_imports():  # a rank may be a user's program
             for name in _MODULES:
                 importlib.import_module(f"megatron.adaptive.{name}")
-            # Else each rank does, with its first step and its first data.
+            # Otherwise each rank imports these during its first step and its first data.
             for name in ("torch._dynamo", "megatron.core.datasets.helpers"):
                 importlib.import_module(name)
 
@@ -116,8 +116,8 @@ class _Forkserver:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        # Kept back until the training loop handles it. Blocked from before the fork on: this
-        # process ignores it, and a new one would lose what comes before it has its own settings.
+        # Hold the signal back until the training loop handles it. Block it before the fork: this
+        # process ignores it, so a signal right after the fork would otherwise be lost.
         kept_back = {signal.SIGUSR1}
         signal.pthread_sigmask(signal.SIG_BLOCK, kept_back)
         pid = os.fork()

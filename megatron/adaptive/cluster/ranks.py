@@ -376,7 +376,7 @@ class RunningRanks:
 
         Args:
             fault: what went wrong.
-            deadline_s: End of that moment, by the clock of the other deadlines.
+            deadline_s: Time by which they must have reported, on the clock of other deadlines.
             kill: whether a signal from outside ended a rank. It is the cause also where a rank that
                 lost this peer was seen to end before it.
             gone: what became of a node, where that is why. Ranks that cannot reach it may end, and

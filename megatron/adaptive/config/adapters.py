@@ -28,7 +28,7 @@ _IDLE = frozenset(
     inference_mode peft_version auto_mapping fan_in_fan_out megatron_core qalora_group_size
     """.split()
 )
-# Sizes that the weights of a model's folder have.
+# Flags whose values are fixed by the shapes of the folder's weights.
 _SIZES = frozenset(
     """
     --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
@@ -37,7 +37,7 @@ _SIZES = frozenset(
     """.split()
 )
 _LONGEST_PATTERN, _MOST_DIGITS = 1000, 6
-# A group that ends with a repetition and is repeated: it may take for ever not to fit.
+# A repeated group that ends with a repetition, as (a*)*: a search that fails may never end.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # that leave the model as it is
 
@@ -75,7 +75,7 @@ def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[st
 
 
 def _require_size(name: str, given: Sequence[str], values: Sequence[str], where: str) -> None:
-    """Refuses a size of the model that is not its folder's, before anything is built of it."""
+    """Refuses a given size that differs from the one of the model's folder."""
     is_number = len(given) == 1 and given[0].isdigit()
     if is_number and int(given[0]) != int(values[0]):
         raise ConfigError(
@@ -131,7 +131,7 @@ def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """Says what a model that adapters are for is called in ``transformers``.
+    """Names the model that adapters belong to, as ``transformers`` does.
 
     Attributes:
         family: Its ``model_type``, a key of :data:`NAMES`.
@@ -171,7 +171,7 @@ def adapter_arguments(folder: Path, base: Base) -> list[str]:
 
     Args:
         folder: Folder that PEFT wrote.
-        base: Model that they are for.
+        base: Model that the adapters are for.
 
     Raises:
         ConfigError: the folder has none, or they are of a kind that is not trained here.
@@ -187,7 +187,7 @@ def adapter_arguments(folder: Path, base: Base) -> list[str]:
                 f"{path}: {key} {value!r} asks for what adapters lack here: train them without it"
             )
     words: list[str] = []
-    # What PEFT takes for a key that is absent.
+    # PEFT's defaults for absent keys.
     for key, default in (("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)):
         value = document.get(key, default)
         is_whole = key != "r" or type(value) is int
@@ -208,7 +208,8 @@ def _targets(given: Any, base: Base, where: str) -> list[str]:
         where: Path of the file, for messages.
 
     Raises:
-        ConfigError: it is none of these, or fits no linear layer, or not those of all layers.
+        ConfigError: it is none of these, matches no linear layer, or matches a linear layer in some
+            layers of the model and not in others.
     """
     if isinstance(given, str):
         is_every = given.lower() == "all-linear"
@@ -223,7 +224,7 @@ def _targets(given: Any, base: Base, where: str) -> list[str]:
 
 
 def _matching(pattern: str, base: Base, where: str) -> list[str]:
-    """Returns the linear layers whose whole names a regular expression fits."""
+    """Returns the linear layers whose whole names match a regular expression."""
     names = NAMES[base.family]
     inside = {
         name

@@ -139,9 +139,9 @@ def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
 
     Args:
         content: what the YAML file holds.
-        words: ``key=value`` each; they win over the file, in which variants win over the rest, and
-            without a value take the key away. With ``load_hf`` the model is that of its folder, and
-            what the file says of its sizes and layers does not count.
+        words: ``key=value`` each, or ``key=`` to remove a key. They win over the file; within the
+            file variants win over the rest. With ``load_hf`` the folder describes the model, and
+            sizes and layers in the file are ignored.
         where: the file, for messages.
 
     Raises:
@@ -169,7 +169,7 @@ def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
         settings |= found[choice]
     own = _by_field(given, "the command line")
     if (own | settings).get("load_hf"):
-        # The folder says what its model is; a word that contradicts it is refused later.
+        # The folder describes its model. A word that contradicts it is refused later.
         settings = {field: settings[field] for field in settings.keys() - _model_fields()}
     settings |= own
     counts = []
@@ -193,7 +193,7 @@ _MOST_PROCESSES = 4096
 
 
 def _model_fields() -> frozenset[str]:
-    """Returns the settings that a model's folder stands for."""
+    """Returns the names of the settings that a model's folder decides."""
     dests = {name: spec.dest for spec in _all_specs().values() for name in spec.names}
     return frozenset(dests[flag] for flag in MODEL_FLAGS)
 

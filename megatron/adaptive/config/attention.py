@@ -1,10 +1,10 @@
-"""Chooses how the trainer's own layers compute attention: with scores written out, or by a kernel.
+"""Chooses how the trainer's own layers compute attention: with scores in memory, or by a kernel.
 
 Scores of all pairs of tokens take ``heads x length x length`` numbers for each layer and
-microbatch; a kernel keeps its inputs, its output and one number for each token and head. The choice
-is a function of plain values: the planner, which imports no torch, counts what will be kept.
+microbatch. A kernel keeps its inputs, its output and one number for each token and head. The choice
+depends on plain values only, so that the planner, which imports no torch, can predict the memory.
 
-What torch's kernels take, from torch 2.6 on:
+Supported by torch's kernels from torch 2.6 on ("8.0 on" is a compute capability):
 
 =============  ====================  ===============  =========  =====  =======  ==============
 kernel         types                 GPUs             widths     masks  dropout  grouped queries
@@ -17,9 +17,9 @@ packed         as flash, from torch 2.11 on           both       none   no      
 CPU            fp32, bf16, fp16                       equal      any    no       no
 =============  ====================  ===============  =========  =====  =======  ==============
 
-The packed kernel alone knows windows and several documents in a row; its widths follow the rules of
-flash and of efficient, as nobody pads them. No kernel knows attention
-sinks or bounds scores.
+Only the packed kernel supports windows and several documents in a row. Its widths must obey the
+rules of both flash and efficient, because nothing pads them. No kernel supports attention sinks or
+bounded scores.
 
 Source: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, ``sdp_utils_cpp.cpp`` and
 ``torch/nn/attention/varlen.py`` of PyTorch.
@@ -43,9 +43,9 @@ class Kernel(enum.Enum):
 
     Attributes:
         SCORES: scores of all pairs are written out and kept.
-        CAUSAL: one kernel that hides later tokens by itself.
-        MASKED: one kernel that is given a mask.
-        PACKED: one kernel for rows of several documents, with or without a window.
+        CAUSAL: kernel that hides later tokens without a mask.
+        MASKED: kernel that takes a mask.
+        PACKED: kernel for rows of several documents, with or without a window.
     """
 
     SCORES = "scores"
@@ -55,12 +55,12 @@ class Kernel(enum.Enum):
 
 
 class Mask(enum.Enum):
-    """Names the kinds of sets of tokens that one attends to.
+    """Names the kinds of token sets that a token attends to.
 
     Attributes:
-        CAUSAL: itself and all before it.
-        WINDOW: itself and so many before it.
-        GIVEN: those of a mask, as of documents in one row, or of a part of a sequence.
+        CAUSAL: the token itself and all before it.
+        WINDOW: the token itself and a fixed number before it.
+        GIVEN: tokens that a mask leaves, for documents in one row or a part of a sequence.
     """
 
     CAUSAL = "causal"
@@ -76,12 +76,12 @@ class AttentionCase:
         backend: value of ``--attention-backend``.
         device: type of the device, ``cuda`` or ``cpu``.
         dtype: name of the type of queries, such as ``bfloat16``.
-        mask: tokens that one attends to.
+        mask: tokens that each token attends to.
         is_packed: whether a row holds several documents, without a mask for them.
         query_width: width of a head's queries and keys.
         value_width: width of a head's values.
-        has_dropout: whether probabilities are dropped in this forward.
-        has_sinks: whether a number of its own is in the sum of each row's probabilities.
+        has_dropout: whether this forward drops probabilities.
+        has_sinks: whether the softmax of each row has an additional learned term (a sink).
         has_bound: whether scores are bounded.
         capability: major number of the GPU's compute capability.
         has_packed_kernel: whether this torch has the packed kernel, with windows.
@@ -102,17 +102,17 @@ class AttentionCase:
 
 
 def kernel_for(case: AttentionCase) -> Kernel:
-    """Returns how attention is computed in a case.
+    """Chooses the way in which attention is computed.
 
-    For packed rows any answer but ``PACKED`` means that documents are computed one after another,
-    each as a case of its own.
+    For packed rows any result other than ``PACKED`` means that the caller computes one document
+    after another and chooses anew for each.
     """
     if case.has_sinks or case.has_bound or case.backend in ("unfused", "local"):
         return Kernel.SCORES
     if case.dtype not in ("float32", *_HALF):
         return Kernel.SCORES
     if case.device == "cpu":
-        # By default a CPU computes what it always did, the same numbers as megatron-core.
+        # By default a CPU computes the same numbers as megatron-core, without a kernel.
         takes = case.backend == "fused" and case.query_width == case.value_width
         if case.has_dropout or not takes:
             return Kernel.SCORES
@@ -130,7 +130,7 @@ def kernel_for(case: AttentionCase) -> Kernel:
 
 
 def shares_keys(case: AttentionCase) -> bool:
-    """Returns whether the kernel of a case lets several queries share a key, with no copies."""
+    """Returns whether several queries can share a key without copies of it."""
     is_causal = case.device == "cuda" and kernel_for(case) is Kernel.CAUSAL
     return is_causal and _takes_flash(case) and case.query_width <= _WIDEST_GROUPED
 

@@ -252,13 +252,13 @@ _FILES_AIMED_AT = 65_536
 
 
 def require_files(world_size: int) -> None:
-    """Raises this process's limit of open files as far as a rank needs it.
+    """Raises this process's limit of open files to the number that a rank needs.
 
     Args:
         world_size: Number of ranks of the job.
 
     Raises:
-        SetupError: The limit cannot be raised as far.
+        SetupError: The limit cannot be raised that far.
     """
     needed = _FILES_OF_RANK + _FILES_OF_PEER * (min(world_size, _GROUP) - 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -275,7 +275,7 @@ def require_files(world_size: int) -> None:
 
 
 def too_many_files(reason: str) -> SetupError:
-    """Returns the error of a process that could not open one more file."""
+    """Returns the error for a process that has reached its limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return SetupError(
         f"a file or connection cannot be opened ({reason}): this process may have {soft} (ulimit"

@@ -334,7 +334,7 @@ def spec_of(name: str, hint: Any, default: Any = None, **options: Any) -> FieldS
 
 
 def _shown(value: object) -> str:
-    """Returns a value as messages show it: not more of it than says which one it is."""
+    """Returns a value as messages show it, with a long one cut short."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...{text[-1]}"
 

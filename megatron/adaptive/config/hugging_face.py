@@ -1,10 +1,9 @@
 """Reads ``config.json`` of Hugging Face as arguments of the trainer.
 
-A table of families says what a model is by its ``model_type``; a table of keys says which argument
-each number is. Owns what keys mean, for the planner and for the trainer alike: what a model holds
-follows from the arguments as for any other. How modules are called there is said by
-:mod:`megatron.adaptive.config.hugging_face_names`. The planner counts models that the trainer
-cannot build (``differs``); for the trainer :func:`load_config` refuses each key that asks for them.
+A table of families describes a model by its ``model_type``; a table of keys gives the argument for
+each number. Owns the meaning of keys, for both the planner and the trainer. The names of modules
+are in :mod:`megatron.adaptive.config.hugging_face_names`. The planner also counts models that the
+trainer cannot build (``differs``); for the trainer :func:`load_config` refuses their keys.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "queries, keys and values in one matrix of another order"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "factors of embeddings, residuals and logits"
-# What models differ in whose keys alone do not show it.
+# Differences of models from the nearest family that their keys do not show.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
@@ -203,7 +202,7 @@ _FRACTIONS = frozenset(
     """.split()
 )
 _TEXTS = ("--moe-router-score-function",)
-# Whole numbers that a file may write with a point, as 10000.0.
+# Flags of whole numbers that a file may write with a decimal point, as 10000.0.
 _BASE_FLAGS = ("--rotary-base", "--window-rotary-base")
 _WHOLE = frozenset(
     key
@@ -252,8 +251,8 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
     "use_bidirectional_attention": (False, "attention to later tokens"),
     "router_jitter_noise": (0.0, "noise in the router"),
 }
-# Keys that change nothing in the model: how text is made, training, where the file comes from,
-# what trainers, exporters and quantizers note.
+# Keys that change nothing in the model: text generation, training, the file's origin, and notes of
+# trainers, exporters and quantizers.
 _WITHOUT_EFFECT = frozenset(
     """
     architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range
@@ -393,13 +392,13 @@ def load_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _text_part(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns what reads text of a model of several kinds of input, ``None`` for a model of one."""
+    """Returns the text part of a model that takes images or sound too, ``None`` without one."""
     parts = (document.get(key) for key in _TEXT_PARTS)
     return next((part for part in parts if isinstance(part, dict)), None)
 
 
 def _refuse_other_input(document: Mapping[str, Any], where: str) -> None:
-    """Refuses a model of several kinds of input, and says if its text part alone can be read."""
+    """Refuses a model that takes more than text; the error says if its text part can be read."""
     text, kind = _text_part(document), document["model_type"]
     if kind in _FAMILIES or (text is None and not any(document.get(key) for key in _OTHER_INPUT)):
         return
@@ -418,10 +417,10 @@ def _refuse_other_input(document: Mapping[str, Any], where: str) -> None:
 
 
 def _check_numbers(config: Mapping[str, Any], where: str) -> None:
-    """Refuses numbers that could be taken only cut or rounded.
+    """Refuses numbers that would have to be cut or rounded.
 
     Raises:
-        ConfigError: a whole number is none, or one of a rotation is no number.
+        ConfigError: a value that must be whole is not, or a rotation's value is not a number.
     """
     for key in sorted(_WHOLE & config.keys()):
         if config[key] is not None and type(config[key]) is not int:
@@ -438,10 +437,10 @@ def _check_numbers(config: Mapping[str, Any], where: str) -> None:
 
 
 def _checked(value: Any, flag: str, key: str, where: str) -> int | float:
-    """Returns a number of the file as an argument takes it.
+    """Converts a number of the file to the argument's type.
 
     Raises:
-        ConfigError: it is no number, or would have to be rounded.
+        ConfigError: it is not a number, or would have to be rounded.
     """
     if not _is_number(value):
         kind = "number" if flag in _FRACTIONS else "whole number"
@@ -572,14 +571,14 @@ def _flat(family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
         config = {**config, key: rotation}
         if base := near.get("rope_theta"):
             config["rope_local_base_freq"] = base
-    # As in transformers: what stands beside a rotation's kind wins over the same key further out.
+    # As in transformers, a key inside the rotation's object wins over the same key outside of it.
     inner = ("rope_theta", "partial_rotary_factor")
     own = {key: rotation[key] for key in inner if rotation.get(key) is not None}
     return {**family.default, **config, **own}
 
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what a configuration says of rotation: under the old key, or else the new one."""
+    """Returns the settings of the rotation, under the old key or else the new one."""
     found: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return found
 
@@ -632,7 +631,7 @@ def _family(config: Mapping[str, Any], where: str) -> _Family:
 
 
 def _lacks(config: Mapping[str, Any], name: str, near: str) -> str:
-    """Returns in what a model of a kind that is not read differs from the nearest family."""
+    """Describes how an unsupported model differs from the nearest supported family."""
     strange = {key for key, value in config.items() if value}
     strange -= {*_READ, *_WITHOUT_EFFECT, *_ACTIVATION, *_ONLY}
     strange.difference_update(*_FAMILIES[near].optional.values())

@@ -1,4 +1,4 @@
-"""Says how modules of Hugging Face's models are called, by the names of ours."""
+"""Maps names of this project's modules to those of Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 
 class FamilyNames(NamedTuple):
-    """Their names in one family.
+    """Holds Hugging Face's names for one family of models.
 
     Attributes:
-        inside: their modules of a layer by ours, in the order of the model; one module for all
-            blocks of rows, or one for each.
-        outside: their modules by ours.
-        layer: begins the names of a layer's modules; has its number.
-        predicts: whether there can be layers that predict further tokens behind the others.
+        inside: names of a layer's modules by our name, in the order of the model; one for all
+            blocks of rows of our matrix, or one for each block.
+        outside: names of the modules outside of layers by our name.
+        layer: prefix of the names in a layer, with ``{}`` for its number.
+        predicts: whether layers that predict further tokens may follow the others.
         turned: whether matrices of linear layers are stored as ``[inputs, outputs]``.
-        grouped: whether rows of queries, keys and values alternate as ours do.
+        grouped: whether rows of queries, keys and values alternate as in our matrix.
     """
 
     inside: Mapping[str, list[str]]

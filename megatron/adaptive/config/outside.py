@@ -1,8 +1,8 @@
 """Opens files and reads JSON from outside within limits, and makes their text fit to be shown.
 
 Files, sockets and environment variables may hold anything, and a path may name anything:
-:func:`open_file` is the one way to a file's content, :func:`parse_json` the one reader of JSON,
-:func:`printable` stands where text goes to a terminal, a sheet or a page.
+:func:`open_file` is the only way to a file's content, :func:`parse_json` the only reader of JSON.
+Text that goes to a terminal, a sheet or a page passes through :func:`printable`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PIECE_BYTES = 1 << 20
 def require_file(path: str | Path) -> int:
     """Checks that a path names a regular file, for libraries that open it themselves.
 
-    To open a FIFO waits for a writer, which may never come, and a device may have no end.
+    Opening a FIFO waits for a writer, which may never come, and a device may have no end.
 
     Args:
         path: Path of the file; links are followed.
@@ -57,11 +57,11 @@ def require_file(path: str | Path) -> int:
         Size of the file in bytes.
 
     Raises:
-        OSError: There is nothing, or something else; ``strerror`` says what.
+        OSError: There is no file, or it is not a regular one; ``strerror`` says which.
     """
     try:
         found = os.stat(path)
-    except ValueError:  # as of a name with the character NUL
+    except ValueError:  # the name holds the character NUL, for instance
         raise OSError(errno.EINVAL, "this is no name of a file", str(path)) from None
     return _require_regular(found, path)
 
@@ -79,10 +79,10 @@ def open_file(path: str | Path) -> BinaryIO:
     """Opens a regular file to read its bytes, and never waits for another process.
 
     Raises:
-        OSError: It cannot be opened, or is something else than a regular file.
+        OSError: It cannot be opened or is not a regular file.
     """
     require_file(path)
-    # Without O_NONBLOCK a FIFO that took the file's place since would wait for its writer.
+    # If a FIFO has replaced the file since the check, only O_NONBLOCK keeps this from waiting.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _require_regular(os.fstat(descriptor), path)
@@ -118,8 +118,8 @@ def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool
 
     Args:
         data: the text; bytes are UTF-8.
-        strict: whether numbers must be finite and integers fit 64 bits. A loss may be NaN. Without
-            it, integers that no float can hold are infinite.
+        strict: whether numbers must be finite and integers fit 64 bits; False for text that may
+            hold NaN, such as a loss. If False, integers too large for a float become infinite.
         once: whether a key that an object has twice is refused, as in files that people write.
 
     Raises:
@@ -173,7 +173,10 @@ def _integer(word: str) -> int:
 
 
 def _any_integer(word: str) -> int | float:
-    """Reads an integer of any size, so that whoever divides it meets no overflow."""
+    """Reads an integer of any size; one too large for a float becomes infinite.
+
+    Dividing such an integer would raise OverflowError.
+    """
     return int(word) if len(word) <= _MOST_DIGITS else math.copysign(math.inf, float(word))
 
 
@@ -229,7 +232,7 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def natural(text: str) -> int | None:
-    """Returns the whole number from 0 on that a text is, ``None`` if it is none of 18 digits."""
+    """Converts text to a whole number of at most 18 digits, ``None`` if it is not one."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
     return int(text) if is_number else None
 
@@ -239,13 +242,13 @@ def say(text: str, *, lines: bool = False) -> None:
 
     Args:
         text: Text of the line.
-        lines: Whether it may have several, such as a schedule with a picture.
+        lines: Whether the text may have several lines, such as a schedule with a picture.
     """
     print(shown(text, lines=lines), file=sys.stderr, flush=True)
 
 
 def shown(text: str, *, lines: bool = False) -> str:
-    """Returns a message as it is shown: printable, and of a word without end the beginning alone.
+    """Makes a message printable and cuts words that are too long to show.
 
     Args:
         text: Text of the message, with words of users or files in it.

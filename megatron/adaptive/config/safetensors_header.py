@@ -5,11 +5,11 @@
     [ 8 bytes: length of the header | JSON | bytes of tensors ]
     {"__metadata__": {text: text}, NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
-Tensors follow each other without a gap and without a byte in common, the first at the first byte
-behind the header and the last up to the end of the file: a file whose tensors overlap, or that
-holds bytes of none of them, is not what its writer meant.
+The first tensor begins right behind the header, each next one where the one before ends, and the
+last one ends with the file. A file whose tensors overlap, or that holds bytes of no tensor, is
+damaged.
 
-Source: the format's text and the verdicts of the package ``safetensors`` 0.8.
+Source: the format's description and the behaviour of the package ``safetensors`` 0.8.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MOST_DIGITS = 300  # of a number that a double can hold
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """Says where a file holds a tensor.
+    """Describes a tensor of a file: its type, shape and place.
 
     Attributes:
         dtype: Code of its type, a key of :data:`BITS`.
@@ -62,7 +62,7 @@ class TensorEntry:
 
 
 class _Once(dict[str, Any]):
-    """An object of JSON that knows which keys it was given twice."""
+    """Holds an object of JSON and the keys that it was given twice."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -77,10 +77,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
     Raises:
         CheckpointError: it cannot be read.
-        DamagedCheckpointError: it is cut, or says what cannot be.
+        DamagedCheckpointError: it is cut short or contradicts itself.
     """
     try:
-        # A pipe of that name has no writer, and must not be waited for.
+        # If the name is a pipe without a writer, O_NONBLOCK keeps this from waiting.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             state = os.fstat(descriptor)
@@ -167,7 +167,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _entry(name: str, value: Any, first: int) -> TensorEntry:
-    """Reads what a header says of a tensor.
+    """Reads a tensor's entry of the header.
 
     Args:
         name: Name of the tensor.

@@ -1,12 +1,12 @@
-"""Keeps arrays that take long to make in a folder, and makes them again if a file is damaged.
+"""Keeps arrays that are slow to build in a folder, and builds them again if a file is damaged.
 
 A file is numpy's format with a tail, so that other programs can read it::
 
     NAME.npy   | header | data | MAIDXSUM | 16 bytes: xxh3 of NAME.npy, header and data |
 
-A file has its name only after its bytes are on the disk. Before an array is used all of its file is
-read and summed, and the arrays of a set are held against each other by their maker: a checksum
-says that the bytes are those that were written, not that they suit the data.
+A file gets its name only after its bytes are on the disk. Before an array is used, its whole file
+is read and its checksum compared. A checksum shows that the bytes are those that were written, not
+that they suit the data, so the caller also checks the arrays of a set against each other.
 
 Needs neither torch nor megatron-core.
 """
@@ -41,7 +41,7 @@ _PIECE_BYTES = 1 << 22  # stays in the processor's cache between reading and sum
 
 
 class _DamageError(Exception):
-    """Says in what a file is not what was written."""
+    """Says how a file differs from what was written."""
 
 
 def kept(
@@ -50,15 +50,15 @@ def kept(
     make: Callable[[], Sequence[npt.NDArray[Any]]],
     check: Check = lambda arrays: "",
 ) -> Arrays:
-    """Returns arrays of a folder by their names; makes them if one is missing or damaged.
+    """Returns arrays of a folder by their names; builds them if one is missing or damaged.
 
-    One process of those that see the folder makes them, under a file lock; the others wait.
+    One of the processes that see the folder builds them, under a file lock; the others wait.
 
     Args:
         cache: Path of the folder.
         names: Names of the files without suffix.
-        make: Makes the arrays.
-        check: Holds the arrays against each other and against what they are indices of.
+        make: Function that builds the arrays.
+        check: Check of the arrays against each other and against the data that they index.
 
     Raises:
         DataError: the folder cannot be written, or ``make`` raises it.
@@ -88,7 +88,7 @@ def _read(paths: Sequence[Path], check: Check, *, logs: bool = False) -> Arrays 
 
     Args:
         paths: Paths of the files.
-        check: Holds the arrays against each other.
+        check: Check of the arrays against each other.
         logs: Whether damage is logged.
     """
     arrays = []
@@ -108,14 +108,14 @@ def _read(paths: Sequence[Path], check: Check, *, logs: bool = False) -> Arrays 
 
 
 def _map(path: Path) -> npt.NDArray[Any]:
-    """Maps the array of a file whose bytes are those that were written.
+    """Maps the array of a file after checking its bytes.
 
     Raises:
-        FileNotFoundError: there is none.
-        _DamageError: it is something else.
+        FileNotFoundError: there is no such file.
+        _DamageError: the file is not what was written.
     """
     try:
-        # A pipe of that name has no writer, and must not be waited for.
+        # If the name is a pipe without a writer, O_NONBLOCK keeps this from waiting.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
@@ -157,7 +157,7 @@ def _check_sum(stream: Any, name: str, size: int) -> None:
 
 
 def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Writes arrays so that each name stands for all of its bytes, after a power failure too."""
+    """Writes arrays so that a file with its final name is complete, also after a power failure."""
     for path, array in zip(paths, arrays, strict=True):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:

@@ -1,16 +1,17 @@
-"""Writes conversations as a chat template does, and says which characters the model is taught.
+"""Renders conversations by a chat template and finds the characters that the model learns.
 
-A template is a program of jinja that runs in a sandbox, with what ``transformers`` gives templates.
-Taught is what the assistant writes. If the template marks it with ``{% generation %}``, the marks
-are the answer. Otherwise an answer lies between two renderings of the conversation's beginning::
+A template is a jinja program. It runs in a sandbox, with the names that ``transformers`` gives it.
+The model learns what the assistant writes. If the template marks that with ``{% generation %}``,
+the marks decide. Otherwise an answer is the difference of two renderings of the conversation's
+beginning::
 
     messages[:i] with the generation prompt   [user] hi [end] [assistant]
     messages[:i + 1]                          [user] hi [end] [assistant] yo [end]
     taught                                                               ^^^^^^^^^
 
-If a template writes an answer otherwise once others follow, or a generation prompt that an answer
-does not go on from (``<think>``), its place is found by writing the conversation twice more with
-other words for the answer: what stays the same is before and behind it.
+That fails if a template writes an answer differently once other messages follow, or if an answer
+does not continue the generation prompt (``<think>``). The conversation is then rendered twice more
+with other words for the answer: the text that stays the same lies before and behind it.
 
 Imports neither torch nor megatron-core, and jinja only when a template is compiled.
 """
@@ -38,7 +39,7 @@ _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Fields of a message under which its reasoning is passed, first the one that templates read."""
 _BEGUN_TAG = re.compile(r"[<\[(#|][^\s>\])]*$")
-# Two answers without a common first or last letter, which no template takes for anything else.
+# Two answers without a common first or last letter, which no template treats specially.
 _PROBES = ("Bqjx", "Wzkv")
 _THIRD_PROBE = "Fhnd"
 _common_start = os.path.commonprefix
@@ -46,7 +47,7 @@ _common_start = os.path.commonprefix
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """A conversation and what a template is given beside it.
+    """Holds a conversation and the other inputs of a template.
 
     Attributes:
         messages: Messages, each with a role and mostly with a content.
@@ -61,12 +62,12 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A conversation as a text.
+    """Holds the rendered text of a conversation.
 
     Attributes:
-        text: The text.
-        spans: Parts of it that are taught.
-        are_marked: Whether the template marks them.
+        text: Rendered text.
+        spans: Parts of the text that are taught.
+        are_marked: Whether the template itself marks these parts.
     """
 
     text: str
@@ -75,12 +76,13 @@ class Written:
 
 
 class ChatTemplate:
-    """Chat templates of one tokenizer.
+    """Holds the chat templates of one tokenizer.
 
     Args:
-        templates: Templates by name; ``default`` is used, with tools ``tool_use`` if there is one.
-        tokens: Special tokens by the name that templates have for them, such as ``eos_token``.
-        folder: Folder they are from, for messages.
+        templates: Templates by name. ``tool_use``, if there is one, is used for conversations with
+            tools, else ``default``.
+        tokens: Special tokens by their names in templates, such as ``eos_token``.
+        folder: Folder of the templates, for messages.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class ChatTemplate:
         self._templates, self._tokens, self._folder = templates, tokens, folder
 
     def write(self, conversation: Conversation) -> Written:
-        """Returns the text of a conversation and what of it is taught.
+        """Renders a conversation and finds its taught parts.
 
         Raises:
             DataError: the template refuses the conversation, or leaves out an answer.
@@ -129,7 +131,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Around:
-    """Text that is the same whatever an answer says.
+    """Holds the text that stays the same whatever an answer says.
 
     Attributes:
         before: Text before the answer.
@@ -142,12 +144,12 @@ class _Around:
 
 @dataclass(frozen=True, kw_only=True)
 class _Prompt:
-    """Says how the text before an answer goes with a generation prompt.
+    """Compares the text before an answer with the generation prompt.
 
     Attributes:
-        asked: The generation prompt, empty if there is none or it is not known.
-        own: Text that the template writes behind it before any answer.
-        opened: Part of it that is not written before an answer.
+        asked: Generation prompt, empty if there is none or it is not known.
+        own: Text that the template adds behind the prompt before every answer.
+        opened: End of the prompt that is missing in front of an answer.
     """
 
     asked: str
@@ -156,7 +158,7 @@ class _Prompt:
 
 
 class _Renderer:
-    """One conversation and the template that writes it."""
+    """Renders one conversation by a template."""
 
     def __init__(
         self, template: str, tokens: Mapping[str, str], conversation: Conversation
@@ -177,7 +179,7 @@ class _Renderer:
         return str(written)
 
     def render_marked(self) -> tuple[str, list[Span]]:
-        """Returns the text of the conversation and what the template marks in it."""
+        """Returns the text of the conversation and the parts that the template marks."""
         marks = self._compiled.environment.marks
         blocks: list[str] = []
         with marks.collected(blocks) as spans:
@@ -185,11 +187,11 @@ class _Renderer:
                 messages=[*self.messages], add_generation_prompt=False, **self._options
             )
             for block in generated:
-                blocks.append(block)  # before the template goes on: marks count what is written
+                blocks.append(block)  # at once: a mark's offset is the length of these blocks
         return "".join(blocks), spans
 
     def answer(self, number: int, text: str) -> Span | None:
-        """Returns where a message lies in the text of the conversation, ``None`` if nowhere.
+        """Finds a message in the text of the conversation, ``None`` if it is not there.
 
         Args:
             number: Number of the message.
@@ -207,12 +209,12 @@ class _Renderer:
         return None
 
     def _probed(self, number: int, text: str, *, plain: bool) -> Span | None:
-        """Finds an answer by what stays the same if it says something else.
+        """Finds an answer: replaces its words and looks which text around it stays the same.
 
         Args:
             number: Number of the message.
             text: Text of the whole conversation.
-            plain: Whether the other answers are text alone, without calls and thoughts.
+            plain: Whether the replacements are plain text, without tool calls and reasoning.
         """
         before, rest = self.messages[:number], self.messages[number + 1 :]
         probes: list[Message] = [
@@ -226,11 +228,11 @@ class _Renderer:
         if whole is None or ended is None:
             return None
         prompt = self._prompt(before, ended.before)
-        # What the template writes of its own accord behind the prompt is taught: an empty thought.
+        # Text that the template itself adds behind the prompt, as an empty thought, is taught.
         is_own = bool(prompt.own) and whole.before.endswith(prompt.own)
         start = len(whole.before) - (len(prompt.own) if is_own else 0)
         if prompt.opened and text.startswith(prompt.opened, start):
-            start += len(prompt.opened)  # which the prompt has written before
+            start += len(prompt.opened)  # the prompt holds this text already
         stop = len(text) - len(whole.behind)
         stop += len(self._end_mark(whole.behind, ended, probes, before, prompt.asked))
         is_there = text.startswith(whole.before[:start]) and text.endswith(whole.behind)
@@ -244,14 +246,14 @@ class _Renderer:
         before: Sequence[Message],
         asked: str,
     ) -> str:
-        """Returns what of the text behind an answer ends it, and does not begin the next turn.
+        """Returns the text that ends an answer, without the beginning of the next turn.
 
         Args:
             behind: Text behind the answer in the whole conversation.
-            ended: Text around it if the conversation ends with it.
-            probes: Two other answers.
-            before: Messages before it.
-            asked: The generation prompt, empty if it is not known.
+            ended: Text around the answer if the conversation ends with it.
+            probes: Two replacements of the answer.
+            before: Messages before the answer.
+            asked: Generation prompt, empty if it is not known.
         """
         if behind.startswith(ended.behind):
             return ended.behind
@@ -260,7 +262,7 @@ class _Renderer:
             mark = asking.behind[: -len(asked)]
             if behind.startswith(mark):
                 return mark
-        # Between two answers there is the mark, and what the template writes before an answer.
+        # Between two answers lie the end mark and the text that the template writes before one.
         third = {"role": TAUGHT_ROLE, "content": _THIRD_PROBE}
         twice = self._around([[*before, probe, third] for probe in probes])
         so_far = self._try(before)
@@ -270,15 +272,15 @@ class _Renderer:
             mark = between.removesuffix(head)
             if head and between.endswith(head) and behind.startswith(mark):
                 return mark
-        # A tag that both begin and go on with otherwise belongs to neither.
+        # If both texts begin a tag and continue it differently, the common part is no end mark.
         return _BEGUN_TAG.sub("", _common_start([behind, ended.behind]))
 
     def _prompt(self, before: Sequence[Message], written: str) -> _Prompt:
-        """Returns which part of a generation prompt an answer goes on from.
+        """Finds the part of the generation prompt that an answer continues.
 
         Args:
             before: Messages before the answer.
-            written: Text of these and of what the template writes before any answer.
+            written: Text of these messages and of whatever the template writes before an answer.
         """
         prompt, so_far = self._try(before, asks=True), self._try(before)
         if prompt is None:
@@ -288,7 +290,7 @@ class _Renderer:
             return _Prompt(asked="", own=written[agreed:], opened=prompt[agreed:])
         asked = prompt[len(so_far) :]
         tail = written[len(_common_start([written, so_far])) :]
-        searched = asked.lstrip()  # without what parts turns
+        searched = asked.lstrip()  # without white space that separates turns
         if not searched:
             return _Prompt(asked=asked, own=tail, opened="")
         for length in range(len(searched), 0, -1):
@@ -299,7 +301,7 @@ class _Renderer:
     def _around(
         self, conversations: Sequence[Sequence[Message]], *, asks: bool = False
     ) -> _Around | None:
-        """Returns what two texts have in common before and behind an answer."""
+        """Returns the common beginning and the common end of two renderings."""
         first, second = (self._try(messages, asks=asks) for messages in conversations)
         if first is None or second is None:
             return None
@@ -317,9 +319,9 @@ class _Renderer:
 
 
 def _as_given(message: Message) -> dict[str, Any]:
-    """Returns a message as ``transformers`` hands it to a template.
+    """Returns a message in the form that ``transformers`` passes to a template.
 
-    Keys without a value are left out, and reasoning has the name that templates read.
+    Keys without a value are left out. Reasoning gets the names that templates read.
     """
     cleaned = _clean({key: value for key, value in message.items() if value is not None})
     given: dict[str, Any] = cleaned
@@ -330,7 +332,7 @@ def _as_given(message: Message) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """Returns plain data without halves of characters, which JSON can hold and UTF-8 cannot."""
+    """Replaces halves of characters (lone surrogates) in plain data; UTF-8 cannot hold them."""
     if isinstance(value, str):
         return without_surrogates(value)
     if isinstance(value, Mapping):
@@ -341,7 +343,7 @@ def _clean(value: Any) -> Any:
 
 
 def without_surrogates(text: str) -> str:
-    """Joins surrogate pairs and replaces lone halves, which JSON can hold and UTF-8 cannot."""
+    """Joins surrogate pairs and replaces lone halves, which are legal in JSON but not in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -350,14 +352,14 @@ def without_surrogates(text: str) -> str:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Returns what a template raises that does not take a conversation."""
+    """Returns the exceptions by which a template refuses a conversation."""
     from jinja2 import TemplateError
 
     return (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
 class _Marks:
-    """Collects where a template's marked blocks lie in the text that it writes."""
+    """Collects the positions of a template's marked blocks in the rendered text."""
 
     def __init__(self) -> None:
         self._blocks: list[str] | None = None
@@ -368,7 +370,7 @@ class _Marks:
         """Collects the spans of marked blocks.
 
         Args:
-            blocks: Parts of the text that are written so far; the caller adds each at once.
+            blocks: Parts of the text rendered so far; the caller adds each at once.
         """
         self._blocks, self._spans = blocks, []
         try:
@@ -393,7 +395,7 @@ def _compiled(template: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Takes ``{% generation %}`` ... ``{% endgeneration %}``."""
+        """Parses ``{% generation %}`` ... ``{% endgeneration %}``."""
 
         tags = {"generation"}  # noqa: RUF012 as jinja declares it
 

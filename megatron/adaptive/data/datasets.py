@@ -42,7 +42,7 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 _SPLIT_NAMES = ("train", "valid", "test")
 _PARTS = ("document", "sample", "shuffle")
-_CHECK_WHOLE_BYTES = 64 << 20  # of an index whose numbers are all looked at
+_CHECK_WHOLE_BYTES = 64 << 20  # largest index that is checked completely
 
 Samples = Sequence[dict[str, Any]]
 Indices = tuple[npt.NDArray[np.generic], npt.NDArray[np.generic], npt.NDArray[np.generic]]
@@ -151,7 +151,7 @@ def build_datasets(
 
 @contextmanager
 def _quiet_megatron_core() -> Iterator[None]:
-    """Leaves out megatron-core's warning that nothing is cached: it is, in files of our own."""
+    """Silences megatron-core's warning that nothing is cached: this module caches it itself."""
     logger = logging.getLogger("megatron.core.datasets")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -162,7 +162,7 @@ def _quiet_megatron_core() -> Iterator[None]:
 
 
 def _is_too_much(error: BaseException | None) -> bool:
-    """Returns whether an array had no room, or could not have any; megatron-core wraps that."""
+    """Returns whether an error, which megatron-core may wrap, says that an array is too large."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, MemoryError | OverflowError) or "array is too big" in text:
@@ -315,14 +315,14 @@ class CachedGPTDataset(GPTDataset):
     def _broken_rule(
         self, documents: npt.NDArray[Any], samples: npt.NDArray[Any], shuffle: npt.NDArray[Any]
     ) -> str:
-        """Returns which rule of megatron-core's indices arrays break, empty for none.
+        """Returns the rule of megatron-core's indices that the arrays break, empty for none.
 
         Args:
             documents: ``[epochs * documents]``, numbers of the documents in the order they are
                 read.
             samples: ``[samples + 1, 2]``, the place in ``documents`` and the token at which each
                 sample begins.
-            shuffle: ``[samples]``, the sample that is taken at each point of the run.
+            shuffle: ``[samples]``, numbers of the samples in the order they are taken.
         """
         if any(one.dtype.kind not in "iu" or not one.size for one in (documents, samples, shuffle)):
             return "they are not whole numbers"
@@ -360,10 +360,10 @@ class CachedGPTDataset(GPTDataset):
 
 
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yields all rows of a small array, and pieces from the first row to the last of a large one.
+    """Yields all rows of a small array, or pieces of a large one spread from first row to last.
 
-    Bytes that are not those that were written have been found before: what is left to find is an
-    index of other data, which any piece shows.
+    The checksum has found damaged bytes before. Only an index of other data is left to find, and
+    any piece shows that.
     """
     for start, stop in pieces(len(array), array[0].nbytes, _CHECK_WHOLE_BYTES):
         yield array[start:stop]

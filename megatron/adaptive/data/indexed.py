@@ -196,15 +196,15 @@ def _hint_for_missing(prefix: str) -> str:
 def pieces(
     count: int, itemsize: int, whole_bytes: int = _SCAN_WHOLE_BYTES
 ) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of pieces of 4 MB of an array.
+    """Yields begin and end of 4 MB pieces of an array.
 
-    They are all of it up to a size; of a larger array they are spread evenly from the first element
-    to the last.
+    The pieces cover a small array completely. In a larger one they are spread evenly from the first
+    element to the last.
 
     Args:
         count: Elements of the array.
         itemsize: Bytes of an element.
-        whole_bytes: Size of the largest array of which all pieces are given.
+        whole_bytes: Largest size in bytes of an array that is covered completely.
     """
     piece = _PIECE_BYTES // itemsize
     if count * itemsize <= whole_bytes:
@@ -218,7 +218,7 @@ def pieces(
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on a file; the kernel frees it when a process dies."""
-    # Opened to read as well, a pipe of that name does not wait for a reader.
+    # If the name is a pipe, opening it for reading too keeps this from waiting for a reader.
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "rb") as stream:
         with suppress(OSError):  # a file system without locks: two may do the same work
             fcntl.flock(stream, fcntl.LOCK_EX)

@@ -146,7 +146,7 @@ class Conversations:
 
     @staticmethod
     def broken_rule(arrays: Sequence[npt.NDArray[Any]], vocab_size: int) -> str:
-        """Returns which rule the three arrays of a file break, empty for none."""
+        """Returns the rule that the three arrays of a file break, empty for none."""
         ids, taught, ends = arrays
         is_ids = ids.dtype == np.int32 and ids.ndim == 1
         if not is_ids or taught.dtype != np.bool_ or taught.shape != ids.shape:
@@ -163,8 +163,8 @@ class Conversations:
     def read(path: str, tokenizer: Tokenizer) -> tuple[npt.NDArray[Any], ...]:
         """Tokenizes JSON lines, each ``{"messages": [{"role": ..., "content": ...}, ...]}``.
 
-        Beside ``messages`` a template is given ``tools`` and ``documents``; other fields are not
-        read, whatever they hold.
+        A template gets the fields ``messages``, ``tools`` and ``documents``. Other fields are not
+        read and may hold anything.
 
         Returns:
             The three arrays of a :class:`Conversations`. One without a message of the assistant
@@ -198,13 +198,13 @@ class Conversations:
 
 
 def _conversation(line: str, where: str) -> Conversation:
-    """Reads a line.
+    """Reads a line of a file as a conversation.
 
     Raises:
-        DataError: it is no conversation; names the line.
+        DataError: the line is not a conversation; the message names the line.
     """
     try:
-        # Fields that nobody reads may hold any number.
+        # Fields that are not read may hold any number.
         found = parse_json(line, strict=False)
         messages = found["messages"]
         beside = [found.get(name) for name in ("tools", "documents")]

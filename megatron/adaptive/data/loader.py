@@ -56,7 +56,7 @@ _WIRE_DTYPES: dict[str, Any] = {
     "position_ids": np.int32,
     "attention_mask": np.bool_,
 }
-_SET_DEATH_SIGNAL = 1  # of prctl
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _PREFETCH = 4  # microbatches that each worker reads ahead
 _INTEGER = ("tokens", "labels", "position_ids")
 _KEYS = (*_INTEGER, "loss_mask")  # of samples of different lengths

@@ -33,11 +33,11 @@ from megatron.adaptive.data.chat import TAUGHT_ROLE, ChatTemplate, Conversation,
 from megatron.adaptive.errors import ConfigError, DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
-_ROLES = ("system", "user", "assistant")  # of conversations without a template
+_ROLES = ("system", "user", "assistant")  # allowed if the tokenizer has no chat template
 _TEMPLATE_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
-_CHAT_VERSION = 2  # of the rule by which tokens are taught; kept tokens are of one
+_CHAT_VERSION = 2  # version of the rule that chooses taught tokens; cached tokens are of one
 _MODEL = "check --tokenizer-model"
 _IDS_OF_TIKTOKEN = 1 << 17  # ids of all kinds, as in Megatron-LM
 
@@ -87,8 +87,8 @@ class Tokenizer(ABC):
         Without a template a message is its role's heading, its content and the end of document.
 
         Raises:
-            DataError: the tokenizer's template does not take it, or there is none and a message is
-                no text of a known role.
+            DataError: the tokenizer's template refuses it. Without a template: a message is not
+                text, or its role is not known.
         """
         ids: list[int] = []
         taught: list[bool] = []
@@ -184,11 +184,11 @@ _MOSTLY = 0.9
 def _check_merges(
     vocab: dict[str, int], merges: list[tuple[str, str]], vocab_file: Path, merge_file: Path
 ) -> None:
-    """Checks that a vocabulary and its merges say of each other what they must.
+    """Checks that a vocabulary and its merges belong together.
 
-    Each token of several bytes is what one merge makes, so a name or a rule that was changed leaves
-    a token without a rule. Ids follow the order of the merges in most vocabularies: there a rule
-    out of place stands out.
+    One merge makes each token of several bytes, so a changed name or rule leaves a token without a
+    rule. In most vocabularies ids follow the order of the merges: in these a rule that is out of
+    place is found too.
 
     Raises:
         DataError: An id occurs twice, ids have holes, a rule occurs twice, a token has no rule, or
@@ -496,15 +496,15 @@ def need_package(name: str, given: str, extra: str) -> Any:
 
 
 def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_marked: bool) -> None:
-    """Marks the tokens of some characters, those too that begin before or end behind them.
+    """Marks all tokens that overlap a range of characters as taught.
 
     Args:
-        taught: Whether each token is taught; changed.
+        taught: Whether each token is taught; changed in place.
         encoding: Tokens of the text, of the ``tokenizers`` library.
         start: Offset of the first character.
         stop: Offset behind the last one.
-        are_marked: Whether a template marks the characters. The last one then counts with the first
-            of its tokens alone, as in ``return_assistant_tokens_mask``.
+        are_marked: Whether a template marks the characters. If the last character has several
+            tokens, only the first is then taught, as in ``return_assistant_tokens_mask``.
     """
     if start == stop:
         return

@@ -337,9 +337,9 @@ class Executor:
         return action
 
     def _ahead(self) -> int:
-        """Returns how many of the last launched actions may be unfinished when a rule is asked.
+        """Returns how many launched actions may be unfinished when the policy is asked again.
 
-        Those that take ``_AHEAD_NS`` together, by the times of the last step.
+        These are as many as fill ``_AHEAD_NS``, by their times in the last step.
         """
         ahead, left_ns = _LAUNCH_AHEAD, _AHEAD_NS
         for launched in self._launched[: -1 - _MOST_AHEAD : -1]:

@@ -145,8 +145,8 @@ class HangGuard:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
-            # It removes the folder when this rank is gone, so it must outlive a signal to the
-            # rank's process group.
+            # This process removes the folder when the rank is gone, so it must survive a signal to
+            # the rank's process group.
             start_new_session=True,
         )
 

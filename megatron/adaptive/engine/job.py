@@ -43,7 +43,7 @@ def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
     """Returns the error of a connection that broke, ``None`` for any other error.
 
     Args:
-        error: What a library raised; what it wraps is looked at too.
+        error: Exception of a library. Exceptions that it wraps are searched too.
         rank: Global rank of this process, for the message.
     """
     cause: BaseException | None = error
@@ -70,10 +70,10 @@ def _broken_connection(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def naming_lost_peers() -> Iterator[None]:
-    """Turns a library's error of a broken connection into that of a lost peer.
+    """Turns a library's error about a broken connection into ``PeerLostError``.
 
     Raises:
-        PeerLostError: A collective failed as another rank is gone.
+        PeerLostError: A collective failed because another rank is gone.
     """
     try:
         yield

@@ -42,7 +42,7 @@ _ENDED = "ended"
 _FOLDER = ".lease"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 _GONE = (errno.ENOENT, errno.ESTALE)
-_SUM = "sum"  # member of a claim, the checksum of the others; claims of former versions lack it
+_SUM = "sum"  # key of a claim's checksum over its other keys; claims of former versions lack it
 _YEAR_3000_S = 32_503_680_000
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "ticks", "boot", "job", "run", "address", "secret"), (str,)),
@@ -327,9 +327,10 @@ def _sum(facts: Mapping[str, Any]) -> str:
 
 
 def _checked(read: Any) -> dict[str, Any]:
-    """Returns what a claim says, nothing if it is not what was written.
+    """Returns the content of a claim, empty if it is damaged.
 
-    Nobody may take a folder from a living job as its claim names a process that is gone.
+    A damaged claim may name a process that is gone. If it were believed, another job would take the
+    folder from a job that still runs.
     """
     if not isinstance(read, dict) or read.pop(_SUM, None) not in (None, _sum(read)):
         return {}

@@ -1,7 +1,8 @@
 """Brings the ranks of a launcher together in a store, within a limited time.
 
-torch itself waits without a limit for a program that listens at the port and says nothing, tries a
-name that does not resolve for minutes, and lets ranks with another port wait for each other.
+torch itself waits without a limit if another program listens at the port and does not answer. It
+retries a name that does not resolve for minutes, and ranks with different ports wait for each
+other.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ _ARRIVED, _COMPLETE = "arrived", "complete"
 
 
 class MeetingError(Exception):
-    """Says in a few words why ranks do not meet; :func:`no_rendezvous` makes the line of it."""
+    """Says briefly why ranks do not meet; :func:`no_rendezvous` makes a whole message of it."""
 
 
 def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
-    """Returns the store in which the ranks of a launcher meet; of its own without one. Collective.
+    """Returns the store in which the ranks of a launcher meet. Collective over all ranks.
 
-    Where rank 0 serves it, it listens at ``MASTER_ADDR`` alone, if that is an address of its own
-    machine: torch itself would listen at all of them, and asks nobody who they are. Blocks until
-    all ranks are there, ``environment.meeting_s`` at most.
+    A process without a launcher gets a store of its own. If rank 0 serves the store and
+    ``MASTER_ADDR`` is an address of its machine, the store listens at that address only: torch
+    itself would listen at all addresses, and it lets anybody in. Blocks until all ranks are there,
+    ``environment.meeting_s`` at most.
 
     Args:
         environment: Variables of this rank.
@@ -59,14 +61,14 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
     else:
         store = _join(environment, end_s)
     store.set_timeout(timeout)
-    # A launcher may serve one store for all starts of its ranks.
+    # A launcher may keep one store when it restarts its ranks, so each start has its own prefix.
     store = dist.PrefixStore(f"start-{environment.restart_count}", store)
     _wait_for_all(dist.PrefixStore("meeting", store), environment, end_s)
     return store
 
 
 def no_rendezvous(environment: Environment, error: Exception) -> Exception:
-    """Returns one line on a failure before the ranks were connected, or ``error``."""
+    """Turns a failure to connect the ranks into an error of one line, or returns ``error``."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, ValueError) and "rendezvous" not in reason:
         return error
@@ -78,22 +80,22 @@ def no_rendezvous(environment: Environment, error: Exception) -> Exception:
 
 
 def within(limit_s: float, action: Callable[[], T], late: str) -> T:
-    """Runs a call that may never return in a thread, and gives it up after a time.
+    """Runs a call that may never return in a thread, and stops waiting after a time.
 
     Args:
         limit_s: Time in seconds.
-        action: The call; what it raises is raised here.
-        late: Words of the error when the time is over.
+        action: Function to call; its exceptions are raised here.
+        late: Text of the error if the time passes.
 
     Raises:
-        MeetingError: The time is over; the thread goes on and ends with the process.
+        MeetingError: The time has passed; the thread continues and ends with the process.
     """
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             answers.put((action(), None))
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # raised again in the waiting thread
             answers.put((None, error))
 
     threading.Thread(target=run, name="meeting", daemon=True).start()
@@ -113,11 +115,11 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
     Args:
         host: Name or address.
         port: Port.
-        end_s: End of the wait on the monotonic clock.
-        only_look_up: Whether it is enough that the name resolves.
+        end_s: End of the wait, in seconds of ``time.monotonic``.
+        only_look_up: Whether to wait only until the name resolves.
 
     Raises:
-        MeetingError: Nobody listens there, or the name does not resolve, for all of the time.
+        MeetingError: Until then nobody listened there, or the name did not resolve.
     """
     begin_s, why = time.monotonic(), ""
 
@@ -144,7 +146,7 @@ def connect(host: str, port: int, end_s: float) -> Any:
     """Returns a connection to the store that another process serves.
 
     Raises:
-        MeetingError: There is none, or what listens there is no store.
+        MeetingError: Nobody listens there, or the listener is not a store.
     """
     reach(host, port, end_s)
     return within(
@@ -164,7 +166,7 @@ def _serve(environment: Environment, end_s: float) -> Any:
     address, port = environment.master_addr, environment.master_port
     left_s = max(1.0, end_s - time.monotonic())
     if port is not None:
-        with contextlib.suppress(OSError):  # the usual way says what is wrong with the port
+        with contextlib.suppress(OSError):  # a wrong port is reported later by the connection
             reach(address, port, end_s, only_look_up=True)
             listener = bind(address, port)
             return dist.TCPStore(

@@ -1,4 +1,4 @@
-"""When to stop before the last iteration: a signal or the time limit, agreed by all ranks.
+"""Decides when to stop before the last iteration: on a signal or time limit, agreed by all ranks.
 
 ::
 
@@ -6,9 +6,9 @@
     rank 1   iteration 7 ── SIGTERM, start all-reduce 7 ─┘  iteration 8 ── start 8, read 7: stop
 
 The answer to one boundary is read at the next, so asking costs no waiting. It owns the handlers of
-SIGTERM, SIGINT, SIGUSR1 and SIGHUP while it is open, but leaves SIGHUP alone if it is ignored, as
-``nohup`` asks for. It deliberately saves nothing and ends nothing: that
-is the loop's; and where a peer is lost, the liveness watcher ends the process whatever was asked.
+SIGTERM, SIGINT, SIGUSR1 and SIGHUP while it is open. If SIGHUP is ignored, as under ``nohup``, it
+stays ignored. It deliberately saves nothing and ends nothing: the loop does. If a peer is lost, the
+liveness watcher ends the process whatever was asked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class StopRequest:
     """
 
     def __init__(self, limit_minutes: float | None = None) -> None:
-        # A closed terminal refuses writes before its signal comes, and both ask for a checkpoint.
+        # When a terminal is closed, writes to it fail even before SIGHUP comes. Such a write must
+        # not end the rank before it has saved a checkpoint.
         keep_printing()
         self._limit_minutes = limit_minutes
         self._start_s = time.monotonic()

@@ -1,23 +1,23 @@
 """Computes attention of layers that megatron-core builds without Transformer Engine.
 
-Its own attention writes out the scores of all pairs of tokens and keeps them. It takes neither keys
-and values of different widths (latent attention) nor a part of a sequence (context parallelism) nor
-several documents in a row, and does not bound scores. :mod:`megatron.adaptive.config.attention`
-says when one of torch's kernels computes the same instead.
+megatron-core's own attention computes the scores of all pairs of tokens and keeps them. It does not
+support keys and values of different widths (latent attention), parts of a sequence (context
+parallelism), several documents in a row, or bounded scores.
+:mod:`megatron.adaptive.config.attention` decides when a kernel of torch computes the same instead.
 
 **Context parallelism.** A sequence is cut into two parts for each rank, and rank r of n holds parts
-r and 2n-1-r, so that causal attention is as much work on every rank::
+r and 2n-1-r, so that causal attention is the same work on every rank::
 
     2 ranks     part 0   part 1   part 2   part 3
     rank 0      x                          x
     rank 1               x        x
 
-Keys and values are gathered from all ranks, put in order, and a rank's queries attend to those
-before them. Numbers are those of one rank; a ring would keep less memory.
+Keys and values are gathered from all ranks and put in order. A rank's queries attend to those
+before them. The results equal those of one rank; a ring would need less memory.
 
-**Packed documents.** Several documents in one row are attended to each within itself: by torch's
-kernel for packed rows, or one after the other. These are the blocks of a block-diagonal mask,
-without the rest of the square.
+**Packed documents.** One row holds several documents, and tokens attend only within their document.
+This is computed by torch's kernel for packed rows, or one document after the other: only the blocks
+of a block-diagonal mask are computed, not the rest of the square.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ except ImportError:  # an older torch
 
 
 def has_packed_kernel() -> bool:
-    """Returns whether this torch has its kernel for packed rows, with windows and a scale."""
+    """Returns whether torch's kernel for packed rows exists and takes windows and a scale."""
     if varlen_attn is None:
         return False
     # The first release that had the kernel took neither.
@@ -60,7 +60,7 @@ _HAS_PACKED_KERNEL = has_packed_kernel()
 
 @dataclasses.dataclass
 class Documents(PackedSeqParams):  # type: ignore[misc]
-    """megatron-core's parameters of a packed row, with the lengths on the host.
+    """Holds megatron-core's parameters of a packed row, with the lengths on the host.
 
     Attributes:
         lengths: tokens of each document, in order.
@@ -86,7 +86,7 @@ class Documents(PackedSeqParams):  # type: ignore[misc]
 
 
 class LocalAttention(DotProductAttention):  # type: ignore[misc]
-    """Attends by a kernel of torch, or as megatron-core does; also to parts of sequences.
+    """Computes attention by a kernel of torch or by megatron-core, also for parts of sequences.
 
     Args:
         config: Configuration of the model.
@@ -94,7 +94,7 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         v_channels: Width of a head's values, by default that of its queries.
 
     Attributes:
-        case: Settings that the choice of a kernel depends on; a forward adds what its tensors say.
+        case: Settings that decide the kernel; each forward adds the properties of its tensors.
     """
 
     def __init__(
@@ -116,7 +116,8 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
             self.scale_mask_softmax.register_forward_pre_hook(functools.partial(bound_first, cap))
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-        # Its fused kernels know neither windows nor parts of a sequence, and are another package's.
+        # megatron-core's fused softmax needs another package, and supports neither windows nor
+        # parts of a sequence.
         self.scale_mask_softmax.scaled_masked_softmax_fusion = False
         self._window: tuple[int, int] | None = self.scale_mask_softmax.window_size
         self.case = AttentionCase(
@@ -136,13 +137,14 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         packed_seq_params: Documents | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Attends to all tokens before each, or to those that a mask leaves.
+        """Attends to all earlier tokens, or to those that a mask leaves.
 
         Args:
-            query, key, value: ``[s / n, b, heads, width]``, the parts of this of n ranks, or
-                ``[t, heads, width]`` of packed documents.
-            attention_mask: ``[b, 1, s, s] bool``, true where tokens are hidden; None for those
-                after each. A window or a part of a sequence has a mask of its own.
+            query, key, value: ``[s / n, b, heads, width]``, this rank's parts if n ranks share the
+                sequence, or ``[t, heads, width]`` of packed documents.
+            attention_mask: ``[b, 1, s, s] bool``, true where tokens are hidden; None hides the
+                later tokens. Not used with a window or a part of a sequence, whose mask is made
+                here.
             *more: Further arguments of megatron-core's attention.
             packed_seq_params: Documents of a packed row.
             **options: Further arguments of megatron-core's attention.
@@ -165,7 +167,7 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         case = self._case_of(query, value, mask)
         kernel = kernel_for(case)
         if kernel is Kernel.SCORES or options.get("attention_bias") is not None:
-            if pattern is not None and self._window is None:  # its base makes those of windows
+            if pattern is not None and self._window is None:  # the base class masks windows itself
                 attention_mask = _hidden(pattern)
             return super().forward(query, key, value, attention_mask, *more, **options)  # type: ignore[no-any-return]
         if kernel is Kernel.PACKED:
@@ -235,18 +237,19 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
 
     @property
     def _whole_scale(self) -> float:
-        # With --apply-query-key-layer-scaling a part of it comes after the product.
+        # With --apply-query-key-layer-scaling megatron-core applies a part of the scale in its
+        # softmax.
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """Gathers all parts in their order; gradients are added up on the way back."""
+        """Gathers the parts of all ranks in order; the backward adds up their gradients."""
         parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
         return torch.cat([*parts[::2], *parts[1::2][::-1]])
 
     def _repeated(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values with a copy for each of the queries that share them."""
+        """Copies keys and values for each of the query heads that share them."""
         groups = query.shape[2] // key.shape[2]
         if groups == 1:
             return key, value
@@ -255,16 +258,16 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
     def _by_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attends by ``scaled_dot_product_attention``.
+        """Computes attention by ``scaled_dot_product_attention``.
 
         Args:
             query, key, value: ``[s, b, heads, width]``.
             mask: Numbers that are added to scores, ``[s of queries, s of keys]`` for all samples
-                or ``[b, 1, s, s]``; None to hide the tokens after each.
+                or ``[b, 1, s, s]``; None to hide later tokens.
         """
         length, samples = query.shape[:2]
-        # Samples count as heads, so that the output lies in memory as layers want it, unless each
-        # has a mask of its own.
+        # Treat samples as further heads, so that the output has the memory layout that layers
+        # need. That is not possible if each sample has its own mask.
         rows = 1 if mask is None or mask.dim() == 2 else samples
         query, key, value = (
             one.reshape(one.shape[0], rows, -1, one.shape[-1]).permute(1, 2, 0, 3)
@@ -296,11 +299,11 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         value: torch.Tensor,
         documents: Documents | None = None,
     ) -> torch.Tensor:
-        """Attends by the kernel for packed rows.
+        """Computes attention by the kernel for packed rows.
 
         Args:
             query, key, value: ``[s, b, heads, width]``; with documents b is 1.
-            documents: Documents of the row; None for one.
+            documents: Documents of the row; None if the row is one document.
         """
         key, value = self._repeated(query, key, value)
         length, samples = query.shape[:2]
@@ -321,7 +324,7 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
 
 
 def bound_first(cap: float, module: Any, *given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Presses the first of what a module is given, or gives, between ``-cap`` and ``cap``."""
+    """Bounds the first input or output of a module between ``-cap`` and ``cap``, as a hook."""
     first, *others = given[-1]
     return cap * torch.tanh(first / cap), *others
 
@@ -334,8 +337,8 @@ class _Pattern:
         queries: Tokens that attend.
         keys: Tokens that are attended to.
         device: Device of the masks.
-        window: Tokens before and after each that it attends to; None for all before it.
-        rank: Place among the ranks that share a sequence.
+        window: Numbers of earlier and later tokens that a token attends to; None for all earlier.
+        rank: Position among the ranks that share a sequence.
     """
 
     queries: int
@@ -366,8 +369,8 @@ def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill_(hidden, -torch.inf)
 
 
-# All layers and microbatches share one tensor of a pattern, which their backwards keep. A mask of
-# long sequences is large, so few patterns are remembered.
+# All layers and microbatches share one mask for each pattern, and their backwards keep it. A mask
+# of long sequences is large, so only few are cached.
 
 
 @functools.lru_cache(maxsize=2)

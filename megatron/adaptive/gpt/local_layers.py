@@ -1,7 +1,7 @@
 """Completes the layers that megatron-core builds without Transformer Engine.
 
-Its norms take no sequence parallelism and keep no weights around zero. Its layers have no norms
-behind their blocks, nor two bases of rotation. Attention is ``attention.py``'s.
+megatron-core's norms there support neither sequence parallelism nor weights stored around zero. Its
+layers have no norms behind their blocks and only one rotary base. Attention is in ``attention.py``.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 
 def norm_of(config: TransformerConfig) -> Any:
-    """Returns the class of norms outside of what megatron-core describes, such as the last one.
+    """Returns the class of norms that no layer specification names, such as the last norm.
 
-    With apex megatron-core would take apex's for every model, and that refuses RMSNorm.
+    If apex is installed, megatron-core would take apex's norm for every model, but that refuses
+    RMSNorm.
     """
     is_apex = LayerNormImpl.__name__ == "FusedLayerNorm"
     return (

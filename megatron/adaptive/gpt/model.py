@@ -256,15 +256,15 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
         "use_cpu_initialization": model.use_cpu_initialization or not accelerator.is_cuda,
-        # megatron-core sets environment variables of Transformer Engine by it, and refuses another
-        # value in the same process.
+        # From this value megatron-core sets environment variables of Transformer Engine. It refuses
+        # a second value in the same process.
         "attention_backend": AttnBackend[model.attention_backend if has_engine else "auto"],
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        # torch.compile behind megatron-core's jit fusions costs half a minute on a CPU. The kernels
-        # of gradient accumulation are apex's: layers of megatron-core, such as the output layer of
-        # a model of Transformer Engine's, refuse the setting where these cannot be imported.
+        # megatron-core's jit fusions use torch.compile, which costs half a minute on a CPU. Fused
+        # gradient accumulation needs kernels of apex. Without them layers of megatron-core refuse
+        # the setting, such as the output layer of a model with Transformer Engine.
         "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.is_cuda,
         "gradient_accumulation_fusion": model.gradient_accumulation_fusion
         and fused
@@ -272,7 +272,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "apply_rope_fusion": model.apply_rope_fusion
         and fused
         and rope_utils.fused_apply_rotary_pos_emb is not None,
-        # Attention of local layers has kernels of its own, and so has Transformer Engine's.
+        # Local layers and Transformer Engine have their own attention kernels.
         "masked_softmax_fusion": False,
         "persist_layer_norm": fused and not model.no_persist_layer_norm,
         "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,
@@ -535,7 +535,7 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     if model.moe_router_group_best is not None:
         kinds[TopKRouter] = GroupRouter
     if has_engine and model.attention_softcap is not None:
-        kinds[TEDotProductAttention] = LocalAttention  # the engine's bounds no scores
+        kinds[TEDotProductAttention] = LocalAttention  # Transformer Engine cannot bound scores
     return [completed(spec, kinds) for spec in specs]
 
 
@@ -564,11 +564,11 @@ def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) ->
 def fuse_adam(inner: Any) -> None:
     """Lets torch's own Adam update a GPU's parameters in one kernel.
 
-    megatron-core takes torch's where neither Transformer Engine nor apex is installed, and leaves
-    it at a kernel for each operation.
+    megatron-core uses torch's Adam if neither Transformer Engine nor apex is installed, but does
+    not ask for the fused kernel.
 
     Args:
-        inner: The optimizer inside one of megatron-core's, before its first step.
+        inner: Torch optimizer inside one of megatron-core's, before its first step.
     """
     if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         return

@@ -280,7 +280,7 @@ def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
     """Return how many processes read data for a rank that needs it.
 
     Args:
-        config: Settings of the run, whose ``--num-workers`` counts wherever it is given.
+        config: Settings of the run; ``--num-workers``, if given, decides.
         is_cuda: Whether the rank computes on a GPU.
     """
     if config.data.num_workers is not None:
@@ -398,8 +398,8 @@ _GIB = 1 << 30
 def require_room(config: TrainerConfig, accelerator: Accelerator) -> None:
     """Checks, before anything is built, that a rank could hold its part of the weights.
 
-    Gradients, the optimizer's state and activations come on top: a model that passes may still not
-    fit. A rank of a pipeline counts with its average part.
+    Gradients, the optimizer's state and activations are not counted, so a model that passes may
+    still not fit. Each pipeline rank is assumed to hold an average part.
 
     Raises:
         ConfigError: The weights alone are larger than the memory.

@@ -375,9 +375,9 @@ def gather_parameters(run: Run) -> None:
 def counted_parameters(
     run: Run, chunk: torch.nn.Module
 ) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
-    """Yields the parameters of a chunk that this rank counts in sums over all ranks.
+    """Yields the parameters of a chunk that this rank contributes to sums over all ranks.
 
-    A sum over all ranks of ``value / copies`` counts each parameter of the model once.
+    If each rank adds ``value / copies``, the sum counts each parameter of the model once.
 
     Args:
         run: the run that the chunk belongs to.
@@ -392,7 +392,7 @@ def counted_parameters(
     for name, parameter in chunk.named_parameters():
         if getattr(parameter, "shared", False):
             continue
-        if not getattr(parameter, "allreduce", True):  # of experts, which few ranks share
+        if not getattr(parameter, "allreduce", True):  # experts are shared by fewer ranks
             yield name, parameter, parallel_state.get_expert_data_parallel_world_size()
         elif (
             getattr(parameter, "tensor_model_parallel", False)

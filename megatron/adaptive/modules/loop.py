@@ -137,7 +137,7 @@ class Loop:
             StopIteration: all steps are done.
             JobEnded: the job was asked to stop; all is saved.
             CheckpointError: a checkpoint could not be written.
-            ConfigError: the step was not trained, or twice.
+            ConfigError: the step was not trained, or was trained twice.
             PeerLostError: another rank is gone.
         """
         if self._is_over:

@@ -377,9 +377,9 @@ class Pipeline:
     def loop(self, total_steps: int, **more: Any) -> Loop:
         """Go on from the newest checkpoint, and return the steps that are left, from 0 on.
 
-        Collective; after :meth:`set_optimizer`. Each turn of a loop over them calls :meth:`step`
-        once. On SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any process all save after the same step and
-        the program ends there, with status 0. See ``docs/elastic.md``.
+        Collective; call it after :meth:`set_optimizer`. Call :meth:`step` once in each turn of the
+        loop. If any process gets SIGTERM, SIGINT, SIGUSR1 or SIGHUP, all save after the same step
+        and the program ends with status 0. See ``docs/elastic.md``.
 
         Args:
             total_steps: of the whole training, those before a checkpoint included.

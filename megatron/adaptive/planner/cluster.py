@@ -313,7 +313,7 @@ class Cluster:
 
     @property
     def has_known_gpus(self) -> bool:
-        """Whether all nodes have GPUs of the table."""
+        """Whether the table of GPUs lists those of all nodes."""
         return all(known_gpu(node.gpu) is not None for node in self.types)
 
     def with_memory(self, times: float = 1.0, more_bytes: float = 0.0) -> Cluster:

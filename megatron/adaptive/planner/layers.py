@@ -232,8 +232,9 @@ def layer_table(
             once += all_reduce_s(link_within(inputs, node, tp), kind.tp_bytes * samples, tp)
         attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
         is_ring = not kind.attention_bytes and not inputs.model.has_own_kernels
-        # Transformer Engine sends a part while it attends to the one before; a backward sends twice
-        # as much and computes so. Others gather all parts first, and add up as many gradients.
+        # Transformer Engine sends a part while it computes the one before; a backward sends and
+        # computes twice as much. Other attention gathers all parts before it computes, and its
+        # backward sends back as many gradients.
         turns = context_ranks - 1
         passed = turns * (max(part_s - attention / context_ranks, 0.0) if is_ring else part_s)
         passed_back = passed * (2 if is_ring else 1)
@@ -252,7 +253,7 @@ def layer_table(
             # Models with experts were measured with sequence parallelism.
             whole = kind.kept_bytes(tp) * samples if whole is None else whole
             whole -= kind.replicated_activation_bytes * samples * (1 - 1 / shared)
-        # Parts that were gathered are kept as the scores are, or would be.
+        # Gathered parts are kept in the same cases as scores: selective recomputation drops both.
         whole += 0.0 if is_ring else kind.context_bytes / tp * samples * turns
         kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * samples
         if recompute == "none" or not kind.counted:

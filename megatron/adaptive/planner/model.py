@@ -182,8 +182,9 @@ class Model:
         arguments: the Megatron arguments that it was made of, for plan files; may be empty.
         expert_ranks: numbers of ranks that its experts can be spread over, 1 included.
         sequence: tokens of a sample that ranks can divide; 1 where they cannot.
-        has_own_kernels: whether attention that keeps no scores is that of the trainer's own layers.
-            These split backwards, and gather keys and values of sequences that ranks share.
+        has_own_kernels: whether attention without kept scores is computed by the trainer's own
+            layers. These can split backwards. If ranks share a sequence, they gather its keys and
+            values.
     """
 
     name: str
@@ -218,7 +219,7 @@ class Model:
 
     @property
     def attention(self) -> str:
-        """Way of its attention, one of ``ATTENTIONS``."""
+        """Returns how the model computes attention, one of ``ATTENTIONS``."""
         if self.has_own_kernels:
             return "kernel"
         return "unfused" if any(kind.attention_bytes for kind in self.kinds.values()) else "fused"
@@ -319,7 +320,7 @@ class TransformerShape:
         tied: embedding and head share their weights.
         dropout: dropout keeps its masks.
         fused_attention: attention keeps no scores (FlashAttention and the like).
-        own_attention: whether it is that of the trainer's own layers, by torch's kernels.
+        own_attention: whether the trainer's own layers compute it, by torch's kernels.
         precision: bytes of numbers.
         arguments: Megatron arguments of the same model; may be empty.
         query_biases: queries, keys and values have biases though other layers have none.
@@ -578,7 +579,7 @@ def _layer(
     both = queries + outputs
     kept: float = attentions * tokens * both * element + tokens * pairs * element
     kept += crossed * pairs * element + (gates if shape.gated else 2) * tokens * inner * element
-    if shape.fused_attention:  # of each row of scores the logarithm of its sum
+    if shape.fused_attention:  # one number per row of scores: the logarithm of its sum
         kept += attentions * shape.heads * tokens * _FLOAT_BYTES
     # A backward holds the gradients of what it goes through: of scores before and after a softmax,
     # whose kernel has masks within it for 16 bits alone.

@@ -106,7 +106,7 @@ def preset(
     name = alike.get(name.lower().replace("-", ""), name)
     if name in PRESETS:
         shape = replace(PRESETS[name], precision=Precision.named(precision))
-        # Those run in Megatron-LM's own programs, without the trainer's layers.
+        # Models of PRESETS run in Megatron-LM's own programs, without the trainer's layers.
         return build_model(replace(shape, fused_attention=attention == "fused"))
     if name not in MODELS:
         names = preset_names()
@@ -137,9 +137,9 @@ def arguments_model(
         arguments: as ``pretrain_gpt.py`` takes them.
         name: of the model, for people and for matching profiles.
         precision: wins over ``--fp16`` and ``--bf16``; without any of them it is fp32, as in a run.
-        attention: Way of attention where the arguments do not say it, one of ``ATTENTIONS``; by
-            default that of a run without GPUs. With ``kernel`` scores are counted where no kernel
-            takes the model's attention.
+        attention: How the run computes attention if the arguments do not say it, one of
+            ``ATTENTIONS``; by default as in a run without GPUs. With ``kernel``, scores are still
+            counted if no kernel supports the model's attention.
         imbalance: see ``TransformerShape``.
 
     Raises:
@@ -182,7 +182,7 @@ def arguments_model(
 
 
 def usual_attention(*, on_gpus: bool) -> str:
-    """Returns the way of attention, one of ``ATTENTIONS``, of runs with what is installed here.
+    """Returns how runs compute attention with the packages installed here, one of ``ATTENTIONS``.
 
     Args:
         on_gpus: whether they run on GPUs.
@@ -239,7 +239,7 @@ def trainer_shape(
         config: Settings of the run.
         name: Name of the model.
         arguments: Arguments that the settings were read from.
-        device: Type of the devices, ``cuda`` or ``cpu``, on which kernels of attention depend.
+        device: Type of the devices, ``cuda`` or ``cpu``; it decides the attention kernel.
     """
     model = config.model
     core = config.core
@@ -309,7 +309,7 @@ def _has_kernel(config: TrainerConfig, device: str) -> bool:
     """Returns whether attention keeps no scores in a run with these settings."""
     model, core = config.model, config.core
     if model.transformer_impl == "transformer_engine":
-        # Where scores are bounded, attention is that of local layers.
+        # If scores are bounded, the local layers compute attention.
         keeps_scores = model.attention_backend == "unfused" or model.attention_softcap
         return not keeps_scores
     latent = core.multi_latent_attention
@@ -372,7 +372,7 @@ def read_model(
             ``config.json``, or the folder of it.
         precision: wins over what the model says.
         default: for models that do not say it.
-        attention: Way of attention where the model does not say it, one of ``ATTENTIONS``.
+        attention: How runs compute attention if the model does not say it, one of ``ATTENTIONS``.
         sequence: tokens of a sample, for a ``config.json`` alone.
         imbalance: see ``TransformerShape``.
 

@@ -45,7 +45,7 @@ def install(schedule: str = "adaptive", **more: Any) -> None:
     from megatron.adaptive import accelerator, without_cuda
 
     accelerator.install()
-    # The module that calls has imported torch, or will.
+    # The calling module uses torch, so it gets the substitutes too.
     without_cuda.include_program(sys._getframe(1).f_globals)
     from megatron.adaptive.plugin import versions
 

@@ -1,16 +1,16 @@
-"""Draws first weights by the layer that they are of, in an unmodified Megatron-LM.
+"""Draws a layer's first weights by its number, in an unmodified Megatron-LM.
 
-Megatron-LM seeds the generators by pipeline rank, and a rank draws its layers one after the other:
-the same model begins with other weights if a layer is on another rank. With ``first_weights
-by-layer`` the generators are seeded anew for each part of a GPT, and set back after it::
+Megatron-LM seeds the generators by pipeline rank, and a rank draws its layers one after the other.
+So the same model begins with other weights if a layer moves to another rank. With ``first_weights
+by-layer`` the generators are seeded anew for each part of a GPT and restored after it::
 
     outside of layers       seed, "outside"         output layer
       └─ embedding          seed, "embedding"
       └─ layer n of all     seed, "layer n"         wherever it is
       └─ further-token n    seed, "mtp n"           with the layer in it
 
-Ranks of a tensor- or expert-parallel group draw different numbers from the generators that
-megatron-core keeps for that, and equal ones from the others, as ever.
+As before, ranks of a tensor- or expert-parallel group draw different numbers from the generators
+that megatron-core keeps for that, and equal numbers from the others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FirstWeights:
         self._replaced: list[tuple[type, Any, Any]] = []
 
     def put(self) -> None:
-        """Replaces how parts of megatron-core's models are built."""
+        """Replaces the constructors of megatron-core's GPT and its parts."""
         for kind, replacement in (
             (GPTModel, self._build_model),
             (LanguageModelEmbedding, self._build_embedding),
@@ -66,7 +66,7 @@ class FirstWeights:
             exchange(kind, "__init__", original, ours)
 
     def take_back(self) -> None:
-        """Gives megatron-core its own functions back."""
+        """Restores megatron-core's own constructors."""
         for kind, original, ours in self._replaced:
             exchange(kind, "__init__", ours, original)
         self._replaced.clear()
@@ -113,8 +113,8 @@ class FirstWeights:
 
     @contextlib.contextmanager
     def _seeded(self, part: str, *, is_layer: bool = False) -> Iterator[None]:
-        """Has all generators draw for a part of the model within the block."""
-        if self._is_in_layer or not self._is_on():  # a layer in another one is part of that
+        """Seeds all generators for a part of the model within the block and restores them after."""
+        if self._is_in_layer or not self._is_on():  # an inner layer belongs to the outer layer
             yield
             return
         tracker, device = get_cuda_rng_tracker(), default_generator(current_device())
@@ -148,7 +148,7 @@ def _number(key: str) -> int:
 
 
 def _place(name: str) -> str:
-    """Returns the ranks by which draws of a generator of megatron-core's differ."""
+    """Returns this rank's positions on the axes along which a generator's numbers differ."""
     if "data-parallel" in name:
         return ""
     if "expert" in name:

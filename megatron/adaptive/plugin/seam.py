@@ -163,8 +163,8 @@ class Seam:
 def _keeping_outputs(run_step: StepFunction) -> StepFunction:
     """Return a step of megatron-core's own loop that keeps outputs until they are sent.
 
-    It frees them when sending has begun: on a GPU the stream still holds them, but gloo sends from
-    that very memory, which the next tensor overwrites.
+    megatron-core frees outputs when sending has begun. On a GPU the stream still holds them, but
+    gloo sends directly from their memory, which the next tensor would overwrite.
     """
 
     @functools.wraps(run_step)

@@ -70,9 +70,9 @@ class Settings:
         keyed_dropout: draw dropout's numbers from step, microbatch and layer, as our own trainer
             does, so that the order of work does not change them. Else they are Megatron-LM's own,
             which depend on that order where a rank has several chunks.
-        first_weights: ``by-rank``, as Megatron-LM draws them, or ``by-layer``: by seed and number
-            of the layer, so that a new GPT begins with the same weights in a loop, in a V and for
-            every number of stages. Must be known before the model is built.
+        first_weights: ``by-rank``, as Megatron-LM draws them, or ``by-layer``, by seed and layer
+            number. A new GPT then begins with the same weights in a loop, in a V and for every
+            number of stages. Must be set before the model is built.
         trace_dir: folder for a trace of every rank; none is written where ``None``.
         diagnose_interval: with ``trace_dir``, look every so many steps for what slows the run, and
             report it once; 0 for never.

@@ -149,7 +149,7 @@ def node_facts(accelerator: Accelerator, ranks_here: int) -> dict[str, Any]:
 
         memory = torch.cuda.get_device_properties(accelerator.device).total_memory
         if accelerator.backend == "nccl":
-            process["context_bytes"] += CHANNELS_BYTES  # a job opens them; nobody has here
+            process["context_bytes"] += CHANNELS_BYTES  # a job opens these; this run does not
     else:
         memory = total_host_bytes() // ranks_here
         process["allocator_share"] = HOST_SHARE

@@ -6,8 +6,8 @@ so that the switch is not seen in them. With two chunks per rank the choice may 
 placement, and where layers can move have other layers per stage: then the loop moves them first
 (``move_stages.py``).
 
-Rank 0 simulates while all others wait, so that it has a limit: then the best of what it has
-simulated is taken, and what runs stays if even that is not known in time.
+Rank 0 simulates while all others wait, so it has a time limit. At the limit it takes the best
+schedule simulated so far. If there is none in time, the present schedule stays.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class Repartitioner:
     def _decide(
         self, measured: Sequence[StepMeasurements], num_microbatches: int
     ) -> tuple[Move | None, float, bool]:
-        """Returns what pays, the step that this is based on, and whether time did not suffice."""
+        """Returns a move that pays, the measured step time in s, and whether time ran out."""
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
         candidate = run.forward_backward.orders.candidate(num_microbatches)
@@ -278,7 +278,7 @@ class Repartitioner:
             except ScheduleError:  # the order cannot be simulated for this many microbatches
                 return None, False
             if found is None or not all(promises(half, found.partition) for half in halves):
-                return None, False  # it would pay in some of the steps at best
+                return None, False  # the move would pay in only a part of the steps
             return found, False
 
         late: tuple[PartitionMove | None, bool] = (None, True)

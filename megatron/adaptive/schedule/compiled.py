@@ -53,7 +53,7 @@ def compile_function(module: ModuleType, main: Callable[..., Any]) -> Callable[.
 def _jit(modules: Modules, main: Callable[..., Any], label: str) -> Callable[..., Any]:
     from numba import njit  # half a second to import
 
-    # No object of Python is touched, so that other threads may run meanwhile.
+    # The code touches no Python object, so it may release the GIL for other threads.
     common: dict[str, Any] = {"_nrt": False, "nogil": True}
     source = "".join(map(inspect.getsource, modules)) + repr(common)
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]

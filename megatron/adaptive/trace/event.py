@@ -290,7 +290,7 @@ SLICES = "time slices of a shared GPU"
 
 
 def shared_gpu_note(gpu_ranks: int) -> str:
-    """Returns what a reader of such a trace must know, a line.
+    """Returns a line that warns a reader of times measured on a shared GPU.
 
     Args:
         gpu_ranks: Largest number of ranks on one GPU.

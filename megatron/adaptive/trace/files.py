@@ -209,10 +209,10 @@ class _LossyOutput(io.FileIO):
 
 
 def keep_printing() -> None:
-    """Lets ``print`` and all else that writes to this process's output survive a failed write.
+    """Keeps ``print`` and other writes to standard output and error from raising.
 
-    The disk may be full, or the terminal closed. Streams that somebody else has put in place stay,
-    and so do those that a former call has made.
+    The disk may be full, or the terminal closed. Streams that other code has replaced are left
+    alone, as are those of an earlier call.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -271,10 +271,10 @@ def _of_free(one: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
 
 
 def _ahead_of(one: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
-    """Returns how many ranks are in collectives that this one has not entered, and owe it none.
+    """Returns how many ranks are ahead of this one in some collective and behind it in none.
 
-    Where a thread behind training waits for another rank's, the main threads of both wait for
-    their own threads: only the counts of collectives differ.
+    If a background thread waits for another rank's, the main threads of both wait for their own
+    background threads. Then only the counts of collectives distinguish the two ranks.
     """
 
     def is_behind(rank: RankEvidence, other: RankEvidence) -> bool:

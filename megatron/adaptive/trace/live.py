@@ -128,7 +128,7 @@ class Snapshot:
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything was written of a run."""
+        """Whether the run has written anything yet."""
         return bool(self.ranks or self.progress or self.total_iterations)
 
     @property

@@ -121,10 +121,10 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 def require_hardware_queues(
     config: TrainerConfig, environment: Environment, accelerator: device.Accelerator
 ) -> None:
-    """Checks that messages of experts can run beside work on the GPU.
+    """Checks that expert-parallel messages can overlap with work on the GPU.
 
     Raises:
-        SetupError: They overlap by the settings and the GPU has one queue for both.
+        SetupError: The settings ask for overlap, but the GPU has one hardware queue for both.
     """
     overlaps = config.schedule.overlap_moe_expert_parallel_comm
     if accelerator.is_cuda and overlaps and environment.cuda_device_max_connections == 1:
@@ -136,7 +136,7 @@ def require_hardware_queues(
 
 
 def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list[str]:
-    """Returns what a user should know about running on these devices, a line each."""
+    """Returns notes for the user about running on these devices, one line each."""
     lines = []
     if (
         accelerator.is_cuda
@@ -254,7 +254,7 @@ def _expected(error: BaseException, rank: int) -> BaseException:
             f"rank {rank} ran out of memory as it asked for {int(asked[1]) / (1 << 30):,.0f} GiB:"
             " make the model, its sequences or --micro-batch-size smaller"
         )
-    # Torch raises it from a signal handler, wherever the rank is.
+    # torch raises this error in a signal handler, so it may come at any point of the rank's code.
     if isinstance(error, RuntimeError) and (found := _WORKER.search(str(error))) is not None:
         return DataError(
             f"rank {rank}: the process that loads its data (pid {found[1]}) was killed "

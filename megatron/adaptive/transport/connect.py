@@ -350,14 +350,14 @@ class Connector:
     def pair_group(self, store: dist.Store, index: int) -> Any:
         """Makes a communicator of two ranks, which meet in a store.
 
-        It belongs to this process and its peer alone: no other rank hears of it. It connects when
-        the first message goes through it, and then has one communicator of NCCL.
+        Only this process and its peer take part, no other rank. It connects with the first message
+        and then holds one NCCL communicator.
 
         Args:
             store: Store that the two ranks alone use.
             index: This rank's place in it, 0 for the lower of the two.
         """
-        # A message of its own queue is never behind a computation's kernels.
+        # With a high-priority stream messages have their own queue, not behind compute kernels.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = datetime.timedelta(seconds=max(self.timeout_s, _OPEN_S))
         return dist.ProcessGroupNCCL(store, index, 2, options)
@@ -365,14 +365,15 @@ class Connector:
     def _nccl_channels(self, peers: Sequence[int]) -> tuple[dict[int, Any], dict[int, Any]]:
         """Makes a communicator per directed channel of this rank. Collective over all ranks.
 
-        Ranks make only their own. All take the pairs in one order, by rounds in which no rank
-        occurs twice: nobody waits in a circle, and the pairs of a round connect side by side.
+        A rank makes only its own communicators. All ranks take the pairs in one order, in rounds in
+        which no rank occurs twice. So ranks cannot wait in a circle, and the pairs of a round
+        connect at the same time.
 
         Returns:
             The communicators for messages to a peer and from it, by peer.
 
         Raises:
-            TransportError: A channel could not be opened; on all ranks alike.
+            TransportError: A channel could not be opened; all ranks raise it.
         """
         me = dist.get_rank()
         gathered = self.gather((list(peers), secrets.token_hex(_SEED_BYTES)))

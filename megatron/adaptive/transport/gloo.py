@@ -71,7 +71,7 @@ class _Posted:
 
 @dataclass(slots=True)
 class _Sent:
-    """A message that gloo has been given, with the memory that it reads until it is done."""
+    """Holds a message that gloo is sending, and the memory that gloo reads meanwhile."""
 
     peer: int
     packet: Packet
@@ -185,7 +185,7 @@ class GlooTransport:
                 )
 
     def _say_end(self, peer: int) -> None:
-        """Sends one end per posted receive, so that no receive stays behind in gloo."""
+        """Sends an end message for each receive the peer has posted, so that none stays in gloo."""
         shape = (0,) if self._shape is None else self._shape
         for _ in range(self._ahead):
             self._send(peer, None, torch.empty(shape, dtype=self._dtype))
@@ -293,7 +293,7 @@ class GlooTransport:
         return header, payload
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Receives a payload whose header has come; returns when it is there."""
+        """Receives a payload whose header has come; returns when the payload has arrived."""
         payload = torch.empty(header.shape, dtype=header.dtype)
         if payload.numel():
             tag = 2 * (sequence % DEPTH) + 1

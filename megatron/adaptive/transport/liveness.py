@@ -46,7 +46,7 @@ _MARGIN_S = 1.0
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-# In place of ranks: the store, which rank 0 or the launcher serves.
+# Stands for the store in a set of silent ranks; rank 0 or the launcher serves it.
 _STORE = frozenset({-1})
 _KNOWN = "told: "  # before a notice that the user has read
 

@@ -1,8 +1,9 @@
 """Transport over NCCL: payloads go between GPUs, headers over gloo.
 
-NCCL knows no tags and matches what both ends post in its order, and a kernel that is posted turns
-on the GPU until the other end has posted its own. So each directed channel has a communicator of
-its own, with one thread and one stream at each end, and both ends post only what can go at once::
+NCCL has no tags: it matches the operations of both ends in the order in which they are posted. A
+posted kernel spins on the GPU until the other end has posted its own. So each directed channel has
+its own communicator, with one thread and one stream at each end, and an end posts an operation only
+when it can run at once::
 
     sender                                            receiver
       executor: send() ── event ──┐
@@ -12,10 +13,10 @@ its own, with one thread and one stream at each end, and both ends post only wha
               sleeps until it has left                        arrival ──> queue of the executor
               drops the tensor
 
-No computing stream waits for a message: a rank that is late holds up nobody but those who need its
-result, whatever its tensor-parallel neighbours do meanwhile. An arrival is announced when its data
-is there, so that a run-time rule decides on data. A message is dropped when it has left: a channel
-holds what is under way and one message more.
+No computing stream waits for a message: a late rank delays only ranks that need its result,
+whatever its tensor-parallel neighbours do meanwhile. An arrival is announced when its data has
+come, so a run-time policy decides on data. A message is dropped when it has left: a channel
+holds the messages under way and one more.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ priorities, so that no message waits behind a computation."""
 
 
 class NcclTransport(GlooTransport):
-    """Channels over one communicator per direction and peer.
+    """Sends and receives over one communicator per direction and peer.
 
     Args:
         group: Gloo group of the pipeline's ranks for headers, used by nothing else.
@@ -81,7 +82,7 @@ class NcclTransport(GlooTransport):
             raise self._failures[peer]
         payload = settled(tensor.detach())
         header = Header(label, tuple(payload.shape), payload.dtype, self._sent[peer])
-        header.words()  # refuses what no header can carry while nothing of it has been sent
+        header.words()  # raises for values that no header can carry, before anything is sent
         self._hand_over(peer, header, payload, self._streams.mark())
 
     def flush(self, timeout_s: float) -> None:
@@ -123,7 +124,7 @@ class NcclTransport(GlooTransport):
         self._senders[peer].do(functools.partial(self._deliver, peer, header, payload, computed))
 
     def _deliver(self, peer: int, header: Header, payload: torch.Tensor, computed: Moment) -> None:
-        """Sends one message; in the thread of its channel, returns when it has left."""
+        """Sends one message in the channel's thread; returns when the message has left."""
         if peer in self._failures:
             return
         computed.synchronize()
@@ -150,8 +151,8 @@ class NcclTransport(GlooTransport):
             yield
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Receives a payload that has been announced; returns when it is there."""
-        # Memory of this thread's stream: nothing that was computed in it before has to end first.
+        """Receives a payload whose header has come; returns when the payload has arrived."""
+        # The memory belongs to this thread's stream, so it need not wait for earlier computation.
         payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
         if payload.numel():
             self._incoming[peer].recv([raw(payload)], int(peer > self._rank), 0).wait()
@@ -168,22 +169,22 @@ def free(group: Any, *, is_idle: bool) -> None:
 
     Args:
         group: The communicator.
-        is_idle: Whether it waits for nothing; else that will not come, and is ended too.
+        is_idle: Whether no operation is pending. Pending ones will not complete and are aborted.
     """
-    # Without these an older torch frees it with its last reference.
+    # An older torch lacks both methods and frees the communicator with its last reference.
     end = getattr(group, "shutdown" if is_idle else "abort", None)
     if end is not None:
         end()
 
 
-# Streams: the threads and their order above are the same on a GPU and on the host.
+# Streams hide the device: the threads above and their order are the same on a GPU and on the host.
 
 
 class Moment(Protocol):
-    """The end of the work that a stream had been given."""
+    """Marks the end of the work that a stream has been given so far."""
 
     def synchronize(self) -> None:
-        """Sleeps, without the GIL, until the device has got there."""
+        """Sleeps, without the GIL, until the device has reached this point."""
 
 
 class Streams(Protocol):
@@ -193,12 +194,12 @@ class Streams(Protocol):
         """Returns the context of a thread: the device and a new stream are current within."""
 
     def mark(self) -> Moment:
-        """Returns the end of what the calling thread's current stream has been given so far."""
+        """Returns the end of the work given so far to the calling thread's current stream."""
 
     def use(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a finished tensor of another stream for use in the current one.
 
-        Its memory is given to no other tensor before the current stream is done with it.
+        Its memory is not reused before the current stream is done with it.
         """
 
 
@@ -229,7 +230,7 @@ class CudaStreams:
 
 
 class HostStreams:
-    """The streams of a processor: what was called is done."""
+    """Stands for streams on a CPU, whose work is done when a call returns."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

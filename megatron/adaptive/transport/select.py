@@ -133,14 +133,14 @@ def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
 
 
 def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns pairs of ranks in the order in which all ranks connect them.
+    """Sorts pairs of ranks into the order in which all ranks connect them.
 
-    The order is made of rounds in which no rank occurs twice, with each pair in the first round
-    that has neither of its ranks. A row or a ring of ranks takes two rounds or three, however long
-    it is: a rank that works off its own pairs in this order waits only for earlier rounds.
+    The order consists of rounds in which no rank occurs twice. Each pair is in the first round that
+    has neither of its ranks. A row of ranks or a ring takes two or three rounds, however long it
+    is. A rank that connects its own pairs in this order waits only for earlier rounds.
 
     Args:
-        pairs: Two ranks each, the lower one first.
+        pairs: Pairs of ranks, the lower one first.
     """
     rounds: list[list[tuple[int, int]]] = []
     for pair in sorted(pairs):

@@ -62,7 +62,7 @@ class Staging:
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
         self._pinned: list[int] = []
-        self._pinned_out: set[int] = set()  # peers whose slots to send from are pinned
+        self._pinned_out: set[int] = set()  # peers to which this rank sends from pinned slots
         self._slot_bytes: dict[int, int] = {}  # of peers whose channel goes between GPUs
         self._lock = threading.Lock()  # of the node's channels
         for peer in peers:

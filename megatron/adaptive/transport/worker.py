@@ -1,4 +1,4 @@
-"""A thread that does jobs in their order, for the parts of a transport that wait for a device."""
+"""Runs jobs in order in a thread, for the parts of a transport that wait for a device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ Job = Callable[[], None]
 
 
 class Worker:
-    """A thread that does jobs in their order and forgets each one when it is done.
+    """Runs jobs in order in a thread and drops each one when it is done.
 
     Args:
         name: Name of the thread.
-        failed: Takes the error of a job; called in the thread, which goes on with the next job.
-        within: Makes the context that all jobs run in, entered once by the thread: its device and
-            its stream.
+        failed: Callback for a job's error. The thread runs it and continues with the next job.
+        within: Factory of the context for all jobs (device and stream). The thread enters it once.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Worker:
         return self._added - self._done
 
     def do(self, job: Job) -> None:
-        """Adds a job; only one thread does so."""
+        """Adds a job; only one thread may call it."""
         self._added += 1
         self._jobs.put(job)
 
@@ -54,7 +53,7 @@ class Worker:
             end_s: End of the wait, in seconds of ``time.monotonic``.
 
         Returns:
-            Whether they are; not if the time passed, or :meth:`give_up` was called.
+            Whether all jobs are done; False if the time passed or :meth:`give_up` was called.
         """
         with self._moved:
             self._moved.wait_for(
@@ -73,7 +72,7 @@ class Worker:
         """Stops the thread after the jobs it has.
 
         Args:
-            limit_s: Longest wait for that in seconds, ``None`` for no limit.
+            limit_s: Longest wait for the thread in seconds, ``None`` for no limit.
 
         Returns:
             Whether the thread has ended.
@@ -93,7 +92,7 @@ class Worker:
     def _do_jobs(self, do: Callable[[Job], None]) -> None:
         while (job := self._jobs.get()) is not None:
             do(job)
-            del job  # and with it the memory that it holds
+            del job  # frees the memory that it holds
             with self._moved:
                 self._done += 1
                 self._moved.notify_all()

@@ -143,12 +143,12 @@ class _RankFile:
         base_ns: what times count from.
         events: what is known.
         steps: number, category, start of each step that the profiler marked.
-        unknown: names of ranges that say nothing here, with their number.
+        unknown: names of ranges that are not recognized, with their number.
         left_out: names of events that are left out, by the reason, with their number.
         is_cut: it ends in the middle.
         sizes: pipeline, tensor and data parallel ranks, as far as spans say them.
         only_group: lowest rank of the only process group, -1 where there are several.
-        process: host and process by the name that the profiler gives a file, else the name.
+        process: host and process from a file name as the profiler makes it, else the file name.
     """
 
     path: Path
@@ -166,7 +166,7 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an event that is not taken."""
+        """Counts an event that is left out."""
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
@@ -225,19 +225,20 @@ def read_profiles(place: Path, pipeline: int | None = None) -> RunTrace | None:
 
 
 def _listed(names: Counter[str]) -> str:
-    """Returns the most frequent names with their numbers."""
+    """Returns the most frequent names with their counts, as text."""
     return ", ".join(f"{printable(name[:60])} ({count})" for name, count in names.most_common(6))
 
 
 def _is_array(head: bytes) -> bool:
-    """Returns whether a file begins as Chrome's list of events, which has no head."""
+    """Returns whether a file is a bare list of Chrome's events, without a head."""
     return head.lstrip(_BLANK).startswith(b"[") and b'"ph"' in head
 
 
 def _joined(files: list[_RankFile]) -> list[_RankFile]:
-    """Returns one for each rank: several files of one process follow each other.
+    """Joins the files of each process and returns one for each rank.
 
-    Ranks that no file says are given in the order of the names, numbers in them as such.
+    Files that do not state their rank get the free ranks in the order of their names, with numbers
+    in names compared as numbers.
     """
     found: dict[tuple[str, int], _RankFile] = {}
     for file in sorted(files, key=lambda one: (_first_ns(one), one.path.name)):
@@ -266,7 +267,7 @@ def _natural_order(file: _RankFile) -> list[tuple[int, str]]:
 
 
 def _append(file: _RankFile, later: _RankFile) -> None:
-    """Adds what a process wrote later, with its steps behind the earlier ones."""
+    """Appends a later file of the same process, with its steps after the earlier ones."""
     last = max((number for number, _, _ in file.steps), default=-1)
     first = min((number for number, _, _ in later.steps), default=last + 1)
     shift = last + 1 - first if first <= last else 0
@@ -426,10 +427,10 @@ def _read(path: Path) -> _RankFile:
 
 
 def _take_head(one: _RankFile, held: bytes) -> None:
-    """Takes what a file says before its events, and what its name says.
+    """Reads the head of a file, before its events, and the facts in its name.
 
     Raises:
-        TraceError: it says what cannot be.
+        TraceError: a value is impossible.
     """
     head = held[: max(held.find(b'"traceEvents"'), 0)].decode("utf-8", "replace")
     decode = json.JSONDecoder().raw_decode
@@ -460,11 +461,11 @@ def _take_head(one: _RankFile, held: bytes) -> None:
 
 
 def _whole(value: Any, limit: int) -> int:
-    """Returns a whole number up to a limit.
+    """Converts a value to a whole number from -1 up to a limit.
 
     Raises:
-        ValueError: it is another number.
-        TypeError: it is none.
+        ValueError: the value is out of range, or text that is not a number.
+        TypeError: the value is neither a number nor text.
     """
     number = int(value) if len(str(value)) < 30 else limit + 1
     if not -1 <= number <= limit:
@@ -475,13 +476,13 @@ def _whole(value: Any, limit: int) -> int:
 def _take_events(
     one: _RankFile, data: bytes, tokens: list[bytes], decode: Any, *, is_cut: bool = False
 ) -> None:
-    """Takes the events of a part of a file.
+    """Reads the events of a part of a file.
 
     Args:
-        one: What is known of the rank.
-        data: The part, which begins with an event.
-        tokens: Texts of which each event that counts has one.
-        decode: Reads an object at the beginning of a text.
+        one: File of the rank, to which the events are added.
+        data: Bytes of the part, which begins with an event.
+        tokens: Texts that mark events; an event without any of them is skipped.
+        decode: Decoder of the JSON object at the beginning of a text.
         is_cut: Whether the file ends in the middle with this part.
     """
     starts = set()
@@ -545,10 +546,10 @@ def _take_event(one: _RankFile, event: Mapping[str, Any]) -> None:
 
 
 def _ns(microseconds: Any) -> int:
-    """Returns a time of an event in ns.
+    """Converts a time of an event from microseconds to ns.
 
     Raises:
-        ValueError: it is no time that an event can have.
+        ValueError: no event can have this time.
     """
     time_ns = round(float(microseconds) * 1e3)
     if abs(time_ns) > MOST_NS:
