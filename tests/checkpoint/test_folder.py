@@ -457,7 +457,6 @@ def test_what_is_no_regular_file_is_not_waited_for(folder: CheckpointFolder) -> 
         {"iteration": 10**30},
         {"iteration": 11},
         {"iteration": True},
-        {},
         {"iteration": 10, "consumed_train_samples": -3},
         {"iteration": 10, "consumed_train_samples": 1.5},
         {"iteration": 10, "unknown": 1},

@@ -71,24 +71,28 @@ def test_a_merge_line_may_begin_like_a_comment(files: tuple[Path, Path]) -> None
 
 @pytest.mark.parametrize("damage", ["name", "rule", "swapped", "lost", "id"])
 def test_a_vocabulary_and_merges_that_contradict_each_other_are_refused(
-    files: tuple[Path, Path], damage: str
+    tmp_path: Path, damage: str
 ) -> None:
-    vocab, merges = files
-    GPT2BPETokenizer(vocab, merges)
-    lines = merges.read_text().rstrip("\n").split("\n")
-    ids = json.loads(vocab.read_text())
-    if damage == "name":
-        ids = {("zq" if name == lines[9].replace(" ", "") else name): n for name, n in ids.items()}
-    elif damage == "rule":
-        lines[9] = lines[8]
-    elif damage == "swapped":
-        lines[5], lines[9] = lines[9], lines[5]
-    elif damage == "lost":
-        del lines[9]
-    else:
-        ids[lines[9].replace(" ", "")] += 1000
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    rules = [f"{left} {right}" for left in "abcd" for right in "efghij"]
+    made = [rule.replace(" ", "") for rule in rules]
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *made, END_OF_DOCUMENT]
+    ids = {symbol: number for number, symbol in enumerate(symbols)}
     vocab.write_text(json.dumps(ids))
-    merges.write_text("\n".join(lines))
+    merges.write_text("\n".join(rules))
+    GPT2BPETokenizer(vocab, merges)
+    if damage == "name":
+        ids = {("zq" if name == made[-1] else name): number for name, number in ids.items()}
+    elif damage == "rule":
+        rules[-1] = rules[-2]
+    elif damage == "swapped":
+        rules[1], rules[-1] = rules[-1], rules[1]
+    elif damage == "lost":
+        del rules[-1]
+    else:
+        ids[made[-1]] += 1000
+    vocab.write_text(json.dumps(ids))
+    merges.write_text("\n".join(rules))
     with pytest.raises(DataError, match=r"(vocab.json|merges.txt)"):
         GPT2BPETokenizer(vocab, merges)
 

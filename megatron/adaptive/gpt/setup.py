@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -42,6 +41,7 @@ from megatron.adaptive.gpt.model import (
 from megatron.adaptive.gpt.placement import finalize_gradients, placement_of, widths_of
 from megatron.adaptive.planner.model import build_model
 from megatron.adaptive.planner.model_file import trainer_shape
+from megatron.adaptive.profiling.memory import total_host_bytes
 from megatron.adaptive.schedule.placement import Placement
 
 _SHORT = 0.5
@@ -412,7 +412,7 @@ def require_room(config: TrainerConfig, accelerator: Accelerator) -> None:
     if accelerator.device.type == "cuda":
         whole_bytes = torch.cuda.get_device_properties(accelerator.device).total_memory
     else:
-        whole_bytes = psutil.virtual_memory().total
+        whole_bytes = total_host_bytes()
     if own_bytes > whole_bytes:
         model = config.model
         raise ConfigError(
