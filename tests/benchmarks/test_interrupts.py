@@ -21,7 +21,7 @@ def faults_of(chain: Chain, seed: int, hits: int) -> list[str]:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("kind", ["launch", "machines"])
+@pytest.mark.parametrize("kind", ["launch", pytest.param("machines", marks=pytest.mark.long)])
 def test_interrupted_jobs_go_on_from_the_newest_checkpoint(kind: str, tmp_path: Path) -> None:
     assert faults_of(Chain(kind=kind, folder=tmp_path / kind, is_async=True), 1, 3) == []
 
