@@ -97,7 +97,8 @@ def preset(
     Args:
         name: one of :func:`preset_names`; capitals and hyphens do not count.
         precision: ``fp32``, ``fp16`` or ``bf16``.
-        attention: as in :func:`arguments_model`, likewise ``imbalance``.
+        attention: Kernels of attention, see :func:`arguments_model`.
+        imbalance: Load of the busiest expert, see :func:`arguments_model`.
 
     Raises:
         ConfigError: no such model; names the nearest.
