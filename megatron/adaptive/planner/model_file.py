@@ -98,7 +98,7 @@ def preset(
         name: one of :func:`preset_names`; capitals and hyphens do not count.
         precision: ``fp32``, ``fp16`` or ``bf16``.
         attention: Kernels of attention, see :func:`arguments_model`.
-        imbalance: Load of the busiest expert, see :func:`arguments_model`.
+        imbalance: Ratio of the most tokens of a rank to their average, if experts are spread.
 
     Raises:
         ConfigError: no such model; names the nearest.
