@@ -221,8 +221,8 @@ class Rank(GptRank):
         from megatron.core import parallel_state
 
         from megatron.adaptive.config.parallel import TransportConfig
-        from megatron.adaptive.engine.build import build_executor
-        from megatron.adaptive.engine.orders import Orders
+        from megatron.adaptive.engine.executor_setup import build_executor
+        from megatron.adaptive.engine.policy_factory import Orders
         from megatron.adaptive.engine.stages import ForwardBackward
         from megatron.adaptive.gpt.setup import payload_shape
 
@@ -250,9 +250,9 @@ class Rank(GptRank):
         )
 
     def _plugged_in(self, name: str) -> Callable[..., list[Any]]:
-        from megatron.adaptive.plugin.engine import Engine
-        from megatron.adaptive.plugin.placed import Placed
+        from megatron.adaptive.plugin.placement_patch import Placed
         from megatron.adaptive.plugin.settings import Settings
+        from megatron.adaptive.plugin.step_runner import Engine
 
         engine = Engine(Settings(schedule=name), Placed(lambda: "loop"))
         self._wirings.append(engine)

@@ -141,7 +141,7 @@ class SavingRank(_Rank):
     def __init__(self, folder: Path) -> None:
         words = "--keep-checkpoints 2 --async-save --save-interval 10 --save".split()
         super().__init__("saving", 128, *words, str(folder))
-        from megatron.adaptive.checkpoint.training import Checkpoints
+        from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 
         run = self._run
         self._checkpoints = Checkpoints(run)
@@ -157,7 +157,7 @@ class SavingRank(_Rank):
 
     def _window(self, is_saving: bool) -> tuple[float, float]:
         """Ten steps; returns seconds for each, on the clock and of this rank's processor."""
-        from megatron.adaptive.gpt.step import gather_parameters
+        from megatron.adaptive.gpt.train_step import gather_parameters
 
         def work() -> None:
             if is_saving:
@@ -179,7 +179,7 @@ class CopyingRank(_Rank):
     def __init__(self, _: Path) -> None:
         super().__init__("copying", 128)
         from megatron.adaptive.checkpoint.snapshots import Snapshots, SnapshotSettings
-        from megatron.adaptive.checkpoint.training import RunState
+        from megatron.adaptive.checkpoint.trainer_checkpoints import RunState
 
         self.notice = ""
         spawn = multiprocessing.get_context("spawn")
@@ -266,7 +266,7 @@ class WatchedRank(_Rank):
 
     def _window(self, is_watched: bool) -> tuple[float, float]:
         """Some steps; returns seconds for each, on the clock and of processors."""
-        from megatron.adaptive.engine.hang import HangGuard
+        from megatron.adaptive.engine.hang_guard import HangGuard
 
         run = self._run
         if is_watched:

@@ -40,7 +40,7 @@ import re, sys, time
 from pathlib import Path
 from megatron.adaptive import accelerator
 accelerator.install()
-import megatron.adaptive.checkpoint.hugging_face
+import megatron.adaptive.checkpoint.hugging_face_weights
 from megatron.adaptive.cli import checkpoint
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
@@ -116,7 +116,7 @@ def load_as_rank(model: Path, output: Path) -> None:
 
     accelerator.install()
 
-    from megatron.adaptive.checkpoint.training import Checkpoints
+    from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 
     rank = GptRank([*_RUN.split(), "--load-hf", str(model)])
     weights = [one for chunk in rank._run.chunks for one in chunk.parameters()]

@@ -31,7 +31,7 @@ from benchmarks.ranks import run_module  # noqa: E402
 from benchmarks.report import Result, Row, measure, measured, missing, parser_of  # noqa: E402
 from megatron.adaptive.cli.submit import batch_script, settings_text  # noqa: E402
 from megatron.adaptive.cluster.conf import LaunchConf, load_conf  # noqa: E402
-from megatron.adaptive.cluster.node import trainer_flags  # noqa: E402
+from megatron.adaptive.cluster.node_processes import trainer_flags  # noqa: E402
 from tests.labs import slurm_lab  # noqa: E402
 from tests.labs.slurm_lab import Kind, Lab  # noqa: E402
 from tests.multiprocess.launch import kill_tree, start  # noqa: E402

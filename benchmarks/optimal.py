@@ -52,9 +52,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from megatron.adaptive.schedule.placement import Placement  # noqa: E402
-from megatron.adaptive.schedule.registry import make_policies  # noqa: E402
+from megatron.adaptive.schedule.catalog import make_policies  # noqa: E402
 from megatron.adaptive.schedule.simulate import simulate  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes  # noqa: E402
 
 VERSION = 1

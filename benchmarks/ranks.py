@@ -216,7 +216,7 @@ class GptRank:
 
         from megatron.adaptive.gpt.initialize import start_job
         from megatron.adaptive.gpt.setup import build_run, make_loader
-        from megatron.adaptive.gpt.step import Step
+        from megatron.adaptive.gpt.train_step import Step
 
         torch.set_num_threads(1)
         self._job = start_job(config, environment, self._accelerator)
@@ -266,7 +266,7 @@ class GptRank:
 
     def progress(self, iteration: int) -> Any:
         """Returns a checkpoint's entry for a run that has done ``iteration`` steps."""
-        from megatron.adaptive.checkpoint.training import Progress
+        from megatron.adaptive.checkpoint.trainer_checkpoints import Progress
 
         return Progress(
             iteration=iteration,
@@ -282,7 +282,7 @@ class GptRank:
             iteration: of it.
             checkpoint: further settings of checkpoints in the place of the run's own.
         """
-        from megatron.adaptive.checkpoint.training import Checkpoints
+        from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 
         config = self._job.config
         given = replace(config.checkpoint, ckpt_step=iteration, **checkpoint)

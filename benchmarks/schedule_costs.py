@@ -14,11 +14,11 @@ from benchmarks.emulated.ours import IdleStages
 from benchmarks.report import Row
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.catalog import make_policies
 from megatron.adaptive.schedule.policy import Policy
-from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.simulate import simulate
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 RANKS, MICROBATCHES, PIECES = 8, 32, 4

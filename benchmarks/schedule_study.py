@@ -28,11 +28,16 @@ import numpy as np
 
 from benchmarks.report import Row
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.planner.repartition import Loads, choose_together, propose, simulated_step
-from megatron.adaptive.schedule.auto import STATIC, choose, evaluate
-from megatron.adaptive.schedule.machine import B, F, W
-from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.schedule.registry import Candidate, make_candidate
+from megatron.adaptive.planner.choose_partition import (
+    Loads,
+    choose_together,
+    propose,
+    simulated_step,
+)
+from megatron.adaptive.schedule.catalog import Candidate, make_candidate
+from megatron.adaptive.schedule.choose_by_simulation import STATIC, choose, evaluate
+from megatron.adaptive.schedule.rank_kernel import B, F, W
+from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import (
     PS_PER_S,
     Link,

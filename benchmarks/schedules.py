@@ -36,7 +36,7 @@ from benchmarks.emulated import competitors, experts, goals, report  # noqa: E40
 from benchmarks.emulated.scenarios import SCENARIOS, Times  # noqa: E402
 from benchmarks.ranks import fork_ranks  # noqa: E402
 from benchmarks.report import Result, Row, measure, measured, missing, parser_of, ratios  # noqa: E402
-from megatron.adaptive.schedule.registry import DEFAULT_PIECES  # noqa: E402
+from megatron.adaptive.schedule.catalog import DEFAULT_PIECES  # noqa: E402
 from megatron.adaptive.trace.imports.published import ENDINGS  # noqa: E402
 from megatron.adaptive.trace.locate import load_run  # noqa: E402
 from megatron.adaptive.trace.whatif.operations import pipelines_of, read_operations  # noqa: E402

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from benchmarks.emulated.ours import IdleStages
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_policies
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.catalog import make_policies
+from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
 
 from .ours import LIMIT_S, TransportConnector

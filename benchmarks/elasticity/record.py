@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.trace.live_state import ProgressTail
+from megatron.adaptive.trace.status_files import ProgressTail
 
 _STEP = re.compile(
     r" iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) \|.*? lm loss: ([-+.\dEenaif]+) \|"

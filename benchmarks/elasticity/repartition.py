@@ -20,9 +20,9 @@ from typing import Any
 from benchmarks.ranks import train
 from benchmarks.report import Result, Row
 from megatron.adaptive.config.schedule import format_partition
-from megatron.adaptive.planner.repartition import Loads, simulated_step
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_candidate
+from megatron.adaptive.planner.choose_partition import Loads, simulated_step
+from megatron.adaptive.schedule.catalog import make_candidate
+from megatron.adaptive.schedule.stage_placement import Placement
 
 WORKER = Path(__file__).with_name("timed_layers.py")
 GOAL_SHARE, GOAL_STEPS, GOAL_LOSS = 0.8, 2.0, 1e-5

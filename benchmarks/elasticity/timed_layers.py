@@ -40,7 +40,7 @@ from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.config.schedule import parse_partition  # noqa: E402
 from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.engine.stages import MegatronStages  # noqa: E402
-from megatron.adaptive.gpt import step  # noqa: E402
+from megatron.adaptive.gpt import train_step  # noqa: E402
 from megatron.adaptive.gpt.forward import feed  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner  # noqa: E402
 
@@ -96,7 +96,7 @@ def keep_microbatches() -> None:
         _of_step[:] = [microbatches]
         return feed(microbatches, count)
 
-    step.feed = keep
+    train_step.feed = keep
 
 
 def share_of(microbatch: int) -> float:

@@ -20,7 +20,7 @@ device.quiet_libraries()
 
 from benchmarks.ranks import GptRank  # noqa: E402
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
-from megatron.adaptive.gpt.step import Step  # noqa: E402
+from megatron.adaptive.gpt.train_step import Step  # noqa: E402
 
 
 def slow_down(seconds: float) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.adaptive.schedule.memory import default_cap
-from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.catalog import make_policies
+from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.policy import Policy
-from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
 
 Engine = Literal["megatron", "torch", "ours", "plug-in"]
 

@@ -25,10 +25,10 @@ from megatron.adaptive import extension
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.auto import evaluate
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import Candidate, make_candidate, make_policies
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.catalog import Candidate, make_candidate, make_policies
+from megatron.adaptive.schedule.choose_by_simulation import evaluate
+from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTimes, draw
 from megatron.adaptive.transport.interface import CompletionQueue, Completions, Label
 from tests.engine import groups

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import (

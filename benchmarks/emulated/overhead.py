@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.adaptive.schedule.action import ActionKind
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.stage_placement import Placement
 
 from .scenarios import Draws, seconds_of
 from .work import Span

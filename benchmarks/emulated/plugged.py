@@ -17,9 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.adaptive.engine.deferred_layers import DeferringRowParallelLinear
 from megatron.adaptive.engine.weight_gradient import defer
-from megatron.adaptive.plugin.engine import Engine
-from megatron.adaptive.plugin.placed import Placed
+from megatron.adaptive.plugin.placement_patch import Placed
 from megatron.adaptive.plugin.settings import Settings
+from megatron.adaptive.plugin.step_runner import Engine
 
 from .competitors import Competitor
 from .modules import EmulatedChunk

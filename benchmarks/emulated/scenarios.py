@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron.adaptive.schedule.action import ActionKind
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, Workload, draw
 
 HALVES = 2

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.schedule.action import ActionKind
-from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.simulate import SimResult, simulate
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload
 
 from .competitors import Competitor

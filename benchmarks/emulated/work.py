@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.adaptive.schedule.action import ActionKind
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.stage_placement import Placement
 
 WIDTH = 16
 DTYPE = torch.float64

@@ -28,7 +28,7 @@ from benchmarks.emulated.peers_torch import TorchRunner  # noqa: E402
 from benchmarks.emulated.plugged import PluggedRunner  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, seconds_of  # noqa: E402
 from benchmarks.emulated.work import RankWork, Sleeper, sharpen_timers  # noqa: E402
-from megatron.adaptive.schedule.placement import Placement  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 # From the agreement on the start to the start itself: enough for all ranks to hear of it.
 _LEAD_S = 0.006

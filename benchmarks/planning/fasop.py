@@ -12,11 +12,11 @@ from pathlib import Path
 from benchmarks.planning.published.fasop import Fasop, FasopRun
 from benchmarks.planning.published.files import read_csv
 from benchmarks.report import Row
-from megatron.adaptive.planner.layers import boundary_s, embedding_s, layer_table, reduce_s
+from megatron.adaptive.planner.layer_costs import boundary_s, embedding_s, layer_table, reduce_s
 from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.propose import pareto
 from megatron.adaptive.planner.search import SearchOptions
-from megatron.adaptive.schedule import registry
+from megatron.adaptive.schedule import catalog
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
@@ -33,7 +33,7 @@ _SPACE = SearchOptions(
 
 def neutral_s(run: FasopRun, plan: Plan) -> float:
     """Seconds of a step of a plan by the event simulation of the project's schedules."""
-    placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
+    placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     begin, forward, backward = 0, [], []
     held = [0.0] * plan.pp
     for stage, count in enumerate(plan.partition):
@@ -51,7 +51,7 @@ def neutral_s(run: FasopRun, plan: Plan) -> float:
     result = simulate(
         placement,
         plan.num_microbatches,
-        registry.make_policies(plan.schedule, placement, plan.num_microbatches),
+        catalog.make_policies(plan.schedule, placement, plan.num_microbatches),
         draw(
             placement,
             plan.num_microbatches,

@@ -22,7 +22,7 @@ from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
-from megatron.adaptive.profiling.memory import HOST_SHARE
+from megatron.adaptive.profiling.free_memory import HOST_SHARE
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, BATCH = 4, 256, 4, 2048, 4
 _RECOMPUTE = {

@@ -32,13 +32,13 @@ from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.calibrate import TracedRun, accuracy, calibrate
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.model_description import Model
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import PlanInputs, Profile
-from megatron.adaptive.trace.event import KINDS
-from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.trace_format import KINDS
 from tests.multiprocess.launch import environment
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, BATCH = 6, 256, 4, 256, 1024, 8

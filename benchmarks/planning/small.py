@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.layers import CHANNELS_BYTES
-from megatron.adaptive.planner.model import LayerKind, Model
+from megatron.adaptive.planner.layer_costs import CHANNELS_BYTES
+from megatron.adaptive.planner.model_description import LayerKind, Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.planner.search import Searcher, SearchOptions, SearchResult

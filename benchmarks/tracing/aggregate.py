@@ -11,7 +11,7 @@ import time
 
 from benchmarks.ranks import run_module
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
-from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
 
 PIPELINE, RANKS, MICROBATCHES = 16, 1024, 64

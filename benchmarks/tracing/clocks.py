@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.ranks import run_module
 from megatron.adaptive.trace.clock import ClockSampler, ClockServer, fit_clock
-from megatron.adaptive.trace.event import ClockSamples
+from megatron.adaptive.trace.trace_format import ClockSamples
 
 WRONG: tuple[tuple[float, float], ...] = ((5, 50), (-5, -50), (5, -50), (-5, 50))
 """Offsets in seconds, drifts in ppm."""

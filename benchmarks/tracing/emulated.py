@@ -15,7 +15,7 @@ from benchmarks.ranks import fork_ranks
 from benchmarks.tracing.cases import RANKS, Outcome, draw_fault, judge
 from benchmarks.tracing.synthetic import SyntheticRun
 from megatron.adaptive.trace.diagnose import diagnose
-from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
 
 GROUPS = ("rank x1.3", "rank x2", "link delay", "spikes", "slow data", "rank x1.1", "quiet")

@@ -17,7 +17,7 @@ from typing import cast
 from benchmarks.tracing.synthetic import FAULTS, Fault, FaultKind, SyntheticRun, write_synthetic
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.schedule.registry import policy_names
+from megatron.adaptive.schedule.catalog import policy_names
 from megatron.adaptive.trace.files import set_aside
 
 FAULT_HELP = (

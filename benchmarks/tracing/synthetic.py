@@ -19,13 +19,14 @@ import numpy as np
 
 from benchmarks.tracing.synthetic_step import step_rows
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.schedule.machine import F
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.catalog import Candidate, make_candidate
 from megatron.adaptive.schedule.policy import Policy
-from megatron.adaptive.schedule.registry import Candidate, make_candidate
+from megatron.adaptive.schedule.rank_kernel import F
 from megatron.adaptive.schedule.simulate import SimResult, simulate
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, Workload, draw
-from megatron.adaptive.trace.event import (
+from megatron.adaptive.trace.span_columns import KIND, Ints
+from megatron.adaptive.trace.trace_format import (
     COLUMNS,
     ClockSamples,
     IterationStart,
@@ -35,7 +36,6 @@ from megatron.adaptive.trace.event import (
     samples_line,
     trace_file_name,
 )
-from megatron.adaptive.trace.table import KIND, Ints
 
 FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]
 FAULTS: tuple[FaultKind, ...] = ("slow-rank", "slow-link", "spikes", "slow-data")

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.adaptive.schedule.machine import B, F
 from megatron.adaptive.schedule.policy import Policy, reasons_of
+from megatron.adaptive.schedule.rank_kernel import B, F
 from megatron.adaptive.schedule.simulate import SimResult
-from megatron.adaptive.trace.event import COLUMNS
-from megatron.adaptive.trace.table import KIND, REASON, Ints
+from megatron.adaptive.trace.span_columns import KIND, REASON, Ints
+from megatron.adaptive.trace.trace_format import COLUMNS
 
 SEND_NS = 5_000
 """Time to hand a message to the transport."""

@@ -25,13 +25,13 @@ from benchmarks.emulated.ours import Channels, EmulatedStages  # noqa: E402
 from benchmarks.emulated.scenarios import seconds_of  # noqa: E402
 from benchmarks.emulated.work import RankWork, Sleeper, sharpen_timers  # noqa: E402
 from benchmarks.tracing.synthetic import Fault, SyntheticRun, draw_step  # noqa: E402
-from megatron.adaptive.schedule.dealing import deal  # noqa: E402
-from megatron.adaptive.schedule.placement import Placement  # noqa: E402
-from megatron.adaptive.schedule.registry import make_candidate  # noqa: E402
-from megatron.adaptive.schedule.state import RankState  # noqa: E402
+from megatron.adaptive.schedule.catalog import make_candidate  # noqa: E402
+from megatron.adaptive.schedule.microbatch_assignment import deal  # noqa: E402
+from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 from megatron.adaptive.schedule.workload import Workload, order_by_cost  # noqa: E402
-from megatron.adaptive.trace.event import KINDS, TraceHeader  # noqa: E402
 from megatron.adaptive.trace.recorder import Recorder  # noqa: E402
+from megatron.adaptive.trace.trace_format import KINDS, TraceHeader  # noqa: E402
 
 LAYERS = 4
 

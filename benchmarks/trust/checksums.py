@@ -48,7 +48,7 @@ def measure(rounds: int) -> Result:
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Lets checkpoints be written and read without checksums, what one wrote by the other."""
-    from megatron.adaptive.checkpoint import checksums, torch_dist
+    from megatron.adaptive.checkpoint import checksums, writer
 
     class Nothing:
         """Is a hash of nothing, as long as a real one."""
@@ -80,7 +80,7 @@ def unchecked() -> Iterator[None]:
     with (
         mock.patch.object(checksums.xxhash, "xxh3_64", Nothing),
         mock.patch.object(checksums.xxhash, "xxh3_64_hexdigest", return_value="0" * 16),
-        mock.patch.object(torch_dist, "write_summed", write),
+        mock.patch.object(writer, "write_summed", write),
         mock.patch.object(checksums.CheckedFile, "read", read),
     ):
         yield
@@ -102,7 +102,7 @@ class WholeRank(GptRank):
         self._folder, self._kind = folder, kind
         words = "--hidden-size 512 --keep-checkpoints 2 --save-interval 10 --save".split()
         super().__init__([*GPT, *words, str(folder)])
-        from megatron.adaptive.checkpoint.training import Checkpoints
+        from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 
         self.train()
         self._checkpoints = Checkpoints(self._run)

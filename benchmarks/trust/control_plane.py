@@ -37,10 +37,10 @@ from benchmarks.report import ROOT, Result, Row
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.agent import Agent
 from megatron.adaptive.cluster.connection import SILENCE_S
-from megatron.adaptive.cluster.layouts import Chooser
+from megatron.adaptive.cluster.incarnation import JobSpec, NodeWork
+from megatron.adaptive.cluster.layout_rule import Chooser
 from megatron.adaptive.cluster.manager import Manager
 from megatron.adaptive.cluster.membership import allow_files
-from megatron.adaptive.cluster.ranks import JobSpec, NodeWork
 from tests.cluster.jobs import environment
 
 LAYERS = 8

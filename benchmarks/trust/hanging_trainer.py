@@ -25,9 +25,9 @@ import torch.distributed as dist  # noqa: E402
 
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.data.loader import MicrobatchLoader  # noqa: E402
-from megatron.adaptive.engine import build  # noqa: E402
+from megatron.adaptive.engine import executor_setup  # noqa: E402
 from megatron.adaptive.engine.executor import Executor  # noqa: E402
-from megatron.adaptive.gpt.step import Step  # noqa: E402
+from megatron.adaptive.gpt.train_step import Step  # noqa: E402
 from megatron.adaptive.training.loop import Trainer  # noqa: E402
 
 LOCK = threading.Lock()
@@ -177,13 +177,13 @@ def write(path: Path, long_s: float) -> None:
 
 def split_machines(count: int) -> None:
     """Lets ranks count as of so many machines, the first ones of the first."""
-    here, rank, size = build.here, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    here, rank, size = executor_setup.here, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def elsewhere(pp_rank: int) -> dict[str, Any]:
         place = here(pp_rank)
         return {**place, "machine": f"{place['machine']} {rank * count // size}"}
 
-    build.here = elsewhere
+    executor_setup.here = elsewhere
 
 
 def wander() -> None:

@@ -208,7 +208,7 @@ def _shares(job: Ranks) -> list[float]:
     for process in job.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in process.children():
-                if any(word.endswith("trace/hang.py") for word in child.cmdline()):
+                if any(word.endswith("trace/hang_watch.py") for word in child.cmdline()):
                     used = child.cpu_times()
                     found.append((used.user + used.system) / (time.time() - child.create_time()))
     return found

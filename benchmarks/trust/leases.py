@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.report import ROOT, Result, Row, measured, one_line
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
-from megatron.adaptive.engine.lease import STALE_S
+from megatron.adaptive.engine.folder_lease import STALE_S
 from tests.cluster.jobs import FLAGS, TRAINER, environment
 
 RANKS, AT_ONCE = 2, 12
@@ -121,18 +121,18 @@ def run_rank(
     import torch.distributed as dist
 
     from megatron.adaptive.checkpoint.collective_errors import RankGroup
-    from megatron.adaptive.checkpoint.local_disk import hold
+    from megatron.adaptive.checkpoint.node_local import hold
     from megatron.adaptive.checkpoint.saver import CheckpointSaver
     from megatron.adaptive.config.environment import Environment
-    from megatron.adaptive.engine import lease
-    from megatron.adaptive.engine.job import Job
+    from megatron.adaptive.engine import folder_lease
+    from megatron.adaptive.engine.process_context import Job
     from megatron.adaptive.errors import CheckpointError
 
     torch.set_num_threads(1)
     os.dup2(os.open(f"{log}/rank-{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
     if is_far:
-        here = lease._here()
-        lease._here = lambda: {**here, "host": f"far-{number}", "boot": f"far-{number}"}
+        here = folder_lease._here()
+        folder_lease._here = lambda: {**here, "host": f"far-{number}", "boot": f"far-{number}"}
     store = f"file://{log}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     group = dist.new_group(backend="gloo")
@@ -178,7 +178,7 @@ def _state(number: int, step: int, rank: int) -> Any:
     """Return a small state that names its job, step and rank."""
     import torch
 
-    from megatron.adaptive.checkpoint.torch_dist import Piece, TakenState, pickled
+    from megatron.adaptive.checkpoint.writer import Piece, TakenState, pickled
 
     tensor = torch.full((_NUMBERS,), _stamp(number, step, rank), dtype=torch.int64)
     piece = Piece(tensor=tensor, size=[_NUMBERS], whole=[_NUMBERS])

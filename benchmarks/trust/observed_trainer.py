@@ -18,13 +18,13 @@ device.quiet_libraries()
 
 from benchmarks.elasticity.trainer import slow_down  # noqa: E402
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
-from megatron.adaptive.engine import build  # noqa: E402
+from megatron.adaptive.engine import executor_setup  # noqa: E402
 from megatron.adaptive.trace import clock  # noqa: E402
 
 
 def observe(folder: Path) -> None:
     """Lets the ranks compare their clocks, as on two machines, and note the port of it."""
-    start, serve = build.start_clock_sync, clock.ClockServer.__init__
+    start, serve = executor_setup.start_clock_sync, clock.ClockServer.__init__
 
     def start_between_machines(*, clock_id: str, rank: int, **more: Any) -> Any:
         return start(clock_id=f"{clock_id} {rank}", rank=rank, **more)
@@ -33,7 +33,7 @@ def observe(folder: Path) -> None:
         serve(self, *given, **more)
         (folder / "clocks").write_text(str(self.port))
 
-    build.start_clock_sync = start_between_machines
+    executor_setup.start_clock_sync = start_between_machines
     clock.ClockServer.__init__ = serve_observed  # type: ignore[method-assign]
 
 

@@ -13,7 +13,7 @@ from megatron.adaptive.cli.common import (
     open_streams,
     run_cli,
 )
-from megatron.adaptive.config.outside import say
+from megatron.adaptive.config.input_files import say
 
 _SUBCOMMANDS = {
     "checkpoint": ("checkpoint", "list checkpoints, and check that they are what was written"),

@@ -15,7 +15,7 @@ from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, seconds_of
 from benchmarks.emulated.simulated import Runtime, nearest_makespan_s, simulated
 from benchmarks.emulated.work import DTYPE, WIDTH, RankWork, Sleeper, WorkError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.transport.interface import Arrival, HeldArrival, Label
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W

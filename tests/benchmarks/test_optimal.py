@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import optimal
 from benchmarks.schedule_study import lower_bound_s
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
 FILE = Path(optimal.__file__).with_suffix(".json")

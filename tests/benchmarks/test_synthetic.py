@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.tracing import synthetic as synthetic_module
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
-from megatron.adaptive.trace.figures import RunFigures, run_figures
+from megatron.adaptive.trace.metrics import RunFigures, run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.table import match_messages
+from megatron.adaptive.trace.span_columns import match_messages
 
 Make = Callable[..., tuple[RunTrace, RunFigures]]
 

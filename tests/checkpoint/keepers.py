@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.checkpoint import restore_snapshots as restore
+from megatron.adaptive.checkpoint import snapshot_restore as restore
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, newest
 

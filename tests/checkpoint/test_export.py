@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from megatron.adaptive.checkpoint.export import ADAPTERS
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from megatron.adaptive.checkpoint.reader import CheckpointReader
 from megatron.adaptive.checkpoint.safetensors import SINGLE
-from megatron.adaptive.checkpoint.shards import CheckpointReader
 from megatron.adaptive.cli.checkpoint import export_hf, import_hf
 from megatron.adaptive.config.adapters import ADAPTER_CONFIG, Base, adapter_arguments
 from megatron.adaptive.config.arguments import parse

@@ -21,7 +21,7 @@ from megatron.adaptive.checkpoint.folder import (
     CheckpointFolder,
     PipelineFolder,
 )
-from megatron.adaptive.engine.lease import Lease, LeaseTakenError
+from megatron.adaptive.engine.folder_lease import Lease, LeaseTakenError
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
 MANIFEST = {

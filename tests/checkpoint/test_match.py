@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron.adaptive.checkpoint.folder import Manifest
-from megatron.adaptive.checkpoint.training import require_same_model, require_same_optimizer
+from megatron.adaptive.checkpoint.trainer_checkpoints import (
+    require_same_model,
+    require_same_optimizer,
+)
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError

@@ -22,7 +22,7 @@ from megatron.adaptive.checkpoint.snapshots import (
     make_plan,
     why_not,
 )
-from megatron.adaptive.checkpoint.training import RunState
+from megatron.adaptive.checkpoint.trainer_checkpoints import RunState
 from megatron.adaptive.cluster.snapshot_placement import SnapshotSource
 
 from .keepers import left_with, write_out

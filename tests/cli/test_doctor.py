@@ -12,7 +12,7 @@ import pytest
 
 from megatron.adaptive.cli import doctor
 from megatron.adaptive.cli.doctor import answer_peers, check_node, check_way
-from megatron.adaptive.cluster.host import rdma_ports
+from megatron.adaptive.cluster.inventory import rdma_ports
 
 from ..multiprocess.launch import free_port
 

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron.adaptive.cli.pretrain_gpt import evaluate
-from megatron.adaptive.config.outside import printable
+from megatron.adaptive.config.input_files import printable
 
 from ..multiprocess.launch import forking, run_forked
 

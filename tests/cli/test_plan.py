@@ -20,7 +20,7 @@ else:
 
 from megatron.adaptive.cli.plan import main
 from megatron.adaptive.cluster.conf import load_conf
-from megatron.adaptive.cluster.node import check_trainer, trainer_flags
+from megatron.adaptive.cluster.node_processes import check_trainer, trainer_flags
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.errors import ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cli import pretrain_gpt
-from megatron.adaptive.engine.lease import Lease
+from megatron.adaptive.engine.folder_lease import Lease
 
 from ..multiprocess.launch import run_forked
 

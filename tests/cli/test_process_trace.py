@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from openpyxl import load_workbook
 
 from megatron.adaptive.cli.trace import process, visualize
-from megatron.adaptive.trace.order import write_legacy
+from megatron.adaptive.trace.legacy_text import write_legacy
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
 from tests.trace.conftest import make_header, record

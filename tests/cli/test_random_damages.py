@@ -32,16 +32,16 @@ from megatron.adaptive.cli.pretrain_gpt import load_recipe
 from megatron.adaptive.cluster.conf import load_conf
 from megatron.adaptive.cluster.membership import read_machines
 from megatron.adaptive.config.arguments import parse, read_recipe
+from megatron.adaptive.config.input_files import shown
 from megatron.adaptive.config.model import model_flags
-from megatron.adaptive.config.outside import shown
-from megatron.adaptive.config.plan import load_plan, plan_variables
+from megatron.adaptive.config.plan_file import load_plan, plan_variables
 from megatron.adaptive.data.indexed import check_indexed
 from megatron.adaptive.data.tokenizer import GPT2BPETokenizer
-from megatron.adaptive.engine import lease
+from megatron.adaptive.engine import folder_lease
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.planner.cluster import read_cluster
-from megatron.adaptive.schedule import file as schedule_file
-from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.schedule import schedule_file
+from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,9 +110,9 @@ def _vocabulary(folder: Path) -> Any:
 
 def _lease(folder: Path) -> Any:
     """Returns whether the holder counts as gone, in which case others take its place at once."""
-    own = lease.Lease(folder / "claimed")
+    own = folder_lease.Lease(folder / "claimed")
     own.taken(1)
-    return lease._is_gone(own._facts(1))
+    return folder_lease._is_gone(own._facts(1))
 
 
 def _recipe(folder: Path) -> Any:
@@ -181,11 +181,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Any) -> Path:
     (pipelines.begin(3) / INDEX).write_text("{}")
     facts = {"seed": 5, "loss_scale": None, "extra": {}, "optimizer": "SGD", "save_id": "a"}
     pipelines.commit(3, {**facts, "options": {"w": {"lr": 0.1}}, "states": {}})
-    lease.Lease(folder / "claimed").claim(job="one", restarts=0)
+    folder_lease.Lease(folder / "claimed").claim(job="one", restarts=0)
     other = os.getppid()  # lives as long as the test; this process's own claims count as gone
-    holder = {**lease._here(), "pid": other, "ticks": lease._state(other)[1]}
+    holder = {**folder_lease._here(), "pid": other, "ticks": folder_lease._state(other)[1]}
     holder |= {"job": "one", "restarts": 0, "since_unix_s": 1e9}
-    claim = json.dumps({**holder, "sum": lease._sum(holder)})
+    claim = json.dumps({**holder, "sum": folder_lease._sum(holder)})
     (folder / "claimed" / ".lease" / "claim-1.json").write_text(claim)
     degrees = {"tensor": 1, "pipeline": 2, "data": 2}
     plan = {"format": 1, "degrees": degrees, "micro_batch_size": 2}

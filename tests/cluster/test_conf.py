@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cluster.conf import SETTINGS, LaunchConf, load_conf
-from megatron.adaptive.cluster.node import (
+from megatron.adaptive.cluster.node_processes import (
     NodePlace,
     check_files,
     check_trainer,

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.cluster import manager as module
-from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress
-from megatron.adaptive.cluster.layouts import Chooser, ParallelLayout
+from megatron.adaptive.cluster.incarnation import EXIT_LEFT, JobSpec, RunningRanks, assign
+from megatron.adaptive.cluster.job_state_file import Incarnation, IncarnationProgress
+from megatron.adaptive.cluster.layout_rule import Chooser, ParallelLayout
 from megatron.adaptive.cluster.manager import Manager, Participant
 from megatron.adaptive.cluster.membership import Event, Node
-from megatron.adaptive.cluster.ranks import EXIT_LEFT, JobSpec, RunningRanks, assign
-from megatron.adaptive.engine.lease import Lease, LeaseTakenError
+from megatron.adaptive.engine.folder_lease import Lease, LeaseTakenError
 
 from .jobs import FLAGS
 

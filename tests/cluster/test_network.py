@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.adaptive.cluster.host import RdmaPort, rdma_variables
+from megatron.adaptive.cluster.inventory import RdmaPort, rdma_variables
 
 
 def port(device: str, link: str = "Ethernet", gid: int | None = 3, up: bool = True) -> RdmaPort:

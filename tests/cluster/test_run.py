@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from megatron.adaptive.cli.run import main
-from megatron.adaptive.cluster.job import (
+from megatron.adaptive.cluster.incarnation import EXIT_LEFT
+from megatron.adaptive.cluster.job_state_file import (
     Incarnation,
     IncarnationProgress,
     StateFile,
@@ -21,7 +22,6 @@ from megatron.adaptive.cluster.job import (
     read_state,
     render_state,
 )
-from megatron.adaptive.cluster.ranks import EXIT_LEFT
 from megatron.adaptive.errors import ConfigError, SetupError
 
 from ..multiprocess.launch import forking, start

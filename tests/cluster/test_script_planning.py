@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.cluster.job import IncarnationProgress
-from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
-from megatron.adaptive.cluster.planning import PlannerChooser, plan_script
-from megatron.adaptive.cluster.ranks import ScriptProgram, is_trainer, model_file
+from megatron.adaptive.cluster.incarnation import ScriptProgram, is_trainer, model_file
+from megatron.adaptive.cluster.job_state_file import IncarnationProgress
+from megatron.adaptive.cluster.layout_planner import PlannerChooser, plan_script
+from megatron.adaptive.cluster.layout_rule import Offer, ParallelLayout
 from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.trust.strangers import measure
 from megatron.adaptive.cli.node import _check_answer, _Hello, _settings
-from megatron.adaptive.cluster.ranks import NodeWork
+from megatron.adaptive.cluster.incarnation import NodeWork
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
 ANSWER = {

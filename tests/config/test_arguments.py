@@ -14,8 +14,8 @@ import pytest
 from megatron.adaptive.config.arguments import flag_table, make_parser, parse, read_recipe
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import fields_of
-from megatron.adaptive.config.refused import is_idle, reason_for, refused_flags
 from megatron.adaptive.config.trainer import TrainerConfig, groups
+from megatron.adaptive.config.unsupported_flags import is_idle, reason_for, refused_flags
 from megatron.adaptive.errors import ConfigError
 
 from .conftest import SMALL, cases_of, check_words, complaint, small

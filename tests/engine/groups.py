@@ -22,10 +22,10 @@ import torch
 
 from megatron.adaptive.engine.agreement import Agreement, Follower, Leader, decode
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.catalog import make_policies, placement_for, splits_backward
 from megatron.adaptive.schedule.policy import Follow, Policy
-from megatron.adaptive.schedule.registry import make_policies, placement_for, splits_backward
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label, Notice
 
 RULES = ("adaptive", "adaptive", "adaptive", "dfc", "bfc", "hinted")

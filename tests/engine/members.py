@@ -27,15 +27,15 @@ from megatron.adaptive import extension
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.decision_channel import Reader, Writer, make_channels
 from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.engine.record import Recording, RecordShape, ScheduleRecord
+from megatron.adaptive.engine.schedule_record import Recording, RecordShape, ScheduleRecord
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import PeerLostError
-from megatron.adaptive.schedule import rules
+from megatron.adaptive.schedule import runtime_rules
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.catalog import make_schedule
 from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy
-from megatron.adaptive.schedule.registry import make_schedule
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label
 from tests.engine import loopback
 from tests.engine.loopback import Loopback, Writing
@@ -46,7 +46,7 @@ MICROBATCHES = 8
 # Its first rank has inputs of both kinds from rank 1; every input is scripted here.
 PLACEMENT = Placement(num_ranks=2, num_chunks=3)
 PP_RANK = 1
-ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
+ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 def inputs(step: int, seed: int) -> list[Arrival]:

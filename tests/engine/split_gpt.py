@@ -34,7 +34,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron.adaptive.engine.stages import ActivationMeter, MegatronStages, default_process_groups  # noqa: E402
-from megatron.adaptive.schedule.placement import Placement  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 SEQUENCE, SAMPLES, HIDDEN, VOCABULARY = 16, 2, 32, 128
 

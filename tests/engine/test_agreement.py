@@ -10,18 +10,18 @@ import torch
 
 from megatron.adaptive.engine.agreement import Follower, decode, encode
 from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError
-from megatron.adaptive.schedule import rules
+from megatron.adaptive.schedule import runtime_rules
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import RulePolicy
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
 
 from . import groups
 from .conftest import BOARDS, WATCHDOG_S, Start
 
 F, B = ActionKind.F, ActionKind.B
-ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
+ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 @pytest.mark.multiprocess

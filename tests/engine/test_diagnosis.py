@@ -14,7 +14,7 @@ from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.cli.top import draw
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import ProgressFile
-from megatron.adaptive.trace.live import LiveRun
+from megatron.adaptive.trace.monitor import LiveRun
 
 WATCHDOG_S = 60.0
 

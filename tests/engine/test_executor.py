@@ -13,11 +13,11 @@ from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError, TransportError
 from megatron.adaptive.schedule.action import Action
-from megatron.adaptive.schedule.memory import default_cap
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.catalog import make_policies, make_schedule
+from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.policy import Policy
-from megatron.adaptive.schedule.registry import make_policies, make_schedule
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 
 from .loopback import (
     B,

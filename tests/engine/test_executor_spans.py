@@ -14,12 +14,12 @@ import torch
 
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.schedule.action import Action
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.catalog import make_policies
 from megatron.adaptive.schedule.policy import Policy
-from megatron.adaptive.schedule.registry import make_policies
-from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
+from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Span
 from megatron.adaptive.transport.interface import HeldArrival, Label
 
 from .loopback import (

@@ -16,9 +16,9 @@ accelerator.install()
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
 
 from megatron.adaptive.engine.executor import Executor  # noqa: E402
-from megatron.adaptive.engine.orders import Orders  # noqa: E402
+from megatron.adaptive.engine.policy_factory import Orders  # noqa: E402
 from megatron.adaptive.engine.stages import ForwardBackward  # noqa: E402
-from megatron.adaptive.schedule.placement import Placement  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 
 def never(*_: Any) -> Any:

@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.schedule import rules
+from megatron.adaptive.schedule import runtime_rules
 from megatron.adaptive.schedule.action import Action
-from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy
+from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.simulate import simulate
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import StageTimes
 
 from ..schedule.conftest import actions
 from .loopback import Writing
 
 ALONE = Placement(num_ranks=1, num_chunks=1)
-ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
+ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 @pytest.fixture(autouse=True)

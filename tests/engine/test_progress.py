@@ -13,7 +13,7 @@ import pytest
 
 from megatron.adaptive.engine import progress
 from megatron.adaptive.engine.progress import ProgressFile
-from megatron.adaptive.trace.live_state import PROGRESS_NAME
+from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

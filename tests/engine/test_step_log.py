@@ -8,10 +8,10 @@ import pytest
 
 from megatron.adaptive.engine.executor import SHORT_NS, ActionInput, StepLog
 from megatron.adaptive.schedule.action import Action
-from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow
-from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.trace.event import COLUMNS, KINDS, REASONS
+from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.trace.trace_format import COLUMNS, KINDS, REASONS
 from megatron.adaptive.transport.interface import Label, Notice
 
 from .loopback import B, F, forward_of

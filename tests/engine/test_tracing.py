@@ -12,7 +12,7 @@ import torch
 
 from megatron.adaptive.accelerator import CpuClock
 from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.read import RunTrace, read_run
 
 from .loopback import recorder_of

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.cluster.conf import load_conf
-from megatron.adaptive.cluster.node import check_trainer
+from megatron.adaptive.cluster.node_processes import check_trainer
 
 yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
 

@@ -40,9 +40,9 @@ def build() -> Iterator[Callable[..., list[Any]]]:
     from megatron.adaptive import accelerator
     from megatron.adaptive.config.arguments import parse
     from megatron.adaptive.config.environment import Environment
+    from megatron.adaptive.gpt.build_model import build_chunks, transformer_config
     from megatron.adaptive.gpt.initialize import end_job, start_job
-    from megatron.adaptive.gpt.model import build_chunks, transformer_config
-    from megatron.adaptive.gpt.placement import placement_of
+    from megatron.adaptive.gpt.model_placement import placement_of
 
     device = accelerator.detect(0, backend="gloo")
 

@@ -9,8 +9,8 @@ from megatron.adaptive import accelerator
 accelerator.install()
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
-from megatron.adaptive.gpt.placement import embedding_ranks  # noqa: E402
-from megatron.adaptive.schedule.placement import PlacementKind  # noqa: E402
+from megatron.adaptive.gpt.model_placement import embedding_ranks  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import PlacementKind  # noqa: E402
 
 from .conftest import SMALL  # noqa: E402
 

@@ -13,7 +13,7 @@ from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.corpus import Corpus
 from megatron.adaptive.errors import DataError
-from megatron.adaptive.gpt.model import flops_per_token, stage_work
+from megatron.adaptive.gpt.build_model import flops_per_token, stage_work
 
 SMALL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -34,8 +34,8 @@ def counted_flops(cfg: TrainerConfig) -> float:
     from torch.utils.flop_counter import FlopCounterMode
 
     from megatron.adaptive import accelerator
-    from megatron.adaptive.gpt.model import build_chunks, transformer_config
-    from megatron.adaptive.gpt.placement import placement_of
+    from megatron.adaptive.gpt.build_model import build_chunks, transformer_config
+    from megatron.adaptive.gpt.model_placement import placement_of
 
     length = cfg.model.seq_length
     device = accelerator.detect(0, backend="gloo")

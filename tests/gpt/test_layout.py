@@ -14,8 +14,8 @@ accelerator.install()
 from megatron.core.transformer.enums import LayerType  # noqa: E402
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout  # noqa: E402
 
-from megatron.adaptive.gpt.placement import PlacedLayout, stages_of  # noqa: E402
-from megatron.adaptive.schedule.placement import Placement, PlacementKind  # noqa: E402
+from megatron.adaptive.gpt.model_placement import PlacedLayout, stages_of  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind  # noqa: E402
 
 KINDS: tuple[PlacementKind, ...] = ("loop", "v")
 

@@ -27,7 +27,7 @@ from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.gpt.setup import build_run, make_loader  # noqa: E402
-from megatron.adaptive.gpt.step import Step  # noqa: E402
+from megatron.adaptive.gpt.train_step import Step  # noqa: E402
 from tests.multiprocess.worker import Meshes, connect  # noqa: E402
 
 TIMES, STEPS = 4, 2

@@ -27,7 +27,7 @@ from ..engine.loopback import WATCHDOG_S, Loopback, each_in_its_thread
 
 accelerator.install()
 
-from megatron.adaptive.engine.orders import Orders  # noqa: E402
+from megatron.adaptive.engine.policy_factory import Orders  # noqa: E402
 from megatron.adaptive.modules.assembly import PipelineSettings  # noqa: E402
 from megatron.adaptive.modules.sizes import choose_orders  # noqa: E402
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.adaptive.schedule.registry import policy_names
+from megatron.adaptive.schedule.catalog import policy_names
 
 from .ranks import Case, assert_same, load_example
 

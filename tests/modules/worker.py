@@ -27,7 +27,7 @@ from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile_file import load, make_profile
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.table import match_messages
+from megatron.adaptive.trace.span_columns import match_messages
 
 LR = 0.05
 RANKS = 4

@@ -31,21 +31,21 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
-from megatron.adaptive.checkpoint import local_disk, torch_dist  # noqa: E402
+from megatron.adaptive.checkpoint import node_local, writer  # noqa: E402
 from megatron.adaptive.checkpoint.folder import CheckpointFolder  # noqa: E402
-from megatron.adaptive.checkpoint.training import Checkpoints, Progress, prepare_folder  # noqa: E402
+from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints, Progress, prepare_folder  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
-from megatron.adaptive.gpt.initialize import TrainingJob, end_job, seed_everything, start_job  # noqa: E402
-from megatron.adaptive.gpt.model import (  # noqa: E402  # noqa: E402
+from megatron.adaptive.gpt.build_model import (  # noqa: E402  # noqa: E402
     build_chunks,
     build_optimizer,
     build_scheduler,
     transformer_config,
 )
-from megatron.adaptive.gpt.placement import placement_of  # noqa: E402
+from megatron.adaptive.gpt.initialize import TrainingJob, end_job, seed_everything, start_job  # noqa: E402
+from megatron.adaptive.gpt.model_placement import placement_of  # noqa: E402
 
 Flags = dict[str, str | None]
 
@@ -357,13 +357,13 @@ def scenario_killed(jobs: Jobs, folder: Path) -> None:
     run.step(2)
     run.checkpoints.save(progress(1))
     if dist.get_rank() == 1:
-        write = torch_dist._write_file
+        write = writer._write_file
 
         def write_and_die(*args: Any) -> None:
             write(*args)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        torch_dist._write_file = write_and_die
+        writer._write_file = write_and_die
     run.checkpoints.save(progress(2))
 
 
@@ -415,14 +415,14 @@ def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
     run.step()
     run.checkpoints.save(progress(1))
     if dist.get_rank() == 1:
-        pieces = local_disk.Upload._pieces
+        pieces = node_local.Upload._pieces
 
-        def copy_and_die(upload: local_disk.Upload) -> Iterator[None]:
+        def copy_and_die(upload: node_local.Upload) -> Iterator[None]:
             for _ in pieces(upload):
                 os.kill(os.getpid(), signal.SIGKILL)
                 yield
 
-        local_disk.Upload._pieces = copy_and_die  # type: ignore[method-assign]
+        node_local.Upload._pieces = copy_and_die  # type: ignore[method-assign]
     run.step()
     run.checkpoints.save(progress(2))
 

@@ -11,9 +11,9 @@ import random
 from pathlib import Path
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.file import save
-from megatron.adaptive.schedule.registry import make_schedule, placement_for
+from megatron.adaptive.schedule.catalog import make_schedule, placement_for
 from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.schedule_file import save
 from megatron.adaptive.schedule.validate import validate
 
 MICROBATCHES = 8

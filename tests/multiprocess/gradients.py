@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.adaptive.gpt.setup import Run
-from megatron.adaptive.gpt.step import counted_parameters
+from megatron.adaptive.gpt.train_step import counted_parameters
 from tests.multiprocess.variants import MISSING_SHARE, OTHER_SUMS, SCALED_LAYER
 
 

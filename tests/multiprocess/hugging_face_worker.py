@@ -29,12 +29,12 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file
 
-from megatron.adaptive.checkpoint.hugging_face import HuggingFaceReader
-from megatron.adaptive.checkpoint.training import Checkpoints
+from megatron.adaptive.checkpoint.hugging_face_weights import HuggingFaceReader
+from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.gpt.setup import build_run
-from megatron.adaptive.gpt.step import Step
+from megatron.adaptive.gpt.train_step import Step
 
 BASE = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --attention-dropout 0"
 BASE += " --hidden-dropout 0 --global-batch-size 4 --clip-grad 0 --seq-length 12"

@@ -26,15 +26,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file
 
-from megatron.adaptive.checkpoint import state
+from megatron.adaptive.checkpoint import megatron_state
 from megatron.adaptive.checkpoint.export import adapter_tensors
-from megatron.adaptive.checkpoint.hugging_face import OurTensor, our_tensors, their_shapes
-from megatron.adaptive.checkpoint.training import Checkpoints
+from megatron.adaptive.checkpoint.hugging_face_weights import OurTensor, our_tensors, their_shapes
+from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.gpt.lora import MARK
 from megatron.adaptive.gpt.setup import Run, build_run
-from megatron.adaptive.gpt.step import Step
+from megatron.adaptive.gpt.train_step import Step
 
 BASE = "--micro-batch-size 1 --train-iters 9 --lr 1e-2 --lr-decay-style constant --mock-data"
 BASE += " --attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --clip-grad 0"
@@ -56,7 +56,7 @@ def shards_of_gradients(run: Run) -> Shards:
     kept = [(one, one.data) for one in trained]
     for parameter in trained:
         parameter.data = parameter.main_grad.clone()
-    weights = state.sharded_model(run.chunks, state.METADATA)
+    weights = megatron_state.sharded_model(run.chunks, megatron_state.METADATA)
     apply_factories(weights)
     kind = MARK if run.job.config.lora.is_on else ""
     found = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.engine.record import ScheduleRecord
+from megatron.adaptive.engine.schedule_record import ScheduleRecord
 
 from .launch import TIMED_LAYERS, torchrun
 

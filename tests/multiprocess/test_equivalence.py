@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_schedule
+from megatron.adaptive.schedule.catalog import make_schedule
+from megatron.adaptive.schedule.stage_placement import Placement
 
 from .compared_numbers import (
     Outcome,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.trace.live_state import PROGRESS_NAME
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 from .launch import TIMED_LAYERS, torchrun
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.trace.event import CAUSES
-from megatron.adaptive.trace.figures import PARTS, run_figures
-from megatron.adaptive.trace.live import LiveRun
+from megatron.adaptive.trace.metrics import PARTS, run_figures
+from megatron.adaptive.trace.monitor import LiveRun
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.table import REASON, match_messages
+from megatron.adaptive.trace.span_columns import REASON, match_messages
+from megatron.adaptive.trace.trace_format import CAUSES
 
 from .launch import ROOT, torchrun
 

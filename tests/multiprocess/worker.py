@@ -58,18 +58,18 @@ from megatron.core.rerun_state_machine import (  # noqa: E402
     initialize_rerun_state_machine,
 )
 
-from megatron.adaptive.checkpoint.training import Checkpoints, Progress  # noqa: E402
+from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints, Progress  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
-from megatron.adaptive.engine.build import gather_places  # noqa: E402
-from megatron.adaptive.engine.job import destroy_groups, process_groups  # noqa: E402
+from megatron.adaptive.engine.executor_setup import gather_places  # noqa: E402
+from megatron.adaptive.engine.process_context import destroy_groups, process_groups  # noqa: E402
 from megatron.adaptive.gpt.initialize import TrainingJob, seed_everything, set_up_mesh  # noqa: E402
 from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
-from megatron.adaptive.gpt.step import Step, params_norm  # noqa: E402
-from megatron.adaptive.rebalance.dealing import ReplicaDealing  # noqa: E402
+from megatron.adaptive.gpt.train_step import Step, params_norm  # noqa: E402
+from megatron.adaptive.rebalance.microbatch_dealing import ReplicaDealing  # noqa: E402
 from megatron.adaptive.rebalance.move_stages import move_stages, take_down  # noqa: E402
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, Row  # noqa: E402
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, KINDS, Row  # noqa: E402
 from tests.multiprocess.gradients import layer_norms, other_sums, plant  # noqa: E402
 from tests.multiprocess.variants import PLANTED  # noqa: E402
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.adaptive.config.forms import quantity
+from megatron.adaptive.config.schema_files import quantity
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import (
     describe_cluster,

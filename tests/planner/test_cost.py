@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planning.small import Problem, random_problem
-from megatron.adaptive.config.plan import plan_flags, world_size_of
+from megatron.adaptive.config.plan_file import plan_flags, world_size_of
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.planner.chunks import handed_over, scheduled
+from megatron.adaptive.planner.chunk_partition import handed_over, scheduled
 from megatron.adaptive.planner.cost import as_run, dealt_widths, held_of, predict
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace, conf_text, plan_document
 from megatron.adaptive.planner.propose import Request, propose
-from megatron.adaptive.schedule.unequal import Widths
+from megatron.adaptive.schedule.unequal_widths import Widths
 
 
 def problem() -> Problem:

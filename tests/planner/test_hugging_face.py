@@ -12,7 +12,7 @@ import pytest
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.model_description import Model
 from megatron.adaptive.planner.model_file import arguments_model, read_model
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import Request, complete_profile, propose

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.layers import make_estimator
+from megatron.adaptive.planner.layer_costs import make_estimator
 from megatron.adaptive.planner.model_file import arguments_model, preset, preset_names, read_model
 
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "

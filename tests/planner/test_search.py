@@ -12,11 +12,11 @@ from benchmarks.planning.small import better, brute_force, random_problem, searc
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.model import MODELS
-from megatron.adaptive.config.plan import plan_flags, world_size_of
+from megatron.adaptive.config.plan_file import plan_flags, world_size_of
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType, make_cluster
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.layers import make_estimator
+from megatron.adaptive.planner.layer_costs import make_estimator
 from megatron.adaptive.planner.model_file import arguments_model, preset
 from megatron.adaptive.planner.plan import Plan, plan_document
 from megatron.adaptive.planner.profile import PlanInputs, Profile

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.adaptive.schedule.file import save
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_schedule
-from megatron.adaptive.trace.live import LiveRun
-from megatron.adaptive.trace.live_state import ENDED, read_now
+from megatron.adaptive.schedule.catalog import make_schedule
+from megatron.adaptive.schedule.schedule_file import save
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.trace.monitor import LiveRun
 from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.status_files import ENDED, read_now
 
 from ..multiprocess.launch import ROOT, torchrun
 

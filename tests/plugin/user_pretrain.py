@@ -35,7 +35,7 @@ import torch.distributed as dist  # noqa: E402
 import user_training as user  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
-from megatron.adaptive.engine.job import destroy_groups, process_groups  # noqa: E402
+from megatron.adaptive.engine.process_context import destroy_groups, process_groups  # noqa: E402
 from megatron.adaptive.errors import ConfigError  # noqa: E402
 
 

@@ -12,8 +12,8 @@ accelerator.install()
 accelerator.quiet_libraries()
 
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
-from megatron.adaptive.rebalance import auto, repartition  # noqa: E402
-from megatron.adaptive.schedule import auto as schedule_auto  # noqa: E402
+from megatron.adaptive.rebalance import auto_schedule, repartition  # noqa: E402
+from megatron.adaptive.schedule import choose_by_simulation as schedule_auto  # noqa: E402
 
 
 def simulate_for_long(*_: Any) -> None:
@@ -25,6 +25,6 @@ if __name__ == "__main__":
     vars(schedule_auto)["evaluate"] = simulate_for_long
     # Whole searches: a search whose bounds promise no gain simulates nothing.
     vars(repartition)["propose"] = simulate_for_long
-    for module in (auto, repartition):
+    for module in (auto_schedule, repartition):
         vars(module)["LIMIT_S"] = 0.5
     sys.exit(run())

@@ -15,11 +15,11 @@ accelerator.install()
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
-from megatron.adaptive.engine.job import process_groups  # noqa: E402
+from megatron.adaptive.engine.process_context import process_groups  # noqa: E402
 from megatron.adaptive.errors import DeviceMemoryError  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job  # noqa: E402
 from megatron.adaptive.gpt.setup import build_run  # noqa: E402
-from megatron.adaptive.gpt.step import Step  # noqa: E402
+from megatron.adaptive.gpt.train_step import Step  # noqa: E402
 from megatron.adaptive.rebalance import move_stages  # noqa: E402
 
 FLAGS = (

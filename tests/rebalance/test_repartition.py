@@ -12,7 +12,7 @@ accelerator.install()
 
 from megatron.adaptive.rebalance.repartition import Lanes, StepMeasurements, loads_of  # noqa: E402
 from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
-from megatron.adaptive.schedule.placement import Placement  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 LOOP = Placement(num_ranks=3, num_chunks=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.rank_state import RankState
 
 settings.register_profile("megatron-adaptive", deadline=None)
 settings.load_profile("megatron-adaptive")

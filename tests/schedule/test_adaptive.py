@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import rules
+from megatron.adaptive.schedule import runtime_rules
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.memory import default_cap
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.catalog import make_policies
+from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.policy import Policy, RulePolicy
-from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.simulate import SimResult, simulate
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, Workload, draw
 
-ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
+ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 class FlatCap:

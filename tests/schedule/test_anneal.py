@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megatron.adaptive.schedule.anneal import improve
-from megatron.adaptive.schedule.auto import choose
-from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.catalog import ANNEALED, make_policies
+from megatron.adaptive.schedule.choose_by_simulation import choose
 from megatron.adaptive.schedule.policy import Follow, RulePolicy
-from megatron.adaptive.schedule.registry import ANNEALED, make_policies
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.simulate import SimResult, simulate
+from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
 from megatron.adaptive.schedule.validate import peak_units, validate
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, Workload, draw
 

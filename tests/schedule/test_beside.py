@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.auto import evaluate
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.catalog import make_candidate
+from megatron.adaptive.schedule.choose_by_simulation import evaluate
 from megatron.adaptive.schedule.policy import Follow, actions_of, codes_of
-from megatron.adaptive.schedule.registry import make_candidate
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.validate import validate
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import pytest
 
 from megatron.adaptive.schedule.action import Action
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.catalog import make_policies
 from megatron.adaptive.schedule.policy import Policy
-from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.simulate import simulate
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.validate import validate
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.catalog import hint_codes, hint_for, make_policies, make_schedule
 from megatron.adaptive.schedule.policy import Follow
-from megatron.adaptive.schedule.registry import hint_codes, hint_for, make_policies, make_schedule
 from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.validate import peak_units, validate
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import rules
+from megatron.adaptive.schedule import runtime_rules
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Follow, RulePolicy, codes_of, reasons_of
-from megatron.adaptive.schedule.registry import (
+from megatron.adaptive.schedule.catalog import (
     make_policies,
     placement_for,
     policy_names,
     schedule_names,
     splits_backward,
 )
+from megatron.adaptive.schedule.policy import Follow, RulePolicy, codes_of, reasons_of
+from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.simulate import simulate
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
-from megatron.adaptive.trace.event import REASONS
+from megatron.adaptive.trace.trace_format import REASONS
 
 from .conftest import run
 
@@ -103,7 +103,7 @@ def test_an_undisturbed_hint_is_followed_and_a_late_input_is_overtaken() -> None
 
 def test_overtaking_is_told_from_filling() -> None:
     hint = codes_of([Action(F, 0, 0), Action(F, 1, 0), Action(B, 1, 0), Action(B, 0, 0)], 2)
-    policy = RulePolicy("hinted", rules.hinted, hint)
+    policy = RulePolicy("hinted", runtime_rules.hinted, hint)
     assert reasons_of(policy, [0, 3, 1, 2], 2) == ["hint", "overtake", "hint", "hint"]
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import rules
+from megatron.adaptive.schedule import runtime_rules
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.catalog import make_policies, make_schedule
 from megatron.adaptive.schedule.policy import Follow, RulePolicy
-from megatron.adaptive.schedule.registry import make_policies, make_schedule
+from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.simulate import SimSpan, simulate
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 F, B = ActionKind.F, ActionKind.B
-ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
+ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 TWO_RANKS = Placement(num_ranks=2, num_chunks=1)
 TIMES = StageTimes(forward_s=(1.0, 1.5), backward_s=(2.0, 3.0))
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import fixed_in_loop, fixed_in_v
 from megatron.adaptive.schedule.action import ActionKind
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.catalog import make_schedule, placement_for, schedule_names
 from megatron.adaptive.schedule.policy import Follow
-from megatron.adaptive.schedule.registry import make_schedule, placement_for, schedule_names
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.simulate import SimResult, simulate
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.validate import peak_units, render_schedule, validate
 from megatron.adaptive.schedule.workload import StageTimes
 
@@ -270,8 +270,8 @@ COMPARE_WITH_MEGATRON_CORE = """
 from types import SimpleNamespace
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_schedule
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.catalog import make_schedule
 
 compared = 0
 for ranks, chunks in ((2, 2), (2, 3), (3, 2), (4, 2), (4, 4)):

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_schedule, placement_for
+from megatron.adaptive.schedule.catalog import make_schedule, placement_for
 from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.validate import render_schedule, validate
 
 from .conftest import actions

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.catalog import make_policies
 from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw, load_profile, order_by_cost
 
 TWO = Placement(num_ranks=2, num_chunks=1)

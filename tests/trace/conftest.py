@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.adaptive.trace.event import COLUMNS, Row, Span, TraceHeader
-from megatron.adaptive.trace.figures import rank_figures
+from megatron.adaptive.trace.metrics import rank_figures
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.trace.step import PipelineStep
-from megatron.adaptive.trace.table import KIND, REASON, TraceTable
+from megatron.adaptive.trace.span_columns import KIND, REASON, TraceTable
+from megatron.adaptive.trace.step_view import PipelineStep
+from megatron.adaptive.trace.trace_format import COLUMNS, Row, Span, TraceHeader
 
 FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
 START_NS = 5_000_000_000

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.trace.event import ClockSamples, Span, TraceHeader
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.trace.trace_format import ClockSamples, Span, TraceHeader
 from tests.trace.conftest import make_header, record, write_spans
 
 UNIX = 1_700_000_000_000_000_000

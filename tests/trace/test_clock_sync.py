@@ -15,7 +15,7 @@ import pytest
 from benchmarks.tracing.clocks import sample, wrong
 from megatron.adaptive.trace import clock
 from megatron.adaptive.trace.clock import ClockSampler, ClockServer, fit_clock, start_clock_sync
-from megatron.adaptive.trace.event import ClockSamples
+from megatron.adaptive.trace.trace_format import ClockSamples
 
 WATCHDOG_S = 30.0
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import (
+from megatron.adaptive.trace.trace_format import (
     KINDS,
     ClockSamples,
     IterationStart,

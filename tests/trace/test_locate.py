@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.legacy_text import legacy_name, write_legacy
 from megatron.adaptive.trace.locate import load_run
-from megatron.adaptive.trace.order import legacy_name, write_legacy
 from megatron.adaptive.trace.read import read_run
 
 

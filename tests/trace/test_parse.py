@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import COLUMNS, KINDS, REASONS, IterationStart, block_text
-from megatron.adaptive.trace.index import parse_spans
-from megatron.adaptive.trace.table import OTHER
+from megatron.adaptive.trace.block_index import parse_spans
+from megatron.adaptive.trace.span_columns import OTHER
+from megatron.adaptive.trace.trace_format import COLUMNS, KINDS, REASONS, IterationStart, block_text
 
 
 def place(line: int) -> str:

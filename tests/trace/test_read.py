@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace import index as index_module
-from megatron.adaptive.trace.event import Span, header_line, trace_file_name
+from megatron.adaptive.trace import block_index as index_module
 from megatron.adaptive.trace.read import describe_numbers, read_run
 from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.trace.trace_format import Span, header_line, trace_file_name
 from tests.trace.conftest import make_header, record, write_spans
 
 FOUR = (("F", 0), ("F", 1), ("B", 0), ("B", 1))

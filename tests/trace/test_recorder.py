@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import (
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.recorder import QUEUE_ITERATIONS, Recorder
+from megatron.adaptive.trace.trace_format import (
     COLUMNS,
     KINDS,
     ClockSamples,
@@ -20,8 +22,6 @@ from megatron.adaptive.trace.event import (
     gap_line,
     parse_line,
 )
-from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.recorder import QUEUE_ITERATIONS, Recorder
 from tests.trace.conftest import make_header, record
 
 HEADER = make_header(0, 1, num_microbatches=2, schedule="1f1b")
@@ -142,7 +142,7 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     prelude = f"""
         from pathlib import Path
         from megatron.adaptive.errors import TraceError
-        from megatron.adaptive.trace.event import TraceHeader
+        from megatron.adaptive.trace.trace_format import TraceHeader
         from megatron.adaptive.trace.recorder import Recorder
         folder = Path({str(folder)!r})
         header = TraceHeader(run="r", rank=0, world_size=1, pp_rank=0, num_ranks=1,

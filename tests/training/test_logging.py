@@ -32,7 +32,7 @@ from megatron.adaptive.errors import ConfigError
 
 accelerator.install()
 
-from megatron.adaptive.gpt.model import flops_per_token  # noqa: E402
+from megatron.adaptive.gpt.build_model import flops_per_token  # noqa: E402
 from megatron.adaptive.training.logging import IterationReport, TrainingLog, startup_line  # noqa: E402
 
 SMALL = (

@@ -18,8 +18,8 @@ import pytest
 
 from benchmarks.elasticity.nodes import fill
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
-from megatron.adaptive.trace.live_state import ProgressTail, progress_file
 from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.status_files import ProgressTail, progress_file
 
 from ..multiprocess.launch import ROOT, SMALL_GPT, forking, forkserver, kill_tree, limited_disk
 

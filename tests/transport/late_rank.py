@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megatron.adaptive import extension
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_policies
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.catalog import make_policies
+from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.transport.interface import Transport
 from megatron.adaptive.transport.nccl import HostStreams, Moment
 from megatron.adaptive.transport.worker import Worker

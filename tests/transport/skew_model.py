@@ -24,8 +24,8 @@ from functools import lru_cache
 from typing import Any
 
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_schedule
+from megatron.adaptive.schedule.catalog import make_schedule
+from megatron.adaptive.schedule.stage_placement import Placement
 
 F, B = ActionKind.F, ActionKind.B
 COMPUTE = "computing"

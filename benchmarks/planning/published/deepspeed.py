@@ -29,9 +29,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from megatron.adaptive.planner.cost import StageSums
-from megatron.adaptive.planner.layers import Runtime
+from megatron.adaptive.planner.layer_costs import Runtime
+from megatron.adaptive.planner.order_timing import ScheduleTimes
 from megatron.adaptive.planner.plan import Plan
-from megatron.adaptive.planner.timing import ScheduleTimes
 
 _TURNED = 2023
 """Since this year gradients go before activations."""

@@ -16,7 +16,7 @@ from benchmarks.planning.published.files import read_csv, read_json
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
-from megatron.adaptive.planner.model import LayerKind, Model, Precision
+from megatron.adaptive.planner.model_description import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.planner.search import Searcher, SearchOptions

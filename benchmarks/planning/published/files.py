@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.layers import OURS, Runtime
+from megatron.adaptive.planner.layer_costs import OURS, Runtime
 from megatron.adaptive.planner.plan import Plan, Prediction
 from megatron.adaptive.planner.profile import PlanInputs
 

@@ -48,7 +48,7 @@ from megatron.adaptive.planner.cluster import (
     find_gpu,
     known_gpu,
 )
-from megatron.adaptive.planner.model import LayerKind, Model, Precision
+from megatron.adaptive.planner.model_description import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 

@@ -28,8 +28,8 @@ from benchmarks.planning.published.deepspeed import runtime_of
 from benchmarks.planning.published.files import MeasuredRun, part, read_csv, read_json
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
-from megatron.adaptive.planner.layers import Runtime
-from megatron.adaptive.planner.model import LayerKind, Model, Precision
+from megatron.adaptive.planner.layer_costs import Runtime
+from megatron.adaptive.planner.model_description import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 

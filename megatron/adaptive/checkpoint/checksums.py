@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from megatron.adaptive.config.outside import open_file, printable, require_file
+from megatron.adaptive.config.input_files import open_file, printable, require_file
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
 BLOCK_BYTES = 1 << 20

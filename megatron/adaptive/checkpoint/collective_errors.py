@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from megatron.adaptive.engine.job import from_first, gather, naming_lost_peers
+from megatron.adaptive.engine.process_context import from_first, gather, naming_lost_peers
 from megatron.adaptive.errors import (
     AdaptiveError,
     CheckpointError,

@@ -6,8 +6,9 @@
                ──> adapter_model.safetensors, adapter_config.json
     adapter_model.safetensors ──> adapters of a built model
 
-Names and places of tensors are :mod:`~megatron.adaptive.checkpoint.hugging_face`'s. An adapter's
-``b`` has the rows of the weight that it is beside, and ``a`` a block of rows for each of theirs.
+Names and places of tensors are :mod:`~megatron.adaptive.checkpoint.hugging_face_weights`'s. An
+adapter's ``b`` has the rows of the weight that it is beside, and ``a`` a block of rows for each of
+theirs.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-from megatron.adaptive.checkpoint import state
+from megatron.adaptive.checkpoint import megatron_state
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, write_files
-from megatron.adaptive.checkpoint.hugging_face import (
+from megatron.adaptive.checkpoint.hugging_face_weights import (
     BESIDE,
     CORE_MEANINGS,
     DESCRIPTION,
@@ -41,12 +42,12 @@ from megatron.adaptive.checkpoint.hugging_face import (
     their_shapes,
 )
 from megatron.adaptive.checkpoint.megatron_lm import MEANINGS, SHAPES
+from megatron.adaptive.checkpoint.reader import CheckpointReader, WantedPart
 from megatron.adaptive.checkpoint.safetensors import INDEX, SINGLE, TensorFolder, write_folder
-from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
 from megatron.adaptive.config import adapters as peft
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.hugging_face import CONFIG, load_config
-from megatron.adaptive.config.outside import read_whole
+from megatron.adaptive.config.input_files import read_whole
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.gpt.lora import MARK
@@ -302,7 +303,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
     file = folder / ADAPTERS
     if not file.is_file():
         raise CheckpointError(f"{folder} has no {ADAPTERS}: name a folder that PEFT wrote")
-    weights = state.sharded_model(chunks, state.METADATA)
+    weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)
     apply_factories(weights)
     with TensorFolder(folder, ADAPTERS) as theirs:
         expected = their_shapes(ours)

@@ -11,7 +11,7 @@
         metadata.json common.pt .metadata __<rank>_0.distcp      megatron-core's torch_dist
       .iter_0000200.3.partial/                being written by the third holder of the lease, or
                                               left behind by it
-      .lease/                                 who may write here, see ``engine.lease``
+      .lease/                                 who may write here, see ``engine.folder_lease``
       .iter_0000100.replaced/                 the former iter_0000100 while a new one replaces it
 
     <folder>/                                 of a Pipeline: PipelineFolder
@@ -25,7 +25,7 @@
 A checkpoint is written under its hidden name, made durable, renamed, and only then named by the
 tracker, where there is one; whatever happens in between, the tracker names a complete checkpoint.
 Who takes over the right to write here removes what the holders before left under hidden names, and
-with it their means to publish it: see ``engine.lease``.
+with it their means to publish it: see ``engine.folder_lease``.
 The names of the trainer's folders and of its tracker are Megatron-LM's.
 ``.metadata`` and
 ``common.pt`` are pickles, for Megatron-LM and torch; nothing of ours reads them where there is an
@@ -55,9 +55,9 @@ from megatron.adaptive.checkpoint.checksums import (
     sealed,
     sum_of_file,
 )
-from megatron.adaptive.config.forms import check_form
-from megatron.adaptive.config.outside import parse_json, printable, read_whole
-from megatron.adaptive.engine.lease import Lease
+from megatron.adaptive.config.input_files import parse_json, printable, read_whole
+from megatron.adaptive.config.schema_files import check_form
+from megatron.adaptive.engine.folder_lease import Lease
 from megatron.adaptive.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 _LOG = logging.getLogger(__name__)

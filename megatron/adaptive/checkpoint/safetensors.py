@@ -29,7 +29,7 @@ import torch
 
 from megatron.adaptive.checkpoint.folder import sync, write_files
 from megatron.adaptive.config.hugging_face import INDEX, SINGLE
-from megatron.adaptive.config.outside import read_json
+from megatron.adaptive.config.input_files import read_json
 from megatron.adaptive.config.safetensors_header import read_header
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 

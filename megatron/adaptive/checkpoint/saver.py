@@ -27,11 +27,11 @@ import torch.distributed as dist
 from megatron.adaptive.accelerator import locked_memory
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders, write_files
-from megatron.adaptive.checkpoint.local_disk import BackgroundWrite, Done, LocalDisk, writing
-from megatron.adaptive.checkpoint.shards import CheckpointReader
-from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
-from megatron.adaptive.config.outside import printable
-from megatron.adaptive.engine.job import Job
+from megatron.adaptive.checkpoint.node_local import BackgroundWrite, Done, LocalDisk, writing
+from megatron.adaptive.checkpoint.reader import CheckpointReader
+from megatron.adaptive.checkpoint.writer import ShardWriter, TakenState
+from megatron.adaptive.config.input_files import printable
+from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 _LOG = logging.getLogger(__name__)

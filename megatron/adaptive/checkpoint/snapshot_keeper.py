@@ -42,7 +42,7 @@ from typing import Any
 
 import xxhash
 
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.handshake import Gate, SealedSocket, bind, dial, to_log
 
 _LOG = logging.getLogger(__name__)

@@ -32,10 +32,10 @@ import torch.distributed as dist
 
 from megatron.adaptive.accelerator import lock_pages
 from megatron.adaptive.checkpoint.snapshot_keeper import ALIGN, SLOTS, SnapshotFile, slot_bytes
-from megatron.adaptive.checkpoint.torch_dist import Part, Piece, entry_of, overlay
-from megatron.adaptive.config.outside import parse_json
-from megatron.adaptive.engine.job import Job
-from megatron.adaptive.profiling.memory import available_host_bytes
+from megatron.adaptive.checkpoint.writer import Part, Piece, entry_of, overlay
+from megatron.adaptive.config.input_files import parse_json
+from megatron.adaptive.engine.process_context import Job
+from megatron.adaptive.profiling.free_memory import available_host_bytes
 
 _SHARE = 0.8  # of the memory that is left
 _GIB = 1024**3

@@ -19,7 +19,7 @@ from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.hugging_face import FLAGS_FILE, LOAD_FLAG, load_config
-from megatron.adaptive.config.outside import parse_json, read_whole
+from megatron.adaptive.config.input_files import parse_json, read_whole
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
 _EXIT_DAMAGED = 1
@@ -146,7 +146,7 @@ def import_hf(argv: Sequence[str]) -> None:
     half = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(str(kind), [])
     config = parse([*_RUN, *half, LOAD_FLAG, str(folder)], world_size=1)
     _load_libraries()
-    from megatron.adaptive.checkpoint.hugging_face import import_folder
+    from megatron.adaptive.checkpoint.hugging_face_weights import import_folder
 
     path = import_folder(folder, output, config)
     (output / FLAGS_FILE).write_text(shlex.join(words) + "\n", encoding="utf-8")

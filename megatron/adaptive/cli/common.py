@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from megatron.adaptive.config.environment import too_many_files
-from megatron.adaptive.config.outside import printable, say
+from megatron.adaptive.config.input_files import printable, say
 from megatron.adaptive.errors import AdaptiveError
 
 EXIT_EXPECTED_ERROR = 2

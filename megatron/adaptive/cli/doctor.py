@@ -20,8 +20,8 @@ import psutil
 from megatron.adaptive import extension
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cluster.connection import Connection, Listener
-from megatron.adaptive.cluster.host import rdma_ports, resolve, why_no_gpu_use
-from megatron.adaptive.cluster.node import check_port
+from megatron.adaptive.cluster.inventory import rdma_ports, resolve, why_no_gpu_use
+from megatron.adaptive.cluster.node_processes import check_port
 from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.environment import job_secret
 from megatron.adaptive.errors import AdaptiveError

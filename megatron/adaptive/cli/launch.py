@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, interrupts_end_at_once
-from megatron.adaptive.cluster.host import loopback_variables
+from megatron.adaptive.cluster.inventory import loopback_variables
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.command_parser import count
 from megatron.adaptive.config.environment import require_files
-from megatron.adaptive.config.outside import natural, printable
+from megatron.adaptive.config.input_files import natural, printable
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.trace.files import drop_closed_terminal
 
@@ -61,7 +61,7 @@ def _launch(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run
 
-    from megatron.adaptive.engine.meeting import MeetingError
+    from megatron.adaptive.engine.rendezvous import MeetingError
 
     options = _read_options(argv)
     script = Path(options.training_script)
@@ -149,7 +149,7 @@ def _check_way(options: Any) -> None:
         parse_rendezvous_endpoint,
     )
 
-    from megatron.adaptive.engine.meeting import MeetingError, connect, reach
+    from megatron.adaptive.engine.rendezvous import MeetingError, connect, reach
 
     place = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     try:

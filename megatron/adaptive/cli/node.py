@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from megatron.adaptive.cluster.conf import SETTINGS, LaunchConf, load_conf, make_conf, read_changes
 from megatron.adaptive.cluster.connection import Connection, Listener
-from megatron.adaptive.cluster.host import (
+from megatron.adaptive.cluster.inventory import (
     count_gpus,
     interface_variables,
     loopback_variables,
@@ -42,7 +42,7 @@ from megatron.adaptive.cluster.host import (
     rdma_variables,
     resolve,
 )
-from megatron.adaptive.cluster.node import (
+from megatron.adaptive.cluster.node_processes import (
     NodePlace,
     check_files,
     check_port,
@@ -52,7 +52,13 @@ from megatron.adaptive.cluster.node import (
 )
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.config.environment import FROM_CONF, SECRET_VARIABLE, WORK_FOLDER, job_secret
-from megatron.adaptive.config.outside import natural, parse_json, printable, read_json, read_whole
+from megatron.adaptive.config.input_files import (
+    natural,
+    parse_json,
+    printable,
+    read_json,
+    read_whole,
+)
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.handshake import new_secret, write_private
 from megatron.adaptive.network import interface_of, is_loopback, own_address

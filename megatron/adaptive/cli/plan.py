@@ -26,13 +26,13 @@ from megatron.adaptive.cli.plan_inputs import add_input_arguments, parse_counts,
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cli.validate import main as check_runs
 from megatron.adaptive.config.command_parser import CommandParser, number
-from megatron.adaptive.config.forms import FORMS, forms, quantity
-from megatron.adaptive.config.outside import read_text
-from megatron.adaptive.config.plan import load_plan
+from megatron.adaptive.config.input_files import read_text
+from megatron.adaptive.config.plan_file import load_plan
 from megatron.adaptive.config.schedule import parse_partition
+from megatron.adaptive.config.schema_files import FORMS, forms, quantity
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.planner.cluster import describe_cluster, make_cluster
-from megatron.adaptive.planner.model import RECOMPUTE, Model
+from megatron.adaptive.planner.model_description import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import PRESETS
 from megatron.adaptive.planner.plan import (
     EXPORTS,

@@ -25,13 +25,13 @@ from megatron.adaptive.planner.cluster import (
     known_gpu,
     read_cluster,
 )
-from megatron.adaptive.planner.model import ATTENTIONS, Model
+from megatron.adaptive.planner.model_description import ATTENTIONS, Model
 from megatron.adaptive.planner.model_file import read_model, usual_attention
 from megatron.adaptive.planner.plan import FP8_FLAGS
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import complete_profile
-from megatron.adaptive.trace.live_state import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, progress_file
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:

@@ -27,10 +27,10 @@ from megatron.adaptive.config.arguments import flag_table, parse, read_recipe
 from megatron.adaptive.config.command_parser import CommandParser, count, last_value
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.config.forms import read_file
 from megatron.adaptive.config.hugging_face import FLAGS_FILE
-from megatron.adaptive.config.outside import natural, read_text, say
-from megatron.adaptive.config.refused import IDLE, REFUSED
+from megatron.adaptive.config.input_files import natural, read_text, say
+from megatron.adaptive.config.schema_files import read_file
+from megatron.adaptive.config.unsupported_flags import IDLE, REFUSED
 from megatron.adaptive.errors import AdaptiveError, ConfigError, ScheduleError, TransportError
 
 _USAGE = """\

@@ -28,9 +28,9 @@ from megatron.adaptive.cluster.conf import SETTINGS
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import WORK_FOLDER
 from megatron.adaptive.errors import SetupError, TraceError
-from megatron.adaptive.trace.event import shared_gpu_note
-from megatron.adaptive.trace.figures import RunFigures, run_figures
+from megatron.adaptive.trace.metrics import RunFigures, run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.trace_format import shared_gpu_note
 from megatron.adaptive.trace.views.page import plotly_js, write_html, write_page
 
 

@@ -26,8 +26,8 @@ from megatron.adaptive.config.command_parser import CommandParser, count, last_v
 from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron.adaptive.cluster.layouts import Chooser
-    from megatron.adaptive.cluster.ranks import JobSpec, Policy
+    from megatron.adaptive.cluster.incarnation import JobSpec, Policy
+    from megatron.adaptive.cluster.layout_rule import Chooser
     from megatron.adaptive.config.schedule import ScheduleConfig
 
 _SAVE = "--save"
@@ -111,7 +111,7 @@ def _gib(word: str) -> int:
 
 
 def _tell(options: argparse.Namespace) -> int:
-    from megatron.adaptive.cluster.job import read_state, render_state
+    from megatron.adaptive.cluster.job_state_file import read_state, render_state
 
     folder = options.status or options.checkpoint or last_value(options.arguments, _SAVE)
     if not folder:
@@ -132,9 +132,9 @@ def _tell(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from megatron.adaptive.cluster.layouts import as_asked
+    from megatron.adaptive.cluster.incarnation import JobSpec, is_trainer
+    from megatron.adaptive.cluster.layout_rule import as_asked
     from megatron.adaptive.cluster.manager import Manager, Participant
-    from megatron.adaptive.cluster.ranks import JobSpec, is_trainer
 
     script = options.script
     if script is None:
@@ -207,9 +207,9 @@ def _on_straggler(given: Policy | None, schedule: ScheduleConfig) -> Policy:
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
     """Makes what chooses layouts; a planner is started, checked, and closed with the stack."""
-    from megatron.adaptive.cluster.job import say
-    from megatron.adaptive.cluster.layouts import Chooser
-    from megatron.adaptive.cluster.ranks import model_file
+    from megatron.adaptive.cluster.incarnation import model_file
+    from megatron.adaptive.cluster.job_state_file import say
+    from megatron.adaptive.cluster.layout_rule import Chooser
 
     if not spec.is_pipeline and not options.plan_with:
         if options.unequal:
@@ -218,7 +218,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
                 " --plan-with FILE, or leave it out"
             )
         return Chooser()
-    from megatron.adaptive.cluster.planning import PlannerChooser
+    from megatron.adaptive.cluster.layout_planner import PlannerChooser
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks; before numpy is imported there
     model = model_file(spec.checkpoints) if spec.is_pipeline else None

@@ -223,9 +223,9 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
 
 def _draw(options: argparse.Namespace, run_dir: Path) -> bool:
     """Writes text trace and picture from the traces, where there are any."""
-    from megatron.adaptive.trace.order import legacy_name, write_legacy
+    from megatron.adaptive.trace.legacy_text import legacy_name, write_legacy
     from megatron.adaptive.trace.read import read_run
-    from megatron.adaptive.trace.step import pipeline_step
+    from megatron.adaptive.trace.step_view import pipeline_step
     from megatron.adaptive.trace.views.picture import write_picture
 
     traces = run_dir / "traces"

@@ -14,8 +14,8 @@ from pathlib import Path
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.schedule.auto import CandidateOutcome, evaluate
-from megatron.adaptive.schedule.registry import Candidate, make_candidate, policy_names
+from megatron.adaptive.schedule.catalog import Candidate, make_candidate, policy_names
+from megatron.adaptive.schedule.choose_by_simulation import CandidateOutcome, evaluate
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
 

@@ -22,12 +22,12 @@ from typing import Any
 
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.submit import slurm
-from megatron.adaptive.cluster.host import ENDED
+from megatron.adaptive.cluster.inventory import ENDED
 from megatron.adaptive.config.command_parser import CommandParser, last_value
 from megatron.adaptive.config.environment import MASK, WORK_FOLDER, is_secret, masked_text
-from megatron.adaptive.config.outside import open_file, parse_json, read_whole
+from megatron.adaptive.config.input_files import open_file, parse_json, read_whole
 from megatron.adaptive.errors import SetupError
-from megatron.adaptive.trace.live_state import PROGRESS_NAME, ProgressTail, progress_file
+from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, progress_file
 
 _PERIOD_S = 5.0
 _GIB = 1 << 30

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cluster.conf import LaunchConf, LaunchGroup, load_conf
-from megatron.adaptive.cluster.node import (
+from megatron.adaptive.cluster.node_processes import (
     EXIT_STOPPED_EARLY,
     check_files,
     check_trainer,

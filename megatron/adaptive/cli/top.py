@@ -32,10 +32,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.adaptive.config.command_parser import CommandParser, number
-from megatron.adaptive.config.outside import printable
+from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, SLICES
-from megatron.adaptive.trace.live import LiveRank, LiveRun, Snapshot, find_live
+from megatron.adaptive.trace.monitor import LiveRank, LiveRun, Snapshot, find_live
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, SLICES
 
 PERIOD_S = 0.5
 PIPE_COLUMNS = 160

@@ -28,14 +28,14 @@ import numpy as np
 
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, count, number
-from megatron.adaptive.config.outside import aligned
+from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.errors import ConfigError, TraceError
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, Lengths, Span
-from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, RunFigures, run_figures
+from megatron.adaptive.trace.legacy_text import legacy_name
 from megatron.adaptive.trace.locate import load_run
-from megatron.adaptive.trace.order import legacy_name
+from megatron.adaptive.trace.metrics import NS_PER_MS, PARTS, RunFigures, run_figures
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
-from megatron.adaptive.trace.step import PipelineStep, pipeline_step
+from megatron.adaptive.trace.step_view import PipelineStep, pipeline_step
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Lengths, Span
 
 PROGRAM = "python -m megatron.adaptive trace"
 DIAGNOSE = "diagnose"

@@ -23,7 +23,7 @@ from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
-from megatron.adaptive.config.outside import aligned
+from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import ConfigError
 

@@ -19,17 +19,17 @@ from typing import Any
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.plan_inputs import add_input_arguments, read_inputs, traced_runs
 from megatron.adaptive.config.command_parser import CommandParser
-from megatron.adaptive.config.outside import aligned
+from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import TracedRun, accuracy
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.model import RECOMPUTE
+from megatron.adaptive.planner.model_description import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
 from megatron.adaptive.planner.profile import PlanInputs
-from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.read import trace_files
+from megatron.adaptive.trace.trace_format import KINDS
 
 _SET = "own runs"
 

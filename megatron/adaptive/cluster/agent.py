@@ -20,10 +20,10 @@ from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 from megatron.adaptive.cluster.connection import SILENCE_S, Connection
-from megatron.adaptive.cluster.host import count_gpus, loopback_variables
+from megatron.adaptive.cluster.incarnation import NodeWork
+from megatron.adaptive.cluster.inventory import count_gpus, loopback_variables
 from megatron.adaptive.cluster.membership import PURPOSE
-from megatron.adaptive.cluster.ranks import NodeWork
-from megatron.adaptive.config.outside import say
+from megatron.adaptive.config.input_files import say
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.handshake import StrangerError
 from megatron.adaptive.network import is_loopback, own_address

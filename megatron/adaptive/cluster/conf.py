@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from megatron.adaptive.config.environment import FROM_CONF, is_secret
 from megatron.adaptive.config.flags import FieldSpec, Limits, Positive, spec_of
-from megatron.adaptive.config.plan import load_plan, plan_variables
+from megatron.adaptive.config.plan_file import load_plan, plan_variables
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _Port = Annotated[int, Limits(minimum=1, maximum=65535)]

@@ -14,8 +14,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from megatron.adaptive.cluster.awake import result_within
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.cluster.awake_time import result_within
+from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.handshake import (
     HEAD_BYTES,
     Gate,

@@ -30,8 +30,18 @@ from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.agent import Agent
-from megatron.adaptive.cluster.awake import AwakeClock
-from megatron.adaptive.cluster.job import (
+from megatron.adaptive.cluster.awake_time import AwakeClock
+from megatron.adaptive.cluster.incarnation import (
+    EXIT_LEFT,
+    JobSpec,
+    RunningRanks,
+    assign,
+    earliest,
+    how_ended,
+    is_well,
+    rank_orders,
+)
+from megatron.adaptive.cluster.job_state_file import (
     Incarnation,
     IncarnationProgress,
     ProgressReader,
@@ -42,21 +52,11 @@ from megatron.adaptive.cluster.job import (
     say,
     some_names,
 )
-from megatron.adaptive.cluster.layouts import Chooser, ParallelLayout
+from megatron.adaptive.cluster.layout_rule import Chooser, ParallelLayout
 from megatron.adaptive.cluster.membership import RETRY_S, Event, Machine, Membership, Node
-from megatron.adaptive.cluster.ranks import (
-    EXIT_LEFT,
-    JobSpec,
-    RunningRanks,
-    assign,
-    earliest,
-    how_ended,
-    is_well,
-    rank_orders,
-)
 from megatron.adaptive.cluster.snapshot_placement import JobSnapshots
 from megatron.adaptive.cluster.straggler import Stragglers
-from megatron.adaptive.engine.lease import Lease, LeaseTakenError
+from megatron.adaptive.engine.folder_lease import Lease, LeaseTakenError
 from megatron.adaptive.engine.progress import COMPLETE
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.handshake import new_secret

@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.adaptive.cluster.awake import result_within
+from megatron.adaptive.cluster.awake_time import result_within
 from megatron.adaptive.cluster.connection import PATIENCE_S, SILENCE_S, Connection, Listener
-from megatron.adaptive.cluster.job import say
+from megatron.adaptive.cluster.job_state_file import say
 from megatron.adaptive.config.environment import OVER_SSH
-from megatron.adaptive.config.outside import natural, printable, read_whole
+from megatron.adaptive.config.input_files import natural, printable, read_whole
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.network import interface_of, own_address
 

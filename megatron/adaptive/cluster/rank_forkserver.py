@@ -196,7 +196,7 @@ def _print_error(error: BaseException) -> int:
     """Prints an error that nobody caught; returns the status of the process."""
     errors = sys.modules.get("megatron.adaptive.errors")
     if errors is not None and isinstance(error, errors.AdaptiveError):
-        from megatron.adaptive.config.outside import say
+        from megatron.adaptive.config.input_files import say
 
         say(f"rank {os.environ.get('RANK', 0)}: error: {error}")
         return 2

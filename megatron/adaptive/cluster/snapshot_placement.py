@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
-from megatron.adaptive.cluster.job import IncarnationProgress, say
+from megatron.adaptive.cluster.job_state_file import IncarnationProgress, say
 from megatron.adaptive.cluster.membership import Membership, Node
 
 _ANSWER_S = 20.0

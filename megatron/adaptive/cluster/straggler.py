@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.adaptive.cluster.job import SlowRank, say
-from megatron.adaptive.cluster.layouts import (
+from megatron.adaptive.cluster.incarnation import Policy, RunningRanks, assign
+from megatron.adaptive.cluster.job_state_file import SlowRank, say
+from megatron.adaptive.cluster.layout_rule import (
     WORTH_A_MORPH,
     Chooser,
     Offer,
@@ -22,7 +23,6 @@ from megatron.adaptive.cluster.layouts import (
     relative_time,
 )
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.ranks import Policy, RunningRanks, assign
 
 _IN_A_ROW = 2
 _LEAST = 1.1

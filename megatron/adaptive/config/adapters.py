@@ -16,7 +16,7 @@ from megatron.adaptive.config.command_parser import flags_in, last_value
 from megatron.adaptive.config.flags import FieldSpec
 from megatron.adaptive.config.hugging_face import CONFIG, LOAD_FLAG, load_config
 from megatron.adaptive.config.hugging_face_names import NAMES
-from megatron.adaptive.config.outside import read_json
+from megatron.adaptive.config.input_files import read_json
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 

@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.adaptive.config import check
+from megatron.adaptive.config import flag_checks
 from megatron.adaptive.config.adapters import expand_model
 from megatron.adaptive.config.command_parser import LOOKS_LIKE_FLAG, CommandParser, flags_where
 from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.flag_rules import Given
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.hugging_face import MODEL_FLAGS
-from megatron.adaptive.config.layers import lay_out
-from megatron.adaptive.config.outside import natural, read_text
-from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
-from megatron.adaptive.config.refused import is_idle, reason_for, refused_flags
-from megatron.adaptive.config.rules import Given
+from megatron.adaptive.config.input_files import natural, read_text
+from megatron.adaptive.config.layer_partition import lay_out
+from megatron.adaptive.config.plan_file import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.trainer import TrainerConfig, groups
+from megatron.adaptive.config.unsupported_flags import is_idle, reason_for, refused_flags
 from megatron.adaptive.errors import ConfigError
 
 _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM's flags."
@@ -122,8 +122,8 @@ def parse(
             for name, kind in groups().items()
         }
     )
-    check.check_config(config, installed, needs_data=needs_data)
-    check.check_output_folders(config)
+    flag_checks.check_config(config, installed, needs_data=needs_data)
+    flag_checks.check_output_folders(config)
     return config
 
 
@@ -354,7 +354,7 @@ def _require_needed(given: Mapping[str, Any], specs: Mapping[str, FieldSpec]) ->
 
 def _resolve(given: dict[str, Any], *, world_size: int, installed: Installed) -> None:
     """Fill in values that depend on other flags, on the world size or on installed packages."""
-    replicas = check.replicas_of(world_size, given)
+    replicas = flag_checks.replicas_of(world_size, given)
     given["world_size"] = world_size
     given.setdefault("global_batch_size", given["micro_batch_size"] * replicas)
     given.setdefault(

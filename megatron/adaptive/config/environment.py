@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.outside import open_file, parse_json
+from megatron.adaptive.config.input_files import open_file, parse_json
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _EVERYWHERE = (

@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.outside import read_json
+from megatron.adaptive.config.input_files import read_json
 from megatron.adaptive.config.safetensors_header import read_header
 from megatron.adaptive.errors import ConfigError, DamagedCheckpointError
 

@@ -21,7 +21,7 @@ from megatron.adaptive.config.flags import (
     required,
     switch,
 )
-from megatron.adaptive.config.outside import read_text
+from megatron.adaptive.config.input_files import read_text
 from megatron.adaptive.errors import ConfigError
 
 _SWIGLU_MULTIPLE = 64

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.core import CoreConfig, parse_pattern
 from megatron.adaptive.config.data import BatchConfig, DataConfig
+from megatron.adaptive.config.megatron_core_flags import CoreConfig, parse_pattern
 from megatron.adaptive.config.model import ModelConfig, RecomputeConfig
 from megatron.adaptive.config.optimizer import LoraConfig, OptimizerConfig, PrecisionConfig
 from megatron.adaptive.config.parallel import ParallelConfig, TransportConfig

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.adaptive.config.outside import printable
+from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.data.indexed import locked
 from megatron.adaptive.errors import DataError
 

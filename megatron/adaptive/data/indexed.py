@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from megatron.adaptive.config.outside import open_file
+from megatron.adaptive.config.input_files import open_file
 from megatron.adaptive.errors import DataError
 
 INDEX_CACHE = "index_cache"

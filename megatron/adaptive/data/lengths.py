@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
-from megatron.adaptive.config.outside import open_file, parse_json
+from megatron.adaptive.config.input_files import open_file, parse_json
 from megatron.adaptive.data.chat import REASONING, TAUGHT_ROLE, Conversation
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.errors import DataError

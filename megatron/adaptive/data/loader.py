@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 
 from megatron.adaptive.config.data import BatchConfig
 from megatron.adaptive.errors import ConfigError, DataError
-from megatron.adaptive.schedule.dealing import EQUAL, Size
+from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Size
 
 Microbatch = dict[str, torch.Tensor]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -79,7 +79,7 @@ class BatchSizes:
     state.
 
     Args:
-        config: the batch settings, whose sizes all suit the job (``config.check``).
+        config: the batch settings, whose sizes all suit the job (``config.flag_checks``).
         data_parallel_size: copies of the model that share each batch.
     """
 

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.adaptive.config.data import TokenizerConfig
-from megatron.adaptive.config.outside import open_file, parse_json
+from megatron.adaptive.config.input_files import open_file, parse_json
 from megatron.adaptive.data.tokenizer import build_tokenizer, prepare_megatron_core
 from megatron.adaptive.errors import ConfigError, DataError
 

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.adaptive.config.data import TokenizerConfig
-from megatron.adaptive.config.outside import parse_json, read_bytes, read_text
+from megatron.adaptive.config.input_files import parse_json, read_bytes, read_text
 from megatron.adaptive.data.chat import TAUGHT_ROLE, ChatTemplate, Conversation, without_surrogates
 from megatron.adaptive.errors import ConfigError, DataError
 

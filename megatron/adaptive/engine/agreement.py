@@ -40,7 +40,7 @@ from megatron.adaptive.engine.decision_channel import Describe, Reader, Writer, 
 from megatron.adaptive.errors import AdaptiveError, DeadlineError, PeerLostError, ScheduleError
 from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind
 from megatron.adaptive.schedule.policy import Policy
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.transport.interface import Arrival, Completions, Item, Label, Notice
 
 # Word of a follower that cannot go on; no label has this number.

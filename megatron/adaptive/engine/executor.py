@@ -30,11 +30,11 @@ from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.engine.lanes import Lanes
 from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
 from megatron.adaptive.schedule.action import NUMBER, Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy, actions_of, reasons_of
-from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.trace.event import KINDS, REASONS, Row
+from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.trace.trace_format import KINDS, REASONS, Row
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Notice, Transport
 
 _LAUNCH_AHEAD = 1
@@ -221,7 +221,7 @@ class Executor:
         """Returns what this rank does in its step, for another thread; costs the step nothing.
 
         Returns:
-            Fields of ``trace.live_state.Now``, none between two steps.
+            Fields of ``trace.status_files.Now``, none between two steps.
         """
         codes, launched = tuple(self._codes), tuple(self._launched)
         if not self._is_running:
@@ -242,7 +242,7 @@ class Executor:
         return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
 
     def evidence(self) -> dict[str, Any]:
-        """Returns more of the same for who looks why a job stands still, see ``trace.hang``.
+        """Returns more of the same for who looks why a job stands still, see ``trace.hang_watch``.
 
         Returns:
             ``snapshot()``, and ``step``; ``finished``, actions by kind and chunk; ``needs``, the
@@ -636,7 +636,7 @@ class StepLog:
         times: Sequence[tuple[int, int]],
         codes: Sequence[int],
     ) -> list[Row]:
-        """Returns all that was noted, and every action, as rows of ``trace.event``.
+        """Returns all that was noted, and every action, as rows of ``trace.trace_format``.
 
         Args:
             launched: the actions.

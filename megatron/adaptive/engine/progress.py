@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.trace.files import BestEffortFile, Outage
-from megatron.adaptive.trace.live_state import PROGRESS_NAME
+from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 COMPLETE = "all iterations are done"
 """Reason of a training's end that did all that it was to do."""

@@ -32,11 +32,11 @@ from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.adaptive.accelerator import current_device
 from megatron.adaptive.engine.executor import ActivationMeter, Executor
-from megatron.adaptive.engine.orders import Orders
+from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.weight_gradient import SplitStages, WeightGradientStore
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import Candidate
+from megatron.adaptive.schedule.catalog import Candidate
+from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def default_process_groups() -> ProcessGroupCollection:

@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.errors import ConfigError, TraceError
-from megatron.adaptive.trace.event import KINDS, Lengths, Row
 from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.trace.trace_format import KINDS, Lengths, Row
 
 if TYPE_CHECKING:  # needs megatron-core, which a trace of another program does without
     from megatron.adaptive.engine.expert_load import ExpertLoad
@@ -85,7 +85,7 @@ class Tracing:
 
         Args:
             snapshot: returns what it does within the pipeline's step, in fields of
-                ``trace.live_state.Now``; called from another thread.
+                ``trace.status_files.Now``; called from another thread.
         """
 
         if self.recorder is not None:

@@ -19,10 +19,10 @@ from megatron.adaptive.accelerator import Accelerator, agree_on_sharing
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.trainer import TrainerConfig, groups
-from megatron.adaptive.engine.build import gather_places, require_equal_settings
-from megatron.adaptive.engine.job import Job, destroy_groups, process_groups
-from megatron.adaptive.engine.meeting import meet
-from megatron.adaptive.gpt.placement import (
+from megatron.adaptive.engine.executor_setup import gather_places, require_equal_settings
+from megatron.adaptive.engine.process_context import Job, destroy_groups, process_groups
+from megatron.adaptive.engine.rendezvous import meet
+from megatron.adaptive.gpt.model_placement import (
     embedding_ranks,
     placement_of,
     set_up_unequal_mesh,

@@ -15,22 +15,21 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.adaptive.accelerator import Accelerator
-from megatron.adaptive.config.outside import printable
+from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.datasets import build_datasets
 from megatron.adaptive.data.lengths import left_out
 from megatron.adaptive.data.loader import Batching, BatchSizes, MicrobatchLoader, OnRead
 from megatron.adaptive.data.tokenizer import Tokenizer
-from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.deferred_layers import attach_stores
+from megatron.adaptive.engine.executor_setup import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.expert_load import measured_experts
-from megatron.adaptive.engine.orders import Orders
-from megatron.adaptive.engine.record import Recording, RecordShape, Replay, ScheduleRecord
+from megatron.adaptive.engine.policy_factory import Orders
+from megatron.adaptive.engine.schedule_record import Recording, RecordShape, Replay, ScheduleRecord
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.initialize import TrainingJob
-from megatron.adaptive.gpt.model import (
+from megatron.adaptive.gpt.build_model import (
     build_chunks,
     build_optimizer,
     build_scheduler,
@@ -38,11 +37,12 @@ from megatron.adaptive.gpt.model import (
     stage_work,
     transformer_config,
 )
-from megatron.adaptive.gpt.placement import finalize_gradients, placement_of, widths_of
-from megatron.adaptive.planner.model import build_model
+from megatron.adaptive.gpt.initialize import TrainingJob
+from megatron.adaptive.gpt.model_placement import finalize_gradients, placement_of, widths_of
+from megatron.adaptive.planner.model_description import build_model
 from megatron.adaptive.planner.model_file import trainer_shape
-from megatron.adaptive.profiling.memory import total_host_bytes
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.profiling.free_memory import total_host_bytes
+from megatron.adaptive.schedule.stage_placement import Placement
 
 _SHORT = 0.5
 """Size of the microbatches that a pipeline is filled with, the shortest first, in mean ones."""

@@ -25,7 +25,7 @@ from megatron.adaptive.modules.program import MessageLayout, StageProgram
 from megatron.adaptive.modules.recording import Forwards, SampledModel, Tape
 from megatron.adaptive.modules.segments import check_replay, measure_segments
 from megatron.adaptive.modules.update import Update
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.stage_placement import Placement
 
 _REPEATS = 3
 

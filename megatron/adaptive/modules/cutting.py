@@ -27,7 +27,7 @@ import torch
 from megatron.adaptive.config.schedule import format_partition, parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.recording import Tape, Value
-from megatron.adaptive.planner.running import least_largest_of
+from megatron.adaptive.planner.job_shape import least_largest_of
 
 
 def check_stages(num_segments: int, num_stages: int) -> None:

@@ -15,9 +15,9 @@ from megatron.core import parallel_state
 
 from megatron.adaptive.accelerator import agree_on_sharing, detect, keep_freed_memory
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.engine.build import gather_places
-from megatron.adaptive.engine.job import Job, environment_of_rank, process_groups
-from megatron.adaptive.engine.meeting import MeetingError, meet, no_rendezvous
+from megatron.adaptive.engine.executor_setup import gather_places
+from megatron.adaptive.engine.process_context import Job, environment_of_rank, process_groups
+from megatron.adaptive.engine.rendezvous import MeetingError, meet, no_rendezvous
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.transport.liveness import here
 

@@ -20,18 +20,18 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.config.flags import check_values, fields_of
     from megatron.adaptive.config.parallel import TransportConfig
     from megatron.adaptive.config.schedule import ScheduleConfig
-    from megatron.adaptive.engine.build import build_executor, open_trace
     from megatron.adaptive.engine.executor import ActivationMeter, RankTimes
-    from megatron.adaptive.engine.hang import HangGuard
-    from megatron.adaptive.engine.job import naming_lost_peers
+    from megatron.adaptive.engine.executor_setup import build_executor, open_trace
+    from megatron.adaptive.engine.hang_guard import HangGuard
+    from megatron.adaptive.engine.process_context import naming_lost_peers
     from megatron.adaptive.engine.weight_gradient import WeightGradientStore
     from megatron.adaptive.errors import AdaptiveError, ConfigError
     from megatron.adaptive.modules.assembly import PipelineSettings, assemble
     from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched
     from megatron.adaptive.modules.cutting import check_groups
-    from megatron.adaptive.modules.loop import NO_LOOP, Loop
     from megatron.adaptive.modules.program import ProgramStages, RandomKey
     from megatron.adaptive.modules.sizes import choose_orders, place
+    from megatron.adaptive.modules.step_loop import NO_LOOP, Loop
     from megatron.adaptive.modules.update import LossScale
 
 
@@ -383,7 +383,7 @@ class Pipeline:
 
         Args:
             total_steps: of the whole training, those before a checkpoint included.
-            **more: the other arguments of :class:`~megatron.adaptive.modules.loop.Loop`.
+            **more: the other arguments of :class:`~megatron.adaptive.modules.step_loop.Loop`.
 
         Raises:
             CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size.
@@ -397,7 +397,7 @@ class Pipeline:
     @functools.cached_property
     def _checkpointer(self) -> Any:
         # It imports much that most runs do without.
-        from megatron.adaptive.modules.checkpoint import Checkpointer
+        from megatron.adaptive.modules.checkpointer import Checkpointer
 
         return Checkpointer(self._mesh, self.model, self._made.held, self._update)
 

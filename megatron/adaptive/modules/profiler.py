@@ -22,7 +22,7 @@ from megatron.adaptive import accelerator as _accelerator
 # Before the modules below import megatron-core.
 _accelerator.install()
 with _accelerator.quiet_imports():
-    from megatron.adaptive.engine.job import Job
+    from megatron.adaptive.engine.process_context import Job
     from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError
     from megatron.adaptive.modules.batch import BatchShape, require_whole, samples_in, stretched
     from megatron.adaptive.modules.cutting import check_groups, check_shared
@@ -38,15 +38,15 @@ with _accelerator.quiet_imports():
     )
     from megatron.adaptive.planner import profile_file
     from megatron.adaptive.planner.measured_module import MESSAGE_ELEMENT_BYTES, MeasuredHost
-    from megatron.adaptive.profiling.links import measure_links, measure_reductions
-    from megatron.adaptive.profiling.memory import (
+    from megatron.adaptive.profiling.action_timing import spread
+    from megatron.adaptive.profiling.free_memory import (
         KEPT_FREE,
         available_host_bytes,
         free_memory_bytes,
         gpu_name,
         node_facts,
     )
-    from megatron.adaptive.profiling.timing import spread
+    from megatron.adaptive.profiling.links import measure_links, measure_reductions
 
 
 @dataclass(frozen=True, eq=False, repr=False)

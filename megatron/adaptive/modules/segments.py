@@ -8,7 +8,8 @@ One piece after the other is put on the device, so that the whole model need not
        F, B by inputs, W      F, B by inputs, W            where backwards are split
 
 What runs is :class:`~megatron.adaptive.modules.program.ProgramStages`, messages packed and all;
-``profiling.timing`` runs and times it. Also holds the recorded forward against the model itself.
+``profiling.action_timing`` runs and times it. Also holds the recorded forward against the model
+itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
 from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recording import Forward, Forwards, Tape, mode_of, undisturbed
-from megatron.adaptive.profiling.timing import WARM_UP, time_call, time_microbatches
+from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
 _MOST_NUMBERS = 1 << 24  # of parameters that an optimizer step is measured with
 _OPTIMIZER_STEPS = 4

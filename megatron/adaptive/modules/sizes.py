@@ -20,10 +20,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.adaptive.config.environment import EXIT_MEASURED, JobOrder
-from megatron.adaptive.config.outside import printable
+from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.schedule import SEVERAL_CHUNKS
-from megatron.adaptive.engine.job import Job
-from megatron.adaptive.engine.orders import Orders
+from megatron.adaptive.engine.policy_factory import Orders
+from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.assembly import PipelineSettings
 from megatron.adaptive.modules.batch import require_whole
@@ -36,10 +36,10 @@ from megatron.adaptive.modules.cutting import (
 from megatron.adaptive.modules.mesh import Mesh, check_pipeline_size, join_job, make_mesh
 from megatron.adaptive.modules.profiler import ModuleProfile, Profiler
 from megatron.adaptive.modules.recording import CutPoint, SampledModel
+from megatron.adaptive.planner.job_shape import Option, Running, choose_option
 from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
-from megatron.adaptive.planner.running import Option, Running, choose_option
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import is_rule, placement_for, splits_backward
+from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
+from megatron.adaptive.schedule.stage_placement import Placement
 
 _PIECES = 4  # of a weight gradient, under a rule
 _SPLITTING_RULES = ("adaptive", "hinted")

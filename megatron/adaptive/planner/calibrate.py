@@ -20,12 +20,12 @@ import numpy as np
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.cluster import NodeType
-from megatron.adaptive.planner.model import Model
-from megatron.adaptive.trace.event import KINDS
-from megatron.adaptive.trace.figures import RunFigures, run_figures
+from megatron.adaptive.planner.model_description import Model
+from megatron.adaptive.trace.metrics import RunFigures, run_figures
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.step import stages_of_rank
-from megatron.adaptive.trace.table import match_messages
+from megatron.adaptive.trace.span_columns import match_messages
+from megatron.adaptive.trace.step_view import stages_of_rank
+from megatron.adaptive.trace.trace_format import KINDS
 
 _PRIOR = 1e-3
 """Weight of the operations against a measured stage; decides only where stages do not."""

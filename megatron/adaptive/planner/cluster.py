@@ -2,8 +2,8 @@
 
 A cluster is nodes by type, how many of each, and the links between them. What a cluster file leaves
 out of a GPU comes from the shipped table of GPUs (``data/gpus.json``). The form of the file is
-``cluster`` of ``config.forms``; ``docs/planner.md`` describes it. :func:`describe_cluster` makes
-such a file from what Slurm, ``nvidia-smi`` and ``doctor`` print.
+``cluster`` of ``config.schema_files``; ``docs/planner.md`` describes it. :func:`describe_cluster`
+makes such a file from what Slurm, ``nvidia-smi`` and ``doctor`` print.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.forms import check_form, read_file
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.input_files import parse_json
+from megatron.adaptive.config.schema_files import check_form, read_file
 from megatron.adaptive.errors import ConfigError
 
 MEMORY_MARGIN = 0.1

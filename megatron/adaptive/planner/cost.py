@@ -6,7 +6,7 @@ with its replicas, tied embeddings are added up, and the optimizer runs.
 
 The search gives stages of unequal widths microbatches of unequal sizes, so that each stage has the
 same number of them. The trainer has microbatches of one size, and each is the work of one replica
-of a stage (``schedule.unequal``)::
+of a stage (``schedule.unequal_widths``)::
 
     3 GPUs, 8 samples         searched                     run
     stage 0, 2 replicas       4 microbatches of 1 each     4 of the 8 microbatches of 1 each
@@ -25,7 +25,7 @@ import numpy as np
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import NodeType
-from megatron.adaptive.planner.layers import (
+from megatron.adaptive.planner.layer_costs import (
     OURS,
     LayerTable,
     Runtime,
@@ -38,6 +38,7 @@ from megatron.adaptive.planner.layers import (
     stage_memory,
     waiting,
 )
+from megatron.adaptive.planner.order_timing import ScheduleTimes, jitter_s, step_times, steps_of
 from megatron.adaptive.planner.plan import (
     Plan,
     Prediction,
@@ -46,12 +47,11 @@ from megatron.adaptive.planner.plan import (
     StagePrediction,
 )
 from megatron.adaptive.planner.profile import PlanInputs
-from megatron.adaptive.planner.timing import ScheduleTimes, jitter_s, step_times, steps_of
-from megatron.adaptive.schedule import registry, unequal
-from megatron.adaptive.schedule.memory import default_cap
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule import catalog, unequal_widths
+from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.simulate import SimResult
-from megatron.adaptive.schedule.unequal import Widths
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.unequal_widths import Widths
 from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, draw
 
 
@@ -163,7 +163,7 @@ class StageSums:
                 f" model {inputs.model.name} has {inputs.model.num_layers}: give every layer one"
                 " stage"
             )
-        placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
+        placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
         bounds = np.concatenate([[0], np.cumsum(plan.partition)])
         rank_of = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
         tables = [_tables(plan, place, inputs) for place in plan.places]
@@ -297,7 +297,7 @@ def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
         given: ScheduleTimes | None = runtime.pipeline(plan, stages)
         if given is not None:
             return given
-    if not registry.is_rule(plan.schedule):
+    if not catalog.is_rule(plan.schedule):
         steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
         return step_times(steps, stages.durations_s, latency, occupancy, launch_s=stages.launch_s)
     result = simulated(plan, stages)
@@ -308,7 +308,7 @@ def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
 def simulated(plan: Plan, stages: StageSums) -> SimResult:
     """Simulates the pipeline of a plan whose stages have equal widths."""
     latency, occupancy = stages.latency_s, stages.occupancy_s
-    placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
+    placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     links = {}
     for kind, step in ((0, 1), (1, -1)):
         for stage in range(placement.num_stages):
@@ -319,9 +319,9 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
     forward, backward, weight = (tuple(map(float, row)) for row in stages.durations_s)
     times = StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
     cap = default_cap(placement, plan.num_microbatches)
-    rule = registry.is_rule(plan.schedule)
+    rule = catalog.is_rule(plan.schedule)
     shape = plan.schedule, plan.pp, plan.chunks, plan.num_microbatches
-    candidate = registry.Candidate(
+    candidate = catalog.Candidate(
         name=plan.schedule,
         placement=placement,
         weight_pieces=0 if rule else int(steps_of(*shape).split),
@@ -333,7 +333,7 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
 
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     """Returns the seconds that jitter adds; a rule works around it."""
-    if sigma <= 0 or registry.is_rule(plan.schedule):
+    if sigma <= 0 or catalog.is_rule(plan.schedule):
         return 0.0
     count, durations = plan.num_microbatches, stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
@@ -367,7 +367,9 @@ def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
     for stage in range(widths.num_stages):
         own = widths.own_microbatches(stage, count)
         most = {"1f1b": widths.warmup(stage) + 1.0, "gpipe": float(own)}.get(plan.schedule)
-        held.append(unequal.default_cap(widths, stage, own) if most is None else min(most, own))
+        held.append(
+            unequal_widths.default_cap(widths, stage, own) if most is None else min(most, own)
+        )
     return tuple(held)
 
 
@@ -394,7 +396,7 @@ def _hop_s(
 
 def _dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -> ScheduleTimes:
     """Simulates a step whose microbatches are dealt out to the replicas of each stage."""
-    step = unequal.simulate(
+    step = unequal_widths.simulate(
         plan.schedule,
         widths,
         plan.global_batch // plan.micro_batch,

@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.outside import parse_json, read_whole
+from megatron.adaptive.config.input_files import parse_json, read_whole
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
-from megatron.adaptive.planner.model import Model, Precision
+from megatron.adaptive.planner.model_description import Model, Precision
 from megatron.adaptive.planner.model_file import listed_model
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.profile_file import make_profile

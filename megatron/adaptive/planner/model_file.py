@@ -2,7 +2,7 @@
 
 GPT and Llama presets are those of ``config.model``, which the trainer takes as well. BERT and T5
 are known here alone: they can be planned, for Megatron-LM's own scripts. The form of a model file
-is ``model`` of ``config.forms``; ``docs/planner.md`` describes it.
+is ``model`` of ``config.schema_files``; ``docs/planner.md`` describes it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 from megatron.adaptive.config.adapters import adapted_parts
 from megatron.adaptive.config.arguments import only_groups, parse
 from megatron.adaptive.config.attention import AttentionCase, Kernel, kernel_for
-from megatron.adaptive.config.core import CoreConfig, parse_pattern
 from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.forms import check_form, read_file
 from megatron.adaptive.config.hugging_face import config_arguments, is_config
+from megatron.adaptive.config.input_files import parse_json, read_text, read_whole
+from megatron.adaptive.config.megatron_core_flags import CoreConfig, parse_pattern
 from megatron.adaptive.config.model import MODELS, ModelConfig
 from megatron.adaptive.config.optimizer import LoraConfig, PrecisionConfig
-from megatron.adaptive.config.outside import parse_json, read_text, read_whole
+from megatron.adaptive.config.schema_files import check_form, read_file
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.model import (
+from megatron.adaptive.planner.model_description import (
     LayerKind,
     Model,
     Precision,

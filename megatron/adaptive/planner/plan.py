@@ -1,6 +1,6 @@
 """Holds a plan and its prediction, and writes both: as plan file, ``conf.sh`` and tables.
 
-Reading plan files is ``config.plan``'s.
+Reading plan files is ``config.plan_file``'s.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.config.model import MODELS
-from megatron.adaptive.config.outside import aligned
-from megatron.adaptive.config.plan import PLAN_FORMAT, plan_variables, run_flags
+from megatron.adaptive.config.plan_file import PLAN_FORMAT, plan_variables, run_flags
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, known_gpu
 from megatron.adaptive.planner.profile import PlanInputs
-from megatron.adaptive.schedule import registry
+from megatron.adaptive.schedule import catalog
 
 FP8_FLAGS = ("--fp8-format", "hybrid")
 """Megatron-LM's, among the arguments of a model that is planned in fp8."""
@@ -702,7 +702,7 @@ def _stage_table(plan: Plan, seen: Prediction, inputs: PlanInputs) -> str:
     head += ["weights", "gradients", "optimizer", "activations", "other", "total", "of GB"]
     lines = [head]
     counted = inputs.model.counted(plan.partition)
-    placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
+    placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     for rank, (place, stage) in enumerate(zip(plan.places, seen.stages, strict=True)):
         names = dict.fromkeys(inputs.cluster.nodes[replica.node].name for replica in place.replicas)
         layers = [counted[placement.stage_of(rank, chunk)] for chunk in range(plan.chunks)]

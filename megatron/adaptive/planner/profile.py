@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from megatron.adaptive.config.outside import natural
+from megatron.adaptive.config.input_files import natural
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeType, known_gpu
-from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.model_description import Model
 
 Source = Literal["measured", "estimated"]
 

@@ -1,8 +1,8 @@
 """Reads, merges and writes profile files, and makes them of measurements per cut point.
 
-The form is ``profile`` of ``config.forms``; ``docs/planner.md`` describes it. Who trains a model
-of his own through a pipeline knows where it can be cut, and can time the pieces between two cut
-points. Such measurements come as CSV with a header, or as a JSON list of objects with the same
+The form is ``profile`` of ``config.schema_files``; ``docs/planner.md`` describes it. Who trains a
+model of his own through a pipeline knows where it can be cut, and can time the pieces between two
+cut points. Such measurements come as CSV with a header, or as a JSON list of objects with the same
 keys, a row for each piece, GPU and microbatch size::
 
     cut_point,gpu,micro_batch,forward_s,backward_s,parameters,output_bytes,kept_bytes
@@ -26,11 +26,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.forms import check_form, read_file
-from megatron.adaptive.config.outside import read_json, read_text
+from megatron.adaptive.config.input_files import read_json, read_text
+from megatron.adaptive.config.schema_files import check_form, read_file
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import LinkSpeed, known_gpu
-from megatron.adaptive.planner.model import Model, Precision
+from megatron.adaptive.planner.model_description import Model, Precision
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.plan import plan_flags, world_size_of
+from megatron.adaptive.config.plan_file import plan_flags, world_size_of
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, find_gpu, known_gpu
 from megatron.adaptive.planner.cost import StageSums, predict, simulated
-from megatron.adaptive.planner.layers import OURS, estimate_optimizer_s, make_estimator
-from megatron.adaptive.planner.model import RECOMPUTE, Model
+from megatron.adaptive.planner.layer_costs import OURS, estimate_optimizer_s, make_estimator
+from megatron.adaptive.planner.model_description import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import ANY_RUN
 from megatron.adaptive.planner.plan import (
     FP8_FLAGS,

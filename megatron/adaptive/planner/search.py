@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.planner.chunks import (
+from megatron.adaptive.planner.chunk_partition import (
     ONE_CHUNK,
     ChunkedPipeline,
     hand_over,
@@ -31,12 +31,12 @@ from megatron.adaptive.planner.chunks import (
     scheduled,
 )
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.kernel import search_s
-from megatron.adaptive.planner.layers import OURS, in_flight
-from megatron.adaptive.planner.model import RECOMPUTE
+from megatron.adaptive.planner.layer_costs import OURS, in_flight
+from megatron.adaptive.planner.model_description import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan, StagePlace, place_stage
 from megatron.adaptive.planner.profile import PlanInputs
-from megatron.adaptive.planner.shapes import (
+from megatron.adaptive.planner.search_kernel import search_s
+from megatron.adaptive.planner.stage_classes import (
     DpStates,
     ShapeChoice,
     StageClass,
@@ -503,7 +503,7 @@ class Searcher:
 
     def _bounded(self, shape: SearchShape, best: Best, most_levels: int) -> _Bounded:
         """Bounds all pipelines of a shape that may matter."""
-        from megatron.adaptive.planner import kernel  # numba takes half a second
+        from megatron.adaptive.planner import search_kernel  # numba takes half a second
 
         most = self._most_stages(shape.classes)
         key = (tuple((one.nodes, one.block) for one in shape.classes), most, most_levels)
@@ -516,7 +516,7 @@ class Searcher:
         if self.options.partition:
             arrays["after"] = only_partition(arrays["after"], self.options.partition)
         held = in_flight("1f1b", most, 1, shape.choice.microbatches)[::-1]
-        made = kernel.ShapeArrays(
+        made = search_kernel.ShapeArrays(
             **arrays,
             **levels.arrays,
             held=np.array(held, dtype=np.float64),
@@ -525,7 +525,7 @@ class Searcher:
         size = (made.level_class.shape[0], made.forward.shape[1])
         ends, done, trips = (np.full(size, np.inf) for _ in range(3))
         most_s = best.most_seconds(self._least_price)
-        kernel.bound_levels(made, self._slack * most_s, ends, done, trips)
+        search_kernel.bound_levels(made, self._slack * most_s, ends, done, trips)
         goals = []
         complete = np.array(levels.complete, dtype=np.int64)
         self.configurations += len(complete)
@@ -625,7 +625,7 @@ class Searcher:
         finish: bool,
     ) -> float:
         """Searches the pipelines of one level; returns a bound on what was left out."""
-        from megatron.adaptive.planner import kernel
+        from megatron.adaptive.planner import search_kernel
 
         shape, levels, made = bounded.shape, bounded.levels, bounded.arrays
         stages = int(made.level_follow[level]) + 1
@@ -634,8 +634,8 @@ class Searcher:
             rows = 2 * stages * shape.choice.microbatches
             most_leaves = min(most_leaves, max(10, _ROW_STEPS // rows))
         cap = self._slack * best.most_seconds(price)
-        walk = kernel.make_walk(made, stages)
-        seconds, left_out, timed = kernel.search_level(
+        walk = search_kernel.make_walk(made, stages)
+        seconds, left_out, timed = search_kernel.search_level(
             made, walk, level, *bounded.bounds, cap, most_leaves, cuts, path, kinds
         )
         if seconds < cap and left_out < seconds:
@@ -643,7 +643,7 @@ class Searcher:
 
             def seconds_of(trial: Any) -> float:
                 walk.cuts[:] = trial
-                return float(kernel.leaf_s(made, walk, stages))
+                return float(search_kernel.leaf_s(made, walk, stages))
 
             cuts, seconds, more = hand_over(cuts, seconds, seconds_of, most_leaves)
             timed += more

@@ -50,9 +50,9 @@ def install(schedule: str = "adaptive", **more: Any) -> None:
     from megatron.adaptive.plugin import versions
 
     versions.check()
-    from megatron.adaptive.plugin import seam
+    from megatron.adaptive.plugin import patch
 
-    seam.put(settings)
+    patch.put(settings)
 
 
 # What ``help()`` and notebooks show: the settings by name, with their defaults.
@@ -67,7 +67,7 @@ def uninstall() -> None:
     Raises:
         TransportError: another rank did not close its channels in time.
     """
-    if "megatron.adaptive.plugin.seam" in sys.modules:
-        from megatron.adaptive.plugin import seam
+    if "megatron.adaptive.plugin.patch" in sys.modules:
+        from megatron.adaptive.plugin import patch
 
-        seam.take_back()
+        patch.take_back()

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron.adaptive.accelerator import current_device, default_generator
-from megatron.adaptive.plugin.placed import exchange, standing_for
+from megatron.adaptive.plugin.placement_patch import exchange, standing_for
 from megatron.adaptive.plugin.settings import megatron_arguments
 
 DEFAULT_SEED = 1234

@@ -12,10 +12,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.adaptive.config.flag_rules import ORDER, Given
 from megatron.adaptive.config.flags import FieldSpec, assign, check_values, fields_of, flag
 from megatron.adaptive.config.model import RecomputeConfig
 from megatron.adaptive.config.parallel import AUTO, ParallelConfig, TransportConfig
-from megatron.adaptive.config.rules import ORDER, Given
 from megatron.adaptive.config.schedule import (
     RULES,
     SPLIT_SCHEDULES,

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.engine.job import Job
+from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import DeadlineError
-from megatron.adaptive.profiling.timing import now
+from megatron.adaptive.profiling.action_timing import now
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.workload import Link
 from megatron.adaptive.transport.connect import Connector, Payloads

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron.adaptive.accelerator import agree_on_sharing, detect
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
-from megatron.adaptive.engine.job import Job, gather
-from megatron.adaptive.engine.meeting import MeetingError, meet, no_rendezvous
+from megatron.adaptive.engine.process_context import Job, gather
+from megatron.adaptive.engine.rendezvous import MeetingError, meet, no_rendezvous
 from megatron.adaptive.errors import SetupError, TransportError
 from megatron.adaptive.profiling.links import NO_STEP, measure_link, process_groups, receive
 from megatron.adaptive.schedule.action import Action, ActionKind

@@ -23,14 +23,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.adaptive.checkpoint.state import fill_state, load_rng, load_scheduler, sharded_rng
-from megatron.adaptive.engine.job import destroy_groups
+from megatron.adaptive.checkpoint.megatron_state import (
+    fill_state,
+    load_rng,
+    load_scheduler,
+    sharded_rng,
+)
+from megatron.adaptive.engine.process_context import destroy_groups
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.errors import DeviceMemoryError
 from megatron.adaptive.gpt.initialize import TrainingJob, remake_mesh
 from megatron.adaptive.gpt.setup import KeptParts, Run, build_run
-from megatron.adaptive.gpt.step import gather_parameters
-from megatron.adaptive.profiling.memory import available_host_bytes, free_memory_bytes
+from megatron.adaptive.gpt.train_step import gather_parameters
+from megatron.adaptive.profiling.free_memory import available_host_bytes, free_memory_bytes
 from megatron.adaptive.rebalance.layer_state import (
     Share,
     Table,
@@ -39,7 +44,7 @@ from megatron.adaptive.rebalance.layer_state import (
     shares_of,
     steps_of,
 )
-from megatron.adaptive.schedule.placement import PlacementKind
+from megatron.adaptive.schedule.stage_placement import PlacementKind
 
 
 def with_schedule(job: TrainingJob, **changes: Any) -> TrainingJob:

@@ -4,7 +4,7 @@ Every ``--repartition-interval`` iterations all ranks report their measurements,
 finds the partition that would be fastest, and all ranks move to it together if it promises enough::
 
     steps since the last look ──> loads of ranks and stages ──> quickest partition, simulated
-    half of them, other half  ──> must promise it too            (planner/repartition.py)
+    half of them, other half  ──> must promise it too            (planner/choose_partition.py)
 
 A move that does not keep half of its promise doubles what the next one must promise.
 """
@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
-from megatron.adaptive.checkpoint.state import mesh_shape
+from megatron.adaptive.checkpoint.megatron_state import mesh_shape
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.executor import RankTimes
@@ -31,7 +31,7 @@ from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.errors import CheckpointError, ScheduleError
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run
-from megatron.adaptive.planner.repartition import (
+from megatron.adaptive.planner.choose_partition import (
     Loads,
     Partition,
     PartitionMove,
@@ -40,14 +40,14 @@ from megatron.adaptive.planner.repartition import (
     simulated_step,
     travelling,
 )
-from megatron.adaptive.profiling.memory import KEPT_FREE
-from megatron.adaptive.profiling.pipeline import LayerShare, Sample
-from megatron.adaptive.rebalance.auto import held_bytes, memory_of
-from megatron.adaptive.rebalance.bounded import LIMIT_S, result_within
+from megatron.adaptive.profiling.free_memory import KEPT_FREE
+from megatron.adaptive.profiling.pipeline_times import LayerShare, Sample
+from megatron.adaptive.rebalance.auto_schedule import held_bytes, memory_of
 from megatron.adaptive.rebalance.move_stages import with_schedule
+from megatron.adaptive.rebalance.time_limit import LIMIT_S, result_within
 from megatron.adaptive.schedule.action import ActionKind
-from megatron.adaptive.schedule.memory import default_cap
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.memory_caps import default_cap
+from megatron.adaptive.schedule.stage_placement import Placement
 
 KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
 _WARM_UP = 1

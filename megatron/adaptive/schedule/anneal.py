@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.adaptive.schedule.action import NUMBER
-from megatron.adaptive.schedule.compiled import compile_function
-from megatron.adaptive.schedule.memory import with_rounding
+from megatron.adaptive.schedule.memory_caps import with_rounding
+from megatron.adaptive.schedule.numba_kernels import compile_function
 from megatron.adaptive.schedule.policy import actions_of
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload

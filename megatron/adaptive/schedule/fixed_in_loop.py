@@ -127,12 +127,12 @@ from dataclasses import replace
 from itertools import chain
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import rules
+from megatron.adaptive.schedule import runtime_rules
 from megatron.adaptive.schedule.action import Action, ActionKind, action_table
-from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import RulePolicy
 from megatron.adaptive.schedule.schedule import Order
 from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import StageTimes
 
 
@@ -297,5 +297,5 @@ def varuna(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
         backward_s=(2.0,) * ranks,
         recompute_s=(1.0,) * (ranks - 1) + (0.0,),
     )
-    policies = [RulePolicy("varuna", rules.depth_first)] * ranks
+    policies = [RulePolicy("varuna", runtime_rules.depth_first)] * ranks
     return simulate(placement, num_microbatches, policies, times).to_schedule("varuna").orders

@@ -73,8 +73,8 @@ from collections.abc import Iterable
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import Order
+from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def zb_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:

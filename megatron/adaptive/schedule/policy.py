@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import machine, rules
+from megatron.adaptive.schedule import rank_kernel, runtime_rules
 from megatron.adaptive.schedule.action import KINDS, NUMBER, Action
-from megatron.adaptive.schedule.compiled import Rule, is_known
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.numba_kernels import Rule, is_known
+from megatron.adaptive.schedule.rank_state import RankState
 
 
 class Policy(Protocol):
@@ -82,7 +82,7 @@ class Follow(RulePolicy):
     def __init__(self, order: Sequence[Action], name: str = "follow") -> None:
         self.order = tuple(order)
         num_chunks = 1 + max((action.chunk for action in order), default=0)
-        super().__init__(name, rules.follow, codes_of(order, num_chunks))
+        super().__init__(name, runtime_rules.follow, codes_of(order, num_chunks))
 
     def pick(self, state: RankState) -> Action | None:
         """Return the next action of the list if it is ready."""
@@ -123,7 +123,7 @@ def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tup
     for word in codes:
         paired, code = divmod(word, 3 * num_chunks)
         kind, chunk = divmod(code, num_chunks)
-        pieces = max(1, weight_pieces) if kind == machine.W else 1
+        pieces = max(1, weight_pieces) if kind == rank_kernel.W else 1
         actions.append(Action(KINDS[kind], chunk, *divmod(counts[code], pieces), bool(paired)))
         counts[code] += 1
     return tuple(actions)
@@ -142,10 +142,10 @@ def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ..
 
 
 _BY_KIND: dict[Rule, tuple[str, str, str]] = {
-    rules.ready_first: ("turn", "deepest", "filler"),
-    rules.depth_first: ("deepest", "deepest", "filler"),
-    rules.breadth_first: ("broadest", "deepest", "filler"),
-    rules.follow: ("order", "order", "order"),
+    runtime_rules.ready_first: ("turn", "deepest", "filler"),
+    runtime_rules.depth_first: ("deepest", "deepest", "filler"),
+    runtime_rules.breadth_first: ("broadest", "deepest", "filler"),
+    runtime_rules.follow: ("order", "order", "order"),
 }
 """Words for F, B and W of the rules whose choice says it by its kind."""
 
@@ -161,7 +161,7 @@ def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[st
     if not isinstance(policy, RulePolicy):
         return [""] * len(codes)
     codes = [code % (3 * num_chunks) for code in codes]
-    if policy.rule is rules.hinted:
+    if policy.rule is runtime_rules.hinted:
         return _hinted(policy.hint, codes, num_chunks)
     words = _BY_KIND.get(policy.rule, ("", "", ""))
     return [words[code // num_chunks] for code in codes]
@@ -178,7 +178,7 @@ def _hinted(hint: Sequence[int], codes: Sequence[int], num_chunks: int) -> list[
         if code + lanes * started[code] == due:
             words.append("hint")
         else:
-            words.append("filler" if code // num_chunks == machine.W else "overtake")
+            words.append("filler" if code // num_chunks == rank_kernel.W else "overtake")
         started[code] += 1
         while head < len(hint) and hint[head] // lanes < started[hint[head] % lanes]:
             head += 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.stage_placement import Placement
 
 Order = tuple[Action, ...]
 """The actions of one rank, first to last."""

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import engine, machine
+from megatron.adaptive.schedule import rank_kernel, simulator
 from megatron.adaptive.schedule.action import NUMBER, Action
-from megatron.adaptive.schedule.compiled import compiled_loop, plain_loop
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.numba_kernels import compiled_loop, plain_loop
 from megatron.adaptive.schedule.policy import Policy, actions_of, rule_of
+from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.schedule import Order, Schedule
-from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTimes, Workload, draw
 
 
@@ -192,7 +192,7 @@ def run_states(
     else:
         rule, hints = compiled_rule
         loop = compiled_loop(rule)
-        if loop(world._replace(hints=_padded(hints))) != engine.DONE_ALL:
+        if loop(world._replace(hints=_padded(hints))) != simulator.DONE_ALL:
             world = _run_plain(_world(states, workload, widths), states, policies)  # says why
     totals = [state.num_actions for state in states]
     return SimResult(
@@ -204,7 +204,7 @@ def run_states(
         starts_ps=_cut(world.starts, totals),
         ends_ps=_cut(world.ends, totals),
         peak_units=tuple(
-            int(numbers[machine.PEAK]) / machine.MEMORY_SCALE for numbers in world.states
+            int(numbers[rank_kernel.PEAK]) / rank_kernel.MEMORY_SCALE for numbers in world.states
         ),
     )
 
@@ -224,8 +224,8 @@ def _padded(rows: Sequence[Sequence[int]]) -> Any:
 
 
 def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Policy]) -> Any:
-    def rule(s: machine.State, hint: Sequence[int]) -> int:
-        rank = s[machine.RANK]
+    def rule(s: rank_kernel.State, hint: Sequence[int]) -> int:
+        rank = s[rank_kernel.RANK]
         state, policy = states[rank], policies[rank]
         action = policy.pick(state)
         if action is None:
@@ -236,11 +236,11 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
                 f" {state.why_not(action)}; {state.describe()}"
             )
         code = NUMBER[action.kind] * state.placement.num_chunks + action.chunk
-        return code + machine.lanes(s) * (action.paired and state.beside)
+        return code + rank_kernel.lanes(s) * (action.paired and state.beside)
 
-    lists = engine.World(*(field.tolist() for field in world))
+    lists = simulator.World(*(field.tolist() for field in world))
     lists = lists._replace(states=[state.numbers for state in states])
-    if plain_loop(rule)(lists) != engine.DONE_ALL:
+    if plain_loop(rule)(lists) != simulator.DONE_ALL:
         waits = "; ".join(
             f"rank {state.rank} waits for {state.missing()}" for state in states if not state.done
         )
@@ -269,7 +269,7 @@ def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int
     exchanges = workload.exchanges_ps
     if exchanges is None:
         exchanges = zeros(*workload.delays_ps.shape)
-    return engine.World(
+    return simulator.World(
         states=_padded([state.numbers for state in states]),
         hints=zeros(ranks, 1),
         stages=array([placement.stage_of(s.rank, c) for s in states for c in range(chunks)]),

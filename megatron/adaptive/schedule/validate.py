@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import machine
+from megatron.adaptive.schedule import rank_kernel
 from megatron.adaptive.schedule.action import NUMBER, ActionKind
+from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.schedule import Order, Schedule
-from megatron.adaptive.schedule.state import RankState
 
 _CONTEXT = 6
 _ELLIPSIS = "..."
@@ -57,9 +57,9 @@ def peak_units(schedule: Schedule) -> tuple[float, ...]:
         state = _new_state(schedule, rank)
         for _, actions in _together(order):
             for action in actions:
-                machine.start(state.numbers, NUMBER[action.kind], action.chunk)
+                rank_kernel.start(state.numbers, NUMBER[action.kind], action.chunk)
             for action in actions:
-                machine.finish(state.numbers, NUMBER[action.kind], action.chunk)
+                rank_kernel.finish(state.numbers, NUMBER[action.kind], action.chunk)
         peaks.append(state.peak_in_flight)
     return tuple(peaks)
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.config.forms import check_form
-from megatron.adaptive.config.outside import read_json
+from megatron.adaptive.config.input_files import read_json
+from megatron.adaptive.config.schema_files import check_form
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.stage_placement import Placement
 
 PS_PER_S = 10**12
 _LONGEST_S = 10**5

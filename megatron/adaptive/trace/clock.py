@@ -49,8 +49,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.adaptive.handshake import Gate, SealedSocket, bind, dial, new_secret, to_log
-from megatron.adaptive.trace.event import ClockSamples, TraceHeader
-from megatron.adaptive.trace.table import Ints, Messages
+from megatron.adaptive.trace.span_columns import Ints, Messages
+from megatron.adaptive.trace.trace_format import ClockSamples, TraceHeader
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from megatron.adaptive.config.outside import say
+from megatron.adaptive.config.input_files import say
 from megatron.adaptive.errors import TraceError
 
 PASSING = frozenset(

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.adaptive.config.outside import read_text
+from megatron.adaptive.config.input_files import read_text
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.profiles import read_profiles
 from megatron.adaptive.trace.imports.published import ENDINGS, read_table
-from megatron.adaptive.trace.order import legacy_name, legacy_shape, read_legacy
+from megatron.adaptive.trace.legacy_text import legacy_name, legacy_shape, read_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
 
 TRACES = "traces"

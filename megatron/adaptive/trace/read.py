@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.block_index import Block, FileIndex, index_file, read_blocks
 from megatron.adaptive.trace.clock import Alignment, ClockFit, align, refine, shift
-from megatron.adaptive.trace.event import (
+from megatron.adaptive.trace.span_columns import TraceTable, match_messages
+from megatron.adaptive.trace.trace_format import (
     KINDS,
     SLICES,
     IterationStart,
@@ -30,8 +32,6 @@ from megatron.adaptive.trace.event import (
     TraceHeader,
     shared_gpu_note,
 )
-from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blocks
-from megatron.adaptive.trace.table import TraceTable, match_messages
 
 REFINED_ITERATIONS = 5
 """Iterations whose messages are held against the clocks, spread over the run."""
@@ -62,7 +62,7 @@ class RankTrace:
             path: where it comes from.
             tables: its spans by iteration.
             truncated_lines: what its source lacks.
-            header: of the fields of :class:`~megatron.adaptive.trace.event.TraceHeader`.
+            header: of the fields of :class:`~megatron.adaptive.trace.trace_format.TraceHeader`.
         """
         blocks = []
         for iteration, table in tables.items():

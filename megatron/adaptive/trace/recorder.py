@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import (
+from megatron.adaptive.trace.files import BestEffortFile, Outage
+from megatron.adaptive.trace.status_files import NowFile, ReadState
+from megatron.adaptive.trace.trace_format import (
     ClockSamples,
     Gap,
     IterationStart,
@@ -41,8 +43,6 @@ from megatron.adaptive.trace.event import (
     samples_line,
     trace_file_name,
 )
-from megatron.adaptive.trace.files import BestEffortFile, Outage
-from megatron.adaptive.trace.live_state import NowFile, ReadState
 
 QUEUE_ITERATIONS = 64
 WRITER_PATIENCE_S = 10.0
@@ -176,7 +176,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
         Args:
             read_state: reports what the rank does, in fields of
-                :class:`~megatron.adaptive.trace.live_state.Now`. Called from the writer's thread
+                :class:`~megatron.adaptive.trace.status_files.Now`. Called from the writer's thread
                 while the rank works on, so it must change nothing.
         """
         self._read_state = read_state

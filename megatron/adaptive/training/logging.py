@@ -28,18 +28,18 @@ from typing import Any, NamedTuple, TextIO
 from tqdm import tqdm
 
 from megatron.adaptive.accelerator import Accelerator
-from megatron.adaptive.config.outside import printable, say
+from megatron.adaptive.config.input_files import printable, say
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import Load
 from megatron.adaptive.data.tokenizer import need_package
 from megatron.adaptive.engine.progress import ProgressFile, Value
 from megatron.adaptive.errors import AdaptiveError, ConfigError
-from megatron.adaptive.gpt.model import flops_per_token
-from megatron.adaptive.gpt.step import StepResult
+from megatron.adaptive.gpt.build_model import flops_per_token
+from megatron.adaptive.gpt.train_step import StepResult
 from megatron.adaptive.planner.cluster import known_gpu
-from megatron.adaptive.trace.event import SLICES
 from megatron.adaptive.trace.files import BestEffortFile
+from megatron.adaptive.trace.trace_format import SLICES
 
 _MAIN_LOSS = "lm loss"
 _SIZES = (  # of the run, see ``startup_line``
@@ -487,7 +487,7 @@ class _Curves:
         if all(isinstance(one, _TensorBoard) for one in self._loggers):
             return
         from megatron.adaptive.trace.read import read_run
-        from megatron.adaptive.trace.step import pipeline_step
+        from megatron.adaptive.trace.step_view import pipeline_step
         from megatron.adaptive.trace.views.picture import write_picture
 
         with tempfile.TemporaryDirectory() as folder:

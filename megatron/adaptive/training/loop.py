@@ -18,29 +18,29 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.adaptive.checkpoint.local_disk import LocalDisk
+from megatron.adaptive.checkpoint.node_local import LocalDisk
 from megatron.adaptive.checkpoint.snapshots import make_snapshots
-from megatron.adaptive.checkpoint.training import Checkpoints, Progress, RunState
+from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints, Progress, RunState
 from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
-from megatron.adaptive.engine.job import Job
+from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.engine.progress import COMPLETE, saved_line
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import ConfigError, DeviceMemoryError
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording, payload_shape
-from megatron.adaptive.gpt.step import Step, gather_parameters, params_norm
-from megatron.adaptive.planner.repartition import Decision
-from megatron.adaptive.rebalance.auto import Tuner
-from megatron.adaptive.rebalance.dealing import ReplicaDealing
+from megatron.adaptive.gpt.train_step import Step, gather_parameters, params_norm
+from megatron.adaptive.planner.choose_partition import Decision
+from megatron.adaptive.rebalance.auto_schedule import Tuner
+from megatron.adaptive.rebalance.microbatch_dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_stages import move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
-from megatron.adaptive.trace.event import SLICES
 from megatron.adaptive.trace.files import Outage
+from megatron.adaptive.trace.trace_format import SLICES
 from megatron.adaptive.training.logging import IterationReport, TrainedStep, TrainingLog
 
 

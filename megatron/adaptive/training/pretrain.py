@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator as device
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.config.outside import printable, say
+from megatron.adaptive.config.input_files import printable, say
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.engine.hang import HangGuard
-from megatron.adaptive.engine.job import lost_peer
-from megatron.adaptive.engine.meeting import MeetingError, no_rendezvous
+from megatron.adaptive.engine.hang_guard import HangGuard
+from megatron.adaptive.engine.process_context import lost_peer
+from megatron.adaptive.engine.rendezvous import MeetingError, no_rendezvous
 from megatron.adaptive.errors import (
     AdaptiveError,
     DataError,
@@ -33,8 +33,8 @@ from megatron.adaptive.errors import (
     ScheduleError,
     SetupError,
 )
-from megatron.adaptive.trace.event import SLICES
 from megatron.adaptive.trace.files import keep_printing
+from megatron.adaptive.trace.trace_format import SLICES
 from megatron.adaptive.transport.liveness import Watcher
 
 EXIT_EXPECTED_ERROR = 2
@@ -165,7 +165,7 @@ def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
-    from megatron.adaptive.checkpoint.training import (
+    from megatron.adaptive.checkpoint.trainer_checkpoints import (
         Checkpoints,
         check_model_folder,
         prepare_folder,

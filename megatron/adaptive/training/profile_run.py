@@ -32,28 +32,33 @@ with device.quiet_imports():
 
     from megatron.adaptive.accelerator import Accelerator
     from megatron.adaptive.config.arguments import parse
-    from megatron.adaptive.config.core import CoreConfig
     from megatron.adaptive.config.environment import Environment
-    from megatron.adaptive.config.outside import say
+    from megatron.adaptive.config.input_files import say
+    from megatron.adaptive.config.megatron_core_flags import CoreConfig
     from megatron.adaptive.config.trainer import TrainerConfig
     from megatron.adaptive.data.tokenizer import padded_vocab_size
     from megatron.adaptive.engine.deferred_layers import attach_stores
-    from megatron.adaptive.engine.meeting import MeetingError, no_rendezvous
+    from megatron.adaptive.engine.rendezvous import MeetingError, no_rendezvous
     from megatron.adaptive.engine.stages import (
         ActivationMeter,
         MegatronStages,
         default_process_groups,
     )
     from megatron.adaptive.errors import ConfigError, SetupError
+    from megatron.adaptive.gpt.build_model import build_chunks, build_optimizer, transformer_config
     from megatron.adaptive.gpt.forward import DropoutKeys, GptForward, feed
     from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job
-    from megatron.adaptive.gpt.model import build_chunks, build_optimizer, transformer_config
     from megatron.adaptive.gpt.setup import payload_shape
     from megatron.adaptive.planner import profile_file
+    from megatron.adaptive.profiling.action_timing import (
+        WARM_UP,
+        spread,
+        time_call,
+        time_microbatches,
+    )
+    from megatron.adaptive.profiling.free_memory import gpu_name, node_facts
     from megatron.adaptive.profiling.links import measure_links, measure_reductions
-    from megatron.adaptive.profiling.memory import gpu_name, node_facts
-    from megatron.adaptive.profiling.timing import WARM_UP, spread, time_call, time_microbatches
-    from megatron.adaptive.schedule.placement import Placement
+    from megatron.adaptive.schedule.stage_placement import Placement
 
 
 STAGES = 3
@@ -77,7 +82,7 @@ class ProfileOptions:
     Attributes:
         name: of the model.
         arguments: the trainer's arguments that give the model its shape, vocabulary included.
-        kinds: of layers as ``planner.model`` names them, embedding and head included.
+        kinds: of layers as ``planner.model_description`` names them, embedding and head included.
         last: kind of the last layer, which layers that predict further tokens are like.
         widths: tensor-parallel ranks; empty for every power of two that nodes and model allow.
         widest: what every width must divide, as the model's shape wants it.

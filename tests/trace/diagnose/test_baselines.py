@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.trace.diagnose.baselines import ALIKE, RankBaselines, rank_baselines
-from megatron.adaptive.trace.diagnose.measured import measure
+from megatron.adaptive.trace.diagnose.samples import measure
 from megatron.adaptive.trace.read import read_run
 
 from .conftest import NOISE

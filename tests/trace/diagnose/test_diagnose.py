@@ -11,8 +11,8 @@ from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose import CAUSES_FOUND, Diagnosis, diagnose
 from megatron.adaptive.trace.diagnose.finding import Finding
-from megatron.adaptive.trace.event import trace_file_name
 from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.trace_format import trace_file_name
 
 Say = Callable[..., Diagnosis]
 

@@ -14,7 +14,7 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports import profiles
 from megatron.adaptive.trace.imports.profiles import read_profiles
 from megatron.adaptive.trace.locate import load_run
-from megatron.adaptive.trace.table import match_messages
+from megatron.adaptive.trace.span_columns import match_messages
 from megatron.adaptive.trace.whatif.answers import what_if
 
 from ...multiprocess.launch import run_ranks

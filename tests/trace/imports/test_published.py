@@ -10,10 +10,10 @@ import pytest
 
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.errors import SetupError, TraceError
-from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.imports.published import read_table, run_of_columns, write_run
+from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.table import KIND, match_messages
+from megatron.adaptive.trace.span_columns import KIND, match_messages
 
 Job = Callable[..., dict[str, Any]]
 

@@ -14,11 +14,11 @@ import pytest
 
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span, trace_file_name
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.trace.step import pipeline_step
-from megatron.adaptive.trace.table import match_messages
+from megatron.adaptive.trace.span_columns import match_messages
+from megatron.adaptive.trace.step_view import pipeline_step
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Span, trace_file_name
 from megatron.adaptive.trace.views import perfetto
 from megatron.adaptive.trace.views.perfetto import perfetto_events, write_perfetto
 from tests.trace.conftest import make_header, record, write_spans

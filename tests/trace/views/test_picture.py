@@ -8,13 +8,13 @@ import pytest
 from matplotlib.image import imread
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.schedule.auto import evaluate
-from megatron.adaptive.schedule.registry import make_candidate
+from megatron.adaptive.schedule.catalog import make_candidate
+from megatron.adaptive.schedule.choose_by_simulation import evaluate
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
-from megatron.adaptive.trace.event import Span, trace_file_name
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.step import pipeline_step
+from megatron.adaptive.trace.step_view import pipeline_step
+from megatron.adaptive.trace.trace_format import Span, trace_file_name
 from megatron.adaptive.trace.views import picture
 from megatron.adaptive.trace.views.palette import IDLE, WAIT_COLORS, chunk_color
 from megatron.adaptive.trace.views.picture import write_comparison, write_picture

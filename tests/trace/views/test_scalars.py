@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.figures import PARTS, run_figures
+from megatron.adaptive.trace.metrics import PARTS, run_figures
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.views.scalars import FILE_NAME, write_scalars
 

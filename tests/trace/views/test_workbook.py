@@ -11,10 +11,10 @@ from openpyxl import Workbook, load_workbook
 from openpyxl.utils import range_boundaries
 from openpyxl.worksheet.worksheet import Worksheet
 
-from megatron.adaptive.trace.event import Span, trace_file_name
-from megatron.adaptive.trace.figures import PARTS, RunFigures, run_figures
+from megatron.adaptive.trace.metrics import PARTS, RunFigures, run_figures
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.step import PipelineStep, pipeline_step
+from megatron.adaptive.trace.step_view import PipelineStep, pipeline_step
+from megatron.adaptive.trace.trace_format import Span, trace_file_name
 from megatron.adaptive.trace.views import workbook
 from megatron.adaptive.trace.views.palette import IDLE, WAIT_COLORS, chunk_color
 from megatron.adaptive.trace.views.workbook import (

@@ -13,9 +13,9 @@ from openpyxl import load_workbook
 from openpyxl.workbook import Workbook
 from openpyxl.worksheet.worksheet import Worksheet
 
-from megatron.adaptive.trace.figures import RunFigures, run_figures
+from megatron.adaptive.trace.metrics import RunFigures, run_figures
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.step import PipelineStep, pipeline_step
+from megatron.adaptive.trace.step_view import PipelineStep, pipeline_step
 from megatron.adaptive.trace.views.palette import IDLE, chunk_color
 from megatron.adaptive.trace.views.workbook import fill_bins, write_workbook
 from tests.trace.views.test_workbook import chart_row

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.adaptive.trace.diagnose.measured import (
+from megatron.adaptive.trace.diagnose.samples import (
     Floats,
     Measured,
     intervals,
@@ -29,7 +29,7 @@ from megatron.adaptive.trace.diagnose.measured import (
     spread,
     tame_mean,
 )
-from megatron.adaptive.trace.table import Ints
+from megatron.adaptive.trace.span_columns import Ints
 
 ALIKE = 0.015
 """Usual difference between ranks of one kind."""

@@ -21,7 +21,7 @@ from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose.baselines import RankBaselines, Shift, rank_baselines
 from megatron.adaptive.trace.diagnose.finding import Diagnosis, Finding
-from megatron.adaptive.trace.diagnose.measured import (
+from megatron.adaptive.trace.diagnose.samples import (
     Floats,
     Measured,
     best_interval,
@@ -32,9 +32,9 @@ from megatron.adaptive.trace.diagnose.measured import (
     spread,
     thinned,
 )
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, IterationStart
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.table import Ints
+from megatron.adaptive.trace.span_columns import Ints
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, IterationStart
 from megatron.adaptive.trace.whatif.operations import (
     FORWARD,
     WEIGHT,

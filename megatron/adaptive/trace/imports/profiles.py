@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.config.outside import printable
+from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.published import COLUMNS, OPTIONAL, run_of_columns
 from megatron.adaptive.trace.read import RunTrace

@@ -18,20 +18,27 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.config.outside import open_file
+from megatron.adaptive.config.input_files import open_file
 from megatron.adaptive.errors import SetupError, TraceError
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.trace.event import (
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers, trace_files
+from megatron.adaptive.trace.span_columns import (
+    KIND,
+    REASON,
+    Ints,
+    TraceTable,
+    find_rows,
+    nth_of_equal,
+)
+from megatron.adaptive.trace.trace_format import (
     COLLECTIVES,
     IterationStart,
     block_text,
     header_line,
     trace_file_name,
 )
-from megatron.adaptive.trace.event import COLUMNS as SPAN_COLUMNS
-from megatron.adaptive.trace.files import replaced
-from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers, trace_files
-from megatron.adaptive.trace.table import KIND, REASON, Ints, TraceTable, find_rows, nth_of_equal
+from megatron.adaptive.trace.trace_format import COLUMNS as SPAN_COLUMNS
 
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
 """Columns that must be there: replica, pipeline rank, global rank, iteration, kind of operation,

@@ -27,14 +27,12 @@ from typing import Any
 import numpy as np
 from plotly.offline import get_plotlyjs
 
-from megatron.adaptive.config.outside import printable
+from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS
-from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.metrics import RunFigures, run_figures
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
-from megatron.adaptive.trace.step import stages_text
-from megatron.adaptive.trace.table import (
+from megatron.adaptive.trace.span_columns import (
     KIND,
     OTHER,
     REASON,
@@ -43,6 +41,8 @@ from megatron.adaptive.trace.table import (
     TraceTable,
     match_messages,
 )
+from megatron.adaptive.trace.step_view import stages_text
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.views.palette import IDLE, categories, text_color
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 

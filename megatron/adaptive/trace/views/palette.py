@@ -10,7 +10,7 @@ from __future__ import annotations
 import colorsys
 from dataclasses import dataclass
 
-from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS, Span
+from megatron.adaptive.trace.trace_format import CAUSES, DRAWN_ACTIONS, Span
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "W": "weight"}
 IDLE = "E4E4E7"

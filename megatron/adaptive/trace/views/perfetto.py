@@ -26,11 +26,11 @@ from typing import Any, TextIO
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, Lengths, Span
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
-from megatron.adaptive.trace.step import stages_text
-from megatron.adaptive.trace.table import Messages, TraceTable, match_messages
+from megatron.adaptive.trace.span_columns import Messages, TraceTable, match_messages
+from megatron.adaptive.trace.step_view import stages_text
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, KINDS, Lengths, Span
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 

@@ -17,10 +17,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from megatron.adaptive.schedule.simulate import SimResult
-from megatron.adaptive.trace.figures import NS_PER_MS, run_figures
 from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.metrics import NS_PER_MS, run_figures
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.step import PipelineStep
+from megatron.adaptive.trace.step_view import PipelineStep
 from megatron.adaptive.trace.views.palette import (
     ACTION_NAMES,
     IDLE,

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, Floats, RunFigures
 from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.metrics import NS_PER_MS, PARTS, Floats, RunFigures
 from megatron.adaptive.trace.read import RunTrace
 
 FILE_NAME = "events.out.tfevents.trace"

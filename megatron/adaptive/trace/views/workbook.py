@@ -29,12 +29,12 @@ from openpyxl.utils import get_column_letter
 from openpyxl.worksheet.cell_range import CellRange
 from openpyxl.worksheet.worksheet import Worksheet
 
-from megatron.adaptive.config.outside import printable
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
-from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, Floats, RunFigures
+from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.metrics import NS_PER_MS, PARTS, Floats, RunFigures
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
-from megatron.adaptive.trace.step import PipelineStep
+from megatron.adaptive.trace.step_view import PipelineStep
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Span
 from megatron.adaptive.trace.views.palette import (
     ACTION_NAMES,
     IDLE,

@@ -33,10 +33,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import COLLECTIVES, DRAWN_ACTIONS, REASONS
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.step import stages_of_rank
-from megatron.adaptive.trace.table import (
+from megatron.adaptive.trace.span_columns import (
     KIND,
     REASON,
     Ints,
@@ -46,6 +44,8 @@ from megatron.adaptive.trace.table import (
     nth_of_equal,
     row_keys,
 )
+from megatron.adaptive.trace.step_view import stages_of_rank
+from megatron.adaptive.trace.trace_format import COLLECTIVES, DRAWN_ACTIONS, REASONS
 
 Floats = npt.NDArray[np.float64]
 

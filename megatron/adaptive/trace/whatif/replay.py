@@ -16,11 +16,11 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron.adaptive.schedule.dealing import deal
-from megatron.adaptive.schedule.registry import Candidate, make_candidate
+from megatron.adaptive.schedule.catalog import Candidate, make_candidate
+from megatron.adaptive.schedule.microbatch_assignment import deal
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload, order_by_cost
-from megatron.adaptive.trace.event import TraceHeader
-from megatron.adaptive.trace.table import Ints
+from megatron.adaptive.trace.span_columns import Ints
+from megatron.adaptive.trace.trace_format import TraceHeader
 from megatron.adaptive.trace.whatif.operations import (
     BACKWARD,
     BACKWARD_COMM,

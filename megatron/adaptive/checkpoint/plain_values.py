@@ -1,0 +1,191 @@
+"""Writes state that is no tensor of the model as plain values, and reads it without running code.
+
+::
+
+    {"progress": {"iteration": 100}, "scale": {"!": "tensor", "type": "float32", ...}}   \\n
+    bytes of the tensors, arrays and long lists of numbers that the line names, each at a multiple
+    of 64 after it
+
+The line is JSON. What JSON has no form for is an object with ``!``, which says what it is.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import io
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.adaptive.config.input_files import parse_json
+
+_KIND = "!"
+_ALIGN = 64
+_LINE = 256  # the line is padded, so that a few digits more do not move what follows
+_LONG = 16  # numbers from which on a list is written as bytes
+_PLAIN = (bool, int, float, str, type(None))
+_ARRAYS = "biufc"  # kinds of arrays whose bytes say all
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def dumps(value: Any) -> bytes:
+    """Return plain values as bytes.
+
+    Args:
+        value: of dictionaries, lists, tuples, sets, numbers, texts, bytes, tensors, arrays,
+            :class:`io.BytesIO`, and types and devices of torch.
+
+    Raises:
+        TypeError: it holds something else; the text says where.
+    """
+    writer = _Writer()
+    line = json.dumps(writer.plain(value, "it"), separators=(",", ":")).encode()
+    size = -(-(len(line) + 1) // _LINE) * _LINE
+    return b"".join([line.ljust(size - 1), b"\n", *writer.buffers])
+
+
+def loads(data: bytes | bytearray) -> Any:
+    """Return the values of :func:`dumps`; tensors and arrays have memory of their own.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    end = data.find(b"\n") + 1
+    if not end:
+        raise ValueError("it has no line of JSON")
+    try:
+        return _value(parse_json(data[:end], strict=False), memoryview(data)[end:])
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
+        raise ValueError(f"it is not of plain values ({type(error).__name__})") from None
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.buffers: list[bytes] = []
+        self._end = 0
+
+    def plain(self, value: Any, where: str) -> Any:
+        """Return a value as JSON has it, and keep the bytes that belong to it."""
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, torch.Tensor):
+            if value.layout != torch.strided or value.is_quantized:
+                raise TypeError(f"{where} is a tensor without plain memory")
+            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            kind = str(value.dtype).removeprefix("torch.")
+            return self._bytes("tensor", flat.tobytes(), type=kind, shape=list(value.shape))
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _ARRAYS:
+            kind = "array" if isinstance(value, np.ndarray) else "number"
+            raw, shape = np.ascontiguousarray(value).tobytes(), list(value.shape)
+            return self._bytes(kind, raw, type=value.dtype.str, shape=shape)
+        if isinstance(value, bytes | bytearray | io.BytesIO):
+            raw = value.getvalue() if isinstance(value, io.BytesIO) else bytes(value)
+            return self._bytes("file" if isinstance(value, io.BytesIO) else "bytes", raw)
+        if isinstance(value, Mapping):
+            return self._mapping(value, where)
+        if isinstance(value, list | tuple | set | frozenset):
+            return self._sequence(value, where)
+        if isinstance(value, complex):
+            return {_KIND: "complex", "parts": [value.real, value.imag]}
+        if isinstance(value, torch.dtype | torch.device):
+            name = "dtype" if isinstance(value, torch.dtype) else "device"
+            return {_KIND: name, "name": str(value).removeprefix("torch.")}
+        raise TypeError(f"{where} is a {type(value).__name__}")
+
+    def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
+        kinds: dict[Any, str] = {collections.OrderedDict: "ordered", collections.Counter: "counter"}
+        kind = kinds.get(type(value), "dict")
+        is_text = all(type(key) is str for key in value)
+        found = [(key, self.plain(one, f"{where}[{key!r}]")) for key, one in value.items()]
+        if kind == "dict" and is_text and _KIND not in value:
+            return dict(found)
+        pairs = [[self.plain(key, f"a key of {where}"), one] for key, one in found]
+        about = getattr(value, "_metadata", None)  # of a module's state
+        more = {} if about is None else {"about": self.plain(about, f"{where}._metadata")}
+        return {_KIND: kind, "items": pairs, **more}
+
+    def _sequence(self, value: Any, where: str) -> Any:
+        kind = "list" if isinstance(value, list) else "tuple"
+        if isinstance(value, set | frozenset):
+            kind, value = "set", sorted(value, key=repr)
+        if len(value) >= _LONG and all(type(one) is int and one in _INT64 for one in value):
+            return self._bytes("integers", array.array("q", value).tobytes(), of=kind)
+        items = [self.plain(one, f"{where}[{at}]") for at, one in enumerate(value)]
+        return items if kind == "list" else {_KIND: kind, "items": items}
+
+    def _bytes(self, kind: str, raw: bytes, **more: Any) -> dict[str, Any]:
+        at = self._end
+        padded = raw.ljust(-(-len(raw) // _ALIGN) * _ALIGN, b"\0")
+        self.buffers.append(padded)
+        self._end += len(padded)
+        return {_KIND: kind, "at": at, "length": len(raw), **more}
+
+
+def _value(form: Any, rest: memoryview) -> Any:
+    if isinstance(form, list):
+        return [_value(one, rest) for one in form]
+    if not isinstance(form, dict):
+        return form
+    if _KIND not in form:
+        return {name: _value(one, rest) for name, one in form.items()}
+    return _READ[form[_KIND]](form, rest)
+
+
+def _raw(form: Mapping[str, Any], rest: memoryview) -> bytes:
+    at, length = form["at"], form["length"]
+    if not 0 <= at <= at + length <= len(rest):
+        raise ValueError("it ends early")
+    return bytes(rest[at : at + length])
+
+
+def _tensor(form: Mapping[str, Any], rest: memoryview) -> torch.Tensor:
+    kind, raw = getattr(torch, form["type"]), _raw(form, rest)
+    if not raw:
+        return torch.empty(form["shape"], dtype=kind)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(kind).reshape(form["shape"])
+
+
+def _array(form: Mapping[str, Any], rest: memoryview) -> Any:
+    kind = np.dtype(form["type"])
+    if kind.kind not in _ARRAYS or math.prod(form["shape"]) * kind.itemsize != form["length"]:
+        raise ValueError("an array is not of numbers")
+    return np.frombuffer(bytearray(_raw(form, rest)), kind).reshape(form["shape"])
+
+
+def _mapping(form: Mapping[str, Any], rest: memoryview) -> Any:
+    kinds = {"ordered": collections.OrderedDict, "counter": collections.Counter, "dict": dict}
+    pairs = [(_value(key, rest), _value(one, rest)) for key, one in form["items"]]
+    found: Any = kinds[form[_KIND]]()
+    for key, one in pairs:
+        found[key] = one
+    if "about" in form:
+        found._metadata = _value(form["about"], rest)
+    return found
+
+
+def _integers(form: Mapping[str, Any], rest: memoryview) -> Any:
+    numbers = array.array("q", _raw(form, rest)).tolist()
+    return {"list": list, "tuple": tuple, "set": set}[form["of"]](numbers)
+
+
+_READ: dict[str, Callable[[Mapping[str, Any], memoryview], Any]] = {
+    "tensor": _tensor,
+    "array": _array,
+    "number": lambda form, rest: _array(form, rest)[()],
+    "bytes": _raw,
+    "file": lambda form, rest: io.BytesIO(_raw(form, rest)),
+    "integers": _integers,
+    "tuple": lambda form, rest: tuple(_value(form["items"], rest)),
+    "set": lambda form, rest: set(_value(form["items"], rest)),
+    "dict": _mapping,
+    "ordered": _mapping,
+    "counter": _mapping,
+    "complex": lambda form, rest: complex(*form["parts"]),
+    "dtype": lambda form, rest: getattr(torch, form["name"]),
+    "device": lambda form, rest: torch.device(form["name"]),
+}

@@ -1,0 +1,179 @@
+"""Turns snapshots in memory into a checkpoint; a program that a node's forkserver runs.
+
+::
+
+    write     on each node that keeps something of the step: its tensors, into one file
+    assemble  on one node, after that: the index of all of them, and the checkpoint is complete
+
+Each takes one argument, an object of JSON, and ends with status 0, or 2 after a line that says what
+went wrong. The checkpoint is the usual one, with one file for each node in place of one for
+each rank, and appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.adaptive.checkpoint.folder import (
+    PIPELINE_STATE,
+    CheckpointFolder,
+    PipelineFolder,
+    make_pipeline_manifest,
+    write_files,
+)
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotFile
+from megatron.adaptive.config.input_files import parse_json, read_whole, say
+from megatron.adaptive.engine.folder_lease import Lease
+from megatron.adaptive.errors import AdaptiveError, CheckpointError
+
+_HEAD = "head.json"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do one part; returns the exit status."""
+    order = parse_json(arguments[0])
+    try:
+        (assemble if order["what"] == "assemble" else write)(order)
+    except (AdaptiveError, OSError, ValueError) as error:
+        say(f"error: copies of iteration {order['step']}: {error}")
+        return 2
+    return 0
+
+
+def write(order: Mapping[str, Any]) -> None:
+    """Write what this node keeps.
+
+    Args:
+        order: ``checkpoints``, the folder; ``is_pipeline``, whether it is of a ``Pipeline``;
+            ``step``; ``lease``, number of the manager's claim, 0 for none; ``index`` of this node;
+            ``has_common``, whether it writes what the whole checkpoint has once; and ``parts``,
+            each with the ``file`` of a store, and the indices of the needs that it meets.
+
+    Raises:
+        CheckpointError: a copy is gone.
+        OSError: the folder cannot be written.
+    """
+    import torch
+
+    from megatron.adaptive.checkpoint import plain_values
+    from megatron.adaptive.checkpoint.writer import common_files, overlay, write_file
+
+    folder = _folder(order).partial_path(order["step"])
+    name = _shard(order["index"])
+    entries: list[dict[str, Any]] = []
+    tensors: list[Any] = []
+    lines: list[Any] = []
+    files = [(part, _open(part)) for part in order["parts"]]
+    for part, file in files:
+        slot = file.steps().get(order["step"])
+        if slot is None:
+            raise CheckpointError(f"the copy of rank {part['rank']} is gone")
+        if not file.is_whole(slot):
+            raise CheckpointError(f"the copy of rank {part['rank']} is damaged")
+        lines.append(parse_json(_extra(file, slot)[0], strict=False))
+        needed = [entry for entry in file.head["entries"] if entry["need"] in part["needs"]]
+        for entry in needed:
+            at, kind = file.tensors_offset(slot) + entry["at"], getattr(torch, entry["type"])
+            tensors.append(overlay(file.memory, at, kind, entry["size"]))
+        entries += needed
+    places, total = write_file(folder / name, tensors, {})
+    index = [
+        {**entry, "path": name, "place": place}
+        for entry, place in zip(entries, places, strict=True)
+    ]
+    if order["has_common"]:
+        part, file = next(one for one in files if one[1].head["has_common"])
+        line, rest = _extra(file, file.steps()[order["step"]])
+        head = {"manifest": file.head.get("manifest"), **parse_json(line, strict=False)}
+        (folder / _HEAD).write_text(json.dumps(head))
+        if not order["is_pipeline"]:
+            write_files(folder, common_files(plain_values.loads(rest)))
+        elif rest:
+            write_files(folder, {PIPELINE_STATE: rest})
+    part = {"entries": index, "lines": lines, "sum": total}
+    (folder / f"part-{order['index']}.json").write_text(json.dumps(part))
+
+
+def assemble(order: Mapping[str, Any]) -> None:
+    """Complete the checkpoint that all nodes have written their part of.
+
+    Args:
+        order: ``checkpoints``, ``is_pipeline``, ``step``, ``lease``, and ``count`` of the nodes.
+
+    Raises:
+        CheckpointError: something is missing in it.
+        OSError: the folder cannot be written.
+    """
+    from megatron.adaptive.checkpoint.writer import indices_of
+
+    folder = _folder(order)
+    partial = folder.partial_path(order["step"])
+    entries: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
+    blocks: dict[str, str] = {}
+    for number in range(order["count"]):
+        path = partial / f"part-{number}.json"
+        part = parse_json(read_whole(path), strict=False)
+        entries += part["entries"]
+        lines += part["lines"]
+        blocks[_shard(number)] = part["sum"][1]
+        path.unlink()
+    _require_whole(entries)
+    head = parse_json(read_whole(partial / _HEAD), strict=False)
+    (partial / _HEAD).unlink()
+    write_files(partial, indices_of(entries))
+    if order["is_pipeline"]:
+        manifest = make_pipeline_manifest(head, lines)
+    else:
+        manifest = {**head["manifest"], "progress": head["progress"]}
+    folder.commit(order["step"], {**manifest, "blocks": blocks})
+
+
+def _shard(number: int) -> str:
+    return f"__{number}_0.distcp"
+
+
+def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
+    kind = PipelineFolder if order["is_pipeline"] else CheckpointFolder
+    folder = kind(order["checkpoints"])
+    if order["lease"]:
+        folder.lease = Lease(folder.path)
+        folder.lease.join(order["lease"])
+    return folder
+
+
+def _open(part: Mapping[str, Any]) -> SnapshotFile:
+    """Opens a store in the process of the keeper that has it."""
+    try:
+        return SnapshotFile(os.open(part["file"], os.O_RDWR))
+    except OSError as error:
+        text = f"the copy of rank {part['rank']} is gone ({error.strerror})"
+        raise CheckpointError(text) from error
+
+
+def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
+    """Return a line of JSON, and a file that belongs to the tensors."""
+    line, _, rest = bytes(file.extra(slot)).partition(b"\n")
+    return line, rest
+
+
+def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a checkpoint with a gap: who loads it would not see one."""
+    have: dict[str, int] = {}
+    for entry in entries:
+        have[entry["name"]] = have.get(entry["name"], 0) + math.prod(entry["size"])
+    for entry in entries:
+        whole = math.prod(entry["whole"])
+        if have[entry["name"]] != whole:
+            raise CheckpointError(
+                f"{entry['name']} has {have[entry['name']]} of its {whole} elements"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

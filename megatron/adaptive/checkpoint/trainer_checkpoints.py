@@ -1,0 +1,714 @@
+"""Saves and loads a training run, whole or not at all, by all ranks together.
+
+A checkpoint is megatron-core's ``torch_dist``, which loads into every mesh and partition, with a
+manifest of ours beside it (``checkpoint.folder``). One that does not fit a run is refused: what
+differs is named, with both values and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_outplace,
+    extract_matching_values,
+    merge,
+    nested_values,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factory_merges
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+
+from megatron.adaptive.checkpoint import megatron_state as state
+from megatron.adaptive.checkpoint import plain_values
+from megatron.adaptive.checkpoint.collective_errors import RankGroup
+from megatron.adaptive.checkpoint.export import load_adapters
+from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
+from megatron.adaptive.checkpoint.hugging_face_weights import (
+    DESCRIPTION,
+    EMBEDDING,
+    carry_description,
+    carry_flags,
+    check_folder,
+    load_weights,
+)
+from megatron.adaptive.checkpoint.megatron_lm import (
+    MEANINGS,
+    SHAPES,
+    make_manifest,
+    require_reshardable,
+)
+from megatron.adaptive.checkpoint.node_local import LocalDisk, prepare
+from megatron.adaptive.checkpoint.reader import CheckpointReader, WantedPart
+from megatron.adaptive.checkpoint.saver import CheckpointSaver, load_first_whole
+from megatron.adaptive.checkpoint.snapshots import SnapshotState
+from megatron.adaptive.checkpoint.writer import (
+    COMMON,
+    PICKLED_COMMON,
+    Part,
+    Piece,
+    SavedObject,
+    TakenState,
+    common_files,
+)
+from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.input_files import printable
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.engine.process_context import Job
+from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.gpt.lora import MARK
+from megatron.adaptive.gpt.setup import Run
+from megatron.adaptive.gpt.train_step import gather_parameters
+
+_LOG = logging.getLogger(__name__)
+_CONTENT = "content_metadata"
+_SCHEDULER = "opt_param_scheduler"
+_REMEDY = "Free space there or name another folder with --save"
+# What layers of Transformer Engine keep for 8-bit types, which this trainer does not have.
+_SCRATCH = "_extra_state"
+
+# Those of megatron-core that say which weights there are.
+_PARTS = (
+    *("multi_latent_attention", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+)
+_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")
+_FLAGS = {"query_groups": "--num-query-groups"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Counts how far a run has come.
+
+    Attributes:
+        iteration: iterations done.
+        consumed_train_samples: training samples used.
+        consumed_valid_samples: validation samples used.
+        skipped_iterations: iterations without an update, for an overflow.
+    """
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+
+
+class Checkpoints:
+    """Saves and loads one run. Every method is collective over all ranks.
+
+    Args:
+        run: the built run, which is not kept, only its model, optimizer and schedule.
+        local: the node's own disk, where checkpoints go first, ``None`` for ``--save`` at once.
+        config: its settings, by default as they are; ``config.checkpoint`` says what is saved and
+            loaded.
+
+    Attributes:
+        saver: writes them.
+    """
+
+    def __init__(
+        self, run: Run, local: LocalDisk | None = None, config: TrainerConfig | None = None
+    ) -> None:
+        self._config = run.job.config if config is None else config
+        self._config_dict = self._config.to_dict()
+        self._settings = self._config.checkpoint
+        self._chunks, self._optimizer = run.chunks, run.optimizer
+        self._scheduler = run.scheduler
+        self._all = RankGroup(run.job.rank, run.job.control_group)
+        self.saver = CheckpointSaver(run.job, local)
+        self._sharing: FullyParallelSaveStrategyWrapper | None = None
+        self._is_checked = False
+        self._standing: tuple[state.StateParts, list[int]] | None = None
+
+    def save(self, progress: Progress, *, behind: bool = False) -> Path | None:
+        """Write a checkpoint and return its folder; see :meth:`CheckpointSaver.save`.
+
+        Args:
+            progress: how far the run has come; the iteration names the checkpoint.
+            behind: let training go on while it is written.
+        """
+        return self.saver.save(
+            CheckpointFolder(str(self._settings.save)),
+            progress.iteration,
+            lambda: self._take(progress),
+            keep=self._settings.keep_checkpoints,
+            remedy=_REMEDY,
+            behind=behind,
+        )
+
+    def apart(self, progress: Progress, *, is_whole: bool) -> state.StateParts:
+        """Take this rank's state apart as a checkpoint has it. Collective where optimizers are.
+
+        Args:
+            progress: how far the run has come.
+            is_whole: also what another rank would write; the same at every call.
+
+        Returns:
+            The object of the call before, brought to now, where tensors are where they were.
+        """
+        if self._standing is not None:
+            parts, addresses = self._standing
+            if addresses == state.addresses(self._chunks, self._optimizer):
+                self._refresh(parts, progress)
+                return parts
+            self._standing = None
+        sharded, common = save_preprocess(
+            self._state_to_save(progress),
+            # All of a run's checkpoints are cut alike.
+            validate_access_integrity=not (is_whole or self._is_checked),
+            preprocess_common_before_consistancy_check=lambda common: {},  # differs by stage
+        )
+        self._is_checked = True
+        if not is_whole and self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
+            if self._sharing is None:
+                strategy = get_default_save_sharded_strategy()
+                self._sharing = FullyParallelSaveStrategyWrapper(
+                    strategy, _replica_group(), do_cache_distribution=True
+                )
+            self._sharing.apply_saving_parallelization(sharded)
+        parts = state.StateParts.of(sharded, common, is_whole=is_whole)
+        if (
+            self._settings.no_save_optim or not state.is_sharded(self._optimizer)
+        ) and parts.is_lasting(self._chunks, self._optimizer):
+            self._standing = parts, state.addresses(self._chunks, self._optimizer)
+        return parts
+
+    def manifest(self, progress: Progress) -> Manifest:
+        """Return the manifest of a checkpoint of now."""
+        return {
+            "progress": dataclasses.asdict(progress),
+            "config": self._config_dict,
+            "shape": state.mesh_shape(self._config),
+            "padded_vocab_size": state.padded_vocab_size(self._chunks),
+            "has_optimizer": not self._settings.no_save_optim,
+            "has_rng": not self._settings.no_save_rng,
+            "save_id": "",
+        }
+
+    def load(self) -> Progress | None:
+        """Load the checkpoint that the settings name into model, optimizer and schedule.
+
+        ``--finetune`` loads the weights and starts anew; ``--no-load-optim`` also goes on counting,
+        with the schedule of the learning rate at its place but from this run's settings. Random
+        states are restored into the same mesh; others need none, for dropout is drawn from the
+        seed and the place of each microbatch.
+
+        Returns:
+            How far the run had come, ``None`` where there is nothing to load.
+
+        Raises:
+            CheckpointError: the checkpoint is missing where one must be, damaged, of a newer
+                format, or does not fit this run; the model may be loaded in part.
+        """
+        steps: list[int] = []
+        if self._settings.load is not None:
+            steps = self._all.on_first(self._steps)
+        lora, folder = self._config.lora, self._settings.load_hf
+        if folder is not None and (lora.is_on or not steps):
+            path = Path(folder)
+            self._all.together(lambda: load_weights(self._chunks, path, self._config))
+            self._optimizer.reload_model_params()
+        self._all.on_first(self._carry_description)
+        if not steps and lora.load_lora is not None:
+            self._load_adapters(lora.load_lora)
+        return load_first_whole(steps, self._load, self._all) if steps else None
+
+    def _load_adapters(self, folder: str) -> None:
+        path = Path(folder)
+        self._all.together(lambda: load_adapters(self._chunks, path, self._config))
+        self._optimizer.reload_model_params()
+
+    def _carry_description(self) -> None:
+        """Keeps what a model's folder says beside its weights, for ``export-hf``."""
+        given = self._settings
+        sources = [Path(given.load) / DESCRIPTION] if given.load is not None else []
+        sources += [Path(given.load_hf)] if given.load_hf is not None else []
+        if given.save is not None and sources:
+            try:
+                Path(given.save).mkdir(parents=True, exist_ok=True)
+                carry_description(sources, Path(given.save))
+                carry_flags(self._config)
+            except OSError as error:
+                raise CheckpointError(f"{given.save}: {error.strerror}. {_REMEDY}") from None
+
+    def _load(self, iteration: int) -> Progress:
+        """Load one checkpoint."""
+        path, manifest = self._all.on_first(lambda: self._find(iteration))
+        self._standing = None
+        about = path, iteration, manifest["save_id"], manifest["files"], manifest["blocks"]
+        with self.saver.reading(*about) as reader:
+            common, loaded, has_all, has_adapters = self._read(reader, manifest)
+        state.load_model(self._chunks, loaded, strict=has_all)
+        if self._config.lora.load_lora is not None and not has_adapters:
+            self._load_adapters(self._config.lora.load_lora)
+        if self._loads_optimizer:
+            state.load_optimizer(self._optimizer, loaded["optimizer"])
+            state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
+        else:
+            self._optimizer.reload_model_params()  # their 32-bit copies
+            if not self._settings.finetune:
+                self._scheduler.step(common[_SCHEDULER]["num_steps"])
+        if self._loads_rng(manifest):
+            state.load_rng(loaded[state.RNG])
+        progress = Progress() if self._settings.finetune else Progress(**manifest["progress"])
+        if self.saver.local is not None:
+            self.saver.local.resumed = progress.iteration
+        return progress
+
+    def _take(self, progress: Progress) -> TakenState:
+        """Take the state as it is now."""
+        parts, about = self.apart(progress, is_whole=False), self.manifest(progress)
+        return TakenState(
+            pieces=parts.pieces,
+            objects={name: SavedObject.of(found) for name, found in parts.objects.items()},
+            once=common_files(parts.common),
+            manifest=lambda save_id, _: {**about, "save_id": save_id},
+        )
+
+    def _refresh(self, parts: state.StateParts, progress: Progress) -> None:
+        """Bring to now what is elsewhere at each step."""
+        parts.common.update(self._counters(progress))
+        if "optimizer" in parts.common:
+            state.refresh_optimizer(parts.common["optimizer"], self._optimizer)
+        if not self._settings.no_save_rng:
+            random = state.sharded_rng(self._config)
+            parts.objects[random.unique_key] = [random.data]
+
+    def _counters(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "iteration": progress.iteration,
+            "progress": dataclasses.asdict(progress),
+            _SCHEDULER: self._scheduler.state_dict(),
+        }
+
+    def _state_to_save(self, progress: Progress) -> dict[str, Any]:
+        content = dict(state.METADATA)
+        weights = state.sharded_model(self._chunks, content)
+        if self._config.lora.is_on and self._settings.load_hf is not None:
+            weights = _only(weights, adapters=True, base=False)  # which is there already
+        whole: dict[str, Any] = {_CONTENT: content, **self._counters(progress), **weights}
+        if not self._settings.no_save_optim:
+            whole["optimizer"] = state.sharded_optimizer(
+                self._optimizer, weights, content, loading=False
+            )
+        if not self._settings.no_save_rng:
+            whole[state.RNG] = state.sharded_rng(self._config)
+        return state.without_local_copies(whole)
+
+    def _steps(self) -> list[int]:
+        """Return the iterations to try, best first, none to start from scratch; on rank 0 only."""
+        folder, named = CheckpointFolder(str(self._settings.load)), self._settings.ckpt_step
+        steps = [*folder.candidates()] if named is None else [named]
+        if steps:
+            return steps
+        why = "holds no checkpoint" if folder.path.is_dir() else "does not exist"
+        if self._settings.exit_on_missing_checkpoint:
+            raise CheckpointError(
+                f"--load {folder.path} {why}: name a folder with one, or leave out "
+                "--exit-on-missing-checkpoint to start from scratch"
+            )
+        start = "scratch" if (given := self._settings.load_hf) is None else f"--load-hf {given}"
+        text = printable(f"--load {folder.path} {why}: starting from {start}")
+        _LOG.warning("WARNING: %s", text)
+        return []
+
+    def _find(self, iteration: int) -> tuple[Path, Manifest]:
+        """Return the checkpoint of an iteration; on rank 0 only."""
+        folder = CheckpointFolder(str(self._settings.load))
+        path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
+        if not manifest["config"]:
+            with CheckpointReader(path, manifest["files"], {}) as reader:
+                common = _common(reader)
+            manifest = make_manifest(path, manifest["files"], common, self._config)
+            if self._loads_optimizer and self._config.parallel.use_distributed_optimizer:
+                require_reshardable(path, common.get(_CONTENT) or {})
+        rows = state.padded_vocab_size(self._chunks)
+        require_same_model(manifest, self._config, rows, f"--load {path}")
+        if rows != manifest["padded_vocab_size"]:
+            _LOG.warning(
+                "WARNING: --load %s has %d rows in the embedding and this run has %d: rows that "
+                "only pad the vocabulary start at zero, and count in the softmax as in Megatron-LM,"
+                " so the loss will not be the same; --make-vocab-size-divisible-by can keep them",
+                path,
+                manifest["padded_vocab_size"],
+                rows,
+            )
+        if self._loads_optimizer:
+            require_same_optimizer(manifest, self._config, f"--load {path}")
+        return path, manifest
+
+    @property
+    def _loads_optimizer(self) -> bool:
+        return not (self._settings.no_load_optim or self._settings.finetune)
+
+    def _loads_rng(self, manifest: Manifest) -> bool:
+        wanted = not (self._settings.no_load_rng or self._settings.finetune)
+        return (
+            wanted and manifest["has_rng"] and manifest["shape"] == state.mesh_shape(self._config)
+        )
+
+    def _read(
+        self, reader: CheckpointReader, manifest: Manifest
+    ) -> tuple[dict[str, Any], dict[str, Any], bool, bool]:
+        """Read a checkpoint.
+
+        Returns:
+            What all ranks have in common, this rank's state, and whether the checkpoint has all
+            weights of the run, and those of adapters.
+        """
+        path, common = reader.path, self._all.together(lambda: _common(reader))
+        content = common.get(_CONTENT) or {}  # versions of Megatron-LM before 0.14 have none
+        weights = state.sharded_model(self._chunks, content)
+        has_all = has_adapters = True
+        if self._config.lora.is_on:
+            has_adapters = any(MARK in name for name in reader.tensors)
+            has_base = EMBEDDING in reader.tensors
+            if not has_base and self._settings.load_hf is None:
+                raise CheckpointError(
+                    f"--load {path} holds adapters alone: give their model as --load-hf"
+                )
+            has_all = has_adapters and has_base
+            weights = _only(weights, adapters=has_adapters, base=has_base)
+        whole: dict[str, Any] = dict(weights)
+        if self._loads_optimizer:
+            own, saved = self._optimizer, common["optimizer"]
+            self._all.together(lambda: state.require_same_groups(own, saved, f"--load {path}"))
+            whole["optimizer"] = state.sharded_optimizer(
+                self._optimizer, weights, content, loading=True
+            )
+        if self._loads_rng(manifest):
+            whole[state.RNG] = state.sharded_rng(self._config)
+        # What fails while shards are read names ranks itself.
+        loaded = self._all.together(
+            lambda: self._read_shards(whole, common, reader), name_ranks=False
+        )
+        return common, loaded, has_all, has_adapters
+
+    def _read_shards(
+        self, whole: dict[str, Any], common: dict[str, Any], reader: CheckpointReader
+    ) -> dict[str, Any]:
+        """Read the shards of a state, beside what all ranks have in common. Collective."""
+
+        def read(shards: Any, _: object = None) -> Any:
+            return self._all.together(lambda: _read_into(shards, reader))
+
+        shards, own, factories = load_preprocess(whole)
+        shards = self._all.together(
+            lambda: _present(extract_sharded_base(shards)[0], reader), name_ranks=False
+        )
+        if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
+            # Of a strategy of megatron-core this uses nothing else.
+            strategy = SimpleNamespace(load=read)
+            sharing = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
+            loaded = sharing.load(shards, reader.path)
+        else:
+            loaded = read(shards)
+        merge(common, own)
+        merge(common, loaded)
+        return state.with_own_storage(apply_factory_merges(common, factories))
+
+    def _replicas(self) -> int:
+        """Ranks that can share out what they hold alike; all ranks of the job must agree on it."""
+        if self._config.parallel.unequal_sizes is not None:
+            return 1
+        return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+
+def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> dict[str, Any]:
+    """Returns those weights of each chunk that are or are not of adapters, or both."""
+    kept = {True: adapters, False: base}
+    return {
+        chunk: {name: one for name, one in part.items() if kept[MARK in name]}
+        for chunk, part in weights.items()
+    }
+
+
+def _common(reader: CheckpointReader) -> dict[str, Any]:
+    return dict(reader.read_values(COMMON, PICKLED_COMMON))
+
+
+def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
+    """Return the shards that a checkpoint has: all but what layers keep for 8-bit types.
+
+    Raises:
+        CheckpointError: others are missing.
+    """
+
+    def is_there(shard: Any) -> bool:
+        if isinstance(shard, ShardedObject):
+            return shard.unique_key in reader.objects
+        return shard.key in reader.tensors
+
+    present, others = extract_matching_values(shards, is_there)
+    # Layers of Transformer Engine keep their own scratch state, which others do not write.
+    absent = sorted({one.key for one in nested_values(others) if not one.key.endswith(_SCRATCH)})
+    if absent:
+        raise CheckpointError(
+            f"--load {reader.path} has no {absent[0]} ({len(absent)} such): it is of another "
+            "model or optimizer; give the settings it was trained with"
+        )
+    return dict(present)
+
+
+def _read_into(shards: Any, reader: CheckpointReader) -> Any:
+    """Return a state with what was saved in the place of shards."""
+    wanted: list[WantedPart] = []
+    objects: dict[str, list[Any]] = {}
+    padding: list[torch.Tensor] = []
+
+    def found(shard: Any) -> Any:
+        if isinstance(shard, ShardedObject):
+            name = shard.unique_key
+            if name not in objects:
+                objects[name] = reader.read_object(name)
+            left = objects[name]
+            return left.pop(0) if len(left) > 1 else left[0]
+        saved, size = reader.tensors[shard.key].size, torch.Size(shard.global_shape)
+        if saved != size and not shard.allow_shape_mismatch:
+            raise CheckpointError(
+                f"{reader.path} has {shard.key} with shape {list(saved)}, and the run"
+                f" with {list(size)}: it is of another model"
+            )
+        if shard.data is None:
+            shard.init_data(torch.device("cpu"))
+        data, lead = shard.data.detach(), shard.prepend_axis_num
+        ends = zip(data.shape, saved[lead:], shard.global_offset[lead:], strict=True)
+        for axis, (length, end, at) in enumerate(ends):
+            if (kept := min(length, max(0, end - at))) < length:
+                padding.append(data.narrow(axis, kept, length - kept))
+        part = WantedPart(
+            name=shard.key,
+            offset=shard.global_offset,
+            target=data[(None,) * lead],
+            may_exceed=shard.allow_shape_mismatch,
+        )
+        wanted.append(part)
+        return data
+
+    state = dict_list_map_outplace(found, shards)
+    reader.read(wanted)
+    for rows in padding:  # of a vocabulary that was padded less
+        rows.zero_()
+    return state
+
+
+def _replica_group() -> dist.ProcessGroup:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
+    """Prepares ``--save``, if it is given, for this job alone; see :func:`local_disk.prepare`.
+
+    An upload that ranks before these had begun is finished only where the run goes on from the
+    newest checkpoint of its own.
+    """
+    settings = config.checkpoint
+    if settings.save is None:
+        return None
+    folder = CheckpointFolder(settings.save)
+
+    def latest() -> int | None:
+        if settings.load is None or settings.ckpt_step is not None:
+            return None
+        load = CheckpointFolder(settings.load)
+        return load.latest() or 0 if load.path.resolve() == folder.path.resolve() else None
+
+    return prepare(folder, job, _REMEDY, settings.save_local, latest, settings.keep_checkpoints)
+
+
+def check_model_folder(job: Job, config: TrainerConfig) -> None:
+    """Compares the tensors of ``--load-hf`` with those of the model, before it is built.
+
+    Collective over all ranks; rank 0 reads the headers of the files. A run that resumes from a
+    checkpoint does not need the folder's weights, so it skips the check.
+
+    Raises:
+        AdaptiveError: see :class:`HuggingFaceReader`.
+    """
+    settings = config.checkpoint
+    if (folder := settings.load_hf) is None:
+        return
+
+    def check() -> None:
+        is_there = settings.load is not None and Path(settings.load).is_dir()
+        steps = [*CheckpointFolder(str(settings.load)).candidates()] if is_there else []
+        if config.lora.is_on or not (steps or settings.ckpt_step is not None):
+            check_folder(Path(folder), config)
+
+    RankGroup(job.rank, job.control_group).on_first(check)
+
+
+class RunState(SnapshotState):
+    """Takes one run's state apart for snapshots in memory; see ``SnapshotState``.
+
+    Args:
+        run: the built run.
+        progress: returns how far it has come.
+    """
+
+    def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:
+        self._run, self._progress = run, progress
+        # Whatever the run's own checkpoints leave out.
+        config = run.job.config
+        settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
+        config = dataclasses.replace(config, checkpoint=settings)
+        self._checkpoints = Checkpoints(run, config=config)
+        self._parts: state.StateParts | None = None
+
+    def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
+        gather_parameters(self._run)
+        progress, former = self._progress(), self._parts
+        parts = self._parts = self._checkpoints.apart(progress, is_whole=True)
+        for name in parts.objects:
+            if f"{_SCRATCH}/" not in name:
+                raise TypeError(f"{name} is no tensor: snapshots of the state cannot hold it")
+        line = json.dumps({"progress": dataclasses.asdict(progress)}).encode()
+        extra = line + b"\n" + plain_values.dumps(parts.common)
+        return None if parts is former else parts.pieces, extra
+
+    def head(self) -> Mapping[str, Any]:
+        return {
+            "has_common": state.has_parameters(self._run.optimizer),
+            "manifest": self._checkpoints.manifest(self._progress()),
+        }
+
+
+def require_same_model(
+    manifest: Manifest, config: TrainerConfig, padded_vocab_size: int, what: str
+) -> None:
+    """Check that a checkpoint is of the model that the run's settings describe.
+
+    Args:
+        manifest: of the checkpoint.
+        config: the run's settings.
+        padded_vocab_size: rows of the run's embedding.
+        what: names the checkpoint in the error.
+
+    Raises:
+        CheckpointError: it is of another model; the text lists the settings that differ.
+    """
+    saved = _saved_config(manifest, what)
+    names = SHAPES if config.checkpoint.finetune else SHAPES + MEANINGS
+    different = _differences(saved.model, config.model, names)
+    different += _differences(saved.core, config.core, _PARTS)
+    if saved.lora.is_on and config.lora.is_on:
+        different += _differences(saved.lora, config.lora, _OF_ADAPTERS)
+    elif saved.lora.is_on:
+        different.append(
+            "it has adapters, and the run has none (--lora-rank); export-hf --merge-lora makes one "
+            "model of both"
+        )
+    elif config.lora.is_on and not config.checkpoint.finetune:
+        different.append("it has no adapters to go on with; start some with --finetune")
+    if not _same_vocabulary(saved, manifest["padded_vocab_size"], config, padded_vocab_size):
+        different.append(
+            f"padded vocabulary is {manifest['padded_vocab_size']} in the checkpoint and "
+            f"{padded_vocab_size} here, more than padding explains"
+        )
+    if different:
+        raise CheckpointError(
+            f"{what} is of another model: {'; '.join(different)}. Give the settings it was "
+            "trained with, or name another folder with --load"
+        )
+
+
+def require_same_optimizer(manifest: Manifest, config: TrainerConfig, what: str) -> None:
+    """Check that the optimizer state in a checkpoint fits the run's optimizer.
+
+    Raises:
+        CheckpointError: there is none, or it is of another kind.
+    """
+    remedy = "load the weights alone with --no-load-optim or --finetune"
+    if not manifest["has_optimizer"]:
+        raise CheckpointError(f"{what} holds no optimizer state (--no-save-optim): {remedy}")
+    before = _optimizer_of(_saved_config(manifest, what))
+    for flag, now in _optimizer_of(config).items():
+        if before[flag] != now:
+            raise CheckpointError(
+                f"{what} holds the state of another optimizer: {flag} is {before[flag]} in the "
+                f"checkpoint and {now} here. Give the same, or {remedy}"
+            )
+
+
+def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
+    """Return the settings that give the optimizer's state its form, by flag."""
+    settings = config.optimizer
+    return {
+        "--optimizer": settings.optimizer,
+        "type of parameters": config.precision.dtype_name,
+        "--use-distributed-optimizer": _given(config.parallel.use_distributed_optimizer),
+        "--sgd-momentum": _given(settings.optimizer == "sgd" and settings.sgd_momentum != 0),
+        "--decoupled-lr": _given(settings.decoupled_lr is not None),
+    }
+
+
+def _saved_config(manifest: Manifest, what: str) -> TrainerConfig:
+    try:
+        return TrainerConfig.from_dict(manifest["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{what}: {error}") from None
+
+
+def _given(value: bool) -> str:
+    return "given" if value else "not given"
+
+
+def _differences(saved: Any, own: Any, names: Sequence[str]) -> list[str]:
+    specs = {spec.dest: spec for spec in fields_of(own.__class__)}
+    lines = []
+    for name in names:
+        if _is_without_effect(name, saved, own):
+            continue
+        before, now = getattr(saved, name), getattr(own, name)
+        if before == now:
+            continue
+        spec = specs.get(name)
+        flag = _FLAGS[name] if spec is None else spec.name
+        if spec is not None and spec.is_switch:
+            before, now = _given(before != spec.default), _given(now != spec.default)
+        lines.append(f"{flag} is {before} in the checkpoint and {now} here")
+    return lines
+
+
+def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
+    """Return whether a setting changes nothing in ``model``, or another names the difference."""
+    if name == "add_qkv_bias":
+        return bool(saved.add_bias_linear or model.add_bias_linear)
+    if name == "max_position_embeddings":
+        return model.position_embedding_type != "learned_absolute"
+    if name == "rope_scaling_factor":
+        return not model.use_rope_scaling
+    return name.startswith(("rotary_", "use_rope")) and model.position_embedding_type != "rope"
+
+
+def _same_vocabulary(
+    saved: TrainerConfig, saved_rows: int, own: TrainerConfig, own_rows: int
+) -> bool:
+    """Return whether both numbers of rows can be one vocabulary, padded for each run's mesh.
+
+    Rows that only pad may come and go with the tensor parallel size; others may not.
+    """
+
+    def smallest(config: TrainerConfig, rows: int) -> int:
+        multiple = (
+            config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+        )
+        return rows - multiple + 1
+
+    largest = min(saved_rows, own_rows)
+    return max(smallest(saved, saved_rows), smallest(own, own_rows)) <= largest

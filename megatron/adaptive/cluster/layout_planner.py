@@ -1,0 +1,659 @@
+"""Plans layouts for the nodes that are there, from a cluster file and profiles.
+
+::
+
+    --plan-with cluster.yaml   which node is of which type; links; speeds from data sheets
+    --plan-with profile.json   measured speeds
+    slowness of a node         a type of its own, whose layers take so many times as long
+
+Degrees, layers of each stage, the microbatch and recompute are the plan's. What would change the
+losses stays: the global batch and the tensor-parallel width always; the microbatch with dropout,
+whose numbers are drawn for a microbatch. A node that is slow, or has fewer processes than its type,
+is a kind of its own beside its type: links are those of the type, durations are so many times as
+long.
+
+A script with a ``Pipeline`` is planned from what its ranks measured at the first start. The
+microbatch stays where the script gives it, or its model draws random numbers; nodes that were not
+there when the model was measured count as the first one that was::
+
+    model.json + nodes that are there ──> as many processes as any layout takes
+                                          ──> pipeline size that was wished for, or the next to it
+                                              ──> the least predicted step: microbatch, partition
+
+The planner of a job runs in a process of its own, so that a long search stops nothing. It is
+started once, and loads what it needs while machines are still coming. An answer that comes after
+its time limit is passed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import multiprocessing
+import signal
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.cluster.job_state_file import say
+from megatron.adaptive.cluster.layout_rule import (
+    WORTH_A_MORPH,
+    Chooser,
+    Offer,
+    ParallelLayout,
+    as_asked,
+)
+from megatron.adaptive.cluster.membership import read_machines
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.plan_file import plan_flags
+from megatron.adaptive.config.schema_files import read_file
+from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
+from megatron.adaptive.planner import profile_file
+from megatron.adaptive.planner.cluster import (
+    MEMORY_MARGIN,
+    Cluster,
+    NodePool,
+    NodeType,
+    make_cluster,
+)
+from megatron.adaptive.planner.job_shape import Running, choose_option, least_largest_of
+from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
+from megatron.adaptive.planner.model_description import RECOMPUTE
+from megatron.adaptive.planner.model_file import arguments_model, usual_attention
+from megatron.adaptive.planner.plan import PlanRow, plan_document
+from megatron.adaptive.planner.profile import PlanInputs
+from megatron.adaptive.planner.propose import Request, complete_profile, propose
+from megatron.adaptive.planner.search import SearchOptions
+from megatron.adaptive.schedule.catalog import policy_names
+
+PLAN_WITH = "--plan-with"
+_ANY_NUMBER = 1 << 20
+
+
+def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
+    """Returns the type that stands for nodes of a type with so many processes and such a pace."""
+    name = base.name
+    if slowness != 1.0 or gpus != base.gpus:
+        name += f" x {gpus}"
+        name += f" slow {slowness:.4g}" if slowness != 1.0 else ""
+    return replace(base, name=name, like=base.name, gpus=gpus, slowness=slowness)
+
+
+def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
+    """Reads a cluster file and profiles, distinguished by content.
+
+    Returns:
+        The cluster, and the profiles as one; ``None`` for no profile.
+
+    Raises:
+        ConfigError: a file cannot be read or breaks a rule.
+    """
+    clusters: list[tuple[str, Any]] = []
+    profiles: list[tuple[str, dict[str, Any]]] = []
+    for path in paths:
+        document = read_file(path, "cluster or profile")
+        if isinstance(document, dict) and "layers" in document:
+            profiles.append((str(path), profile_file.load(path)))
+        elif isinstance(document, dict) and isinstance(document.get("nodes"), list):
+            clusters.append((str(path), document))
+        else:
+            raise ConfigError(
+                f"{PLAN_WITH} {path}: neither a cluster file, which lists nodes, nor a profile,"
+                " which lists layers; see docs/planner.md"
+            )
+    if not clusters:
+        raise ConfigError(
+            f"{PLAN_WITH} {', '.join(map(str, paths))}: no cluster file, which says what nodes and"
+            " links there are: name one too; see docs/planner.md"
+        )
+    if len(clusters) > 1:
+        raise ConfigError(
+            f"{PLAN_WITH}: {clusters[0][0]} and {clusters[1][0]} are cluster files: a job runs on"
+            " one cluster; leave one out"
+        )
+    profile = profile_file.merge(profiles) if profiles else None
+    memories = {} if profile is None else profile_file.of_nodes(profile, "memory_bytes")
+    where, document = clusters[0]
+    return make_cluster(document, where, memories), profile
+
+
+def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
+    """Returns a cluster of so many nodes of each kind.
+
+    Args:
+        cluster: of their types.
+        counts: of each kind, in the order of the nodes.
+    """
+    groups = tuple(NodePool(type=kind, count=count) for kind, count in counts.items())
+    types = {kind.like for kind in counts}
+    links = {pair: link for pair, link in cluster.links.items() if types.issuperset(pair)}
+    return replace(cluster, groups=groups, links=links)
+
+
+_PLANS = 6
+"""Plans to look at: the trainer may refuse one for what the planner does not know."""
+_UNEQUAL_PLANS = 4 * _PLANS
+_CHOSEN = (
+    "--plan",
+    "--partition",
+    "--model-chunks",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--num-layers-per-virtual-pipeline-stage",
+)
+_RECOMPUTE = ("--recompute", "--checkpoint-activations")
+
+
+class Planning:
+    """Plans the layouts of one job.
+
+    Args:
+        paths: cluster file and profiles, distinguished by content.
+        arguments: of the trainer.
+        unequal: whether stages may have unequal numbers of replicas.
+
+    Raises:
+        ConfigError: a file cannot be read or breaks a rule, the profile is of another model, or an
+            argument contradicts that the planner chooses.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], arguments: Sequence[str], *, unequal: bool = False
+    ) -> None:
+        for name in _CHOSEN:
+            if name in {word.partition("=")[0] for word in arguments}:
+                raise ConfigError(
+                    f"{name}: with {PLAN_WITH} the planner chooses layers and stages; leave one of"
+                    " them out"
+                )
+        self._arguments = tuple(arguments)
+        self._unequal = unequal
+        self._config = as_asked(arguments)
+        if self._config.parallel.context_parallel_size > 1:
+            raise ConfigError(
+                f"--context-parallel-size {self._config.parallel.context_parallel_size}: the"
+                f" planner of {PLAN_WITH} does not know it; leave one of them out"
+            )
+        cluster, document = read_inputs(paths)
+        attention = usual_attention(on_gpus=cluster.has_known_gpus)
+        self._model = arguments_model(arguments, "model", attention=attention)
+        if self._model.has_experts or self._config.model.mtp_num_layers:
+            raise ConfigError(
+                f"{PLAN_WITH} with experts or layers that predict further tokens: a job that"
+                " changes shape moves dense layers alone; start the run without it"
+            )
+        self._where = ", ".join(map(str, paths))
+        cluster = cluster.with_memory(1 - MEMORY_MARGIN)
+        measured = None
+        if document is not None:
+            profile_file.check_model(document, self._model, self._where)
+            gpus = {one.name: one.gpu for one in cluster.types}
+            measured = profile_file.make_profile(profile_file.renamed(document, gpus)[0])
+        self._cluster = cluster
+        self._profile = complete_profile(measured, self._model, cluster)
+        self._types = {host: group.type for group in cluster.groups for host in group.hosts}
+        others = [group.type for group in cluster.groups if not group.hosts]
+        if len(others) > 1:
+            raise ConfigError(
+                f"{self._where}: node types {', '.join(one.name for one in others)} have no hosts:"
+                " name the nodes of all types but one, so that each node is known"
+            )
+        self._other = others[0] if others else None
+
+    def check(self, machines: Path | None) -> None:
+        """Checks that a plan is possible for all machines that may come, as far as they are named.
+
+        Args:
+            machines: file of machines, ``None`` where nodes come by themselves.
+
+        Raises:
+            ConfigError: the file breaks a rule, names machines that the cluster file does not
+                have, or no plan is possible.
+        """
+        self.plan(self._named_by_cluster() if machines is None else self._named_by_file(machines))
+
+    def _named_by_cluster(self) -> list[Offer]:
+        return [
+            Offer(name=name, slots=group.type.gpus)
+            for group in self._cluster.groups
+            for name in group.hosts or [f"{group.type.name} {at}" for at in range(group.count)]
+        ]
+
+    def _named_by_file(self, path: Path) -> list[Offer]:
+        """Returns the nodes of a machines file, with as many processes as their type may have."""
+        offers = [
+            Offer(name=one.name, hosts=(one.host,), slots=one.slots or _ANY_NUMBER)
+            for one in read_machines(path)
+        ]
+        if missing := self.unknown(offers):
+            raise ConfigError(
+                f"--machines {path}: {missing} {'are' if ',' in missing else 'is'}"
+                f" not in {self._where}: add to the hosts of a node type, or have one type without"
+                " hosts"
+            )
+        return offers
+
+    def unknown(self, offers: Sequence[Offer]) -> str:
+        """Returns names of nodes that the cluster file does not have; empty for none."""
+        return ", ".join(one.name for one in offers if self._type_of(one) is None)
+
+    def plan(self, offers: Sequence[Offer], most_cpu_s: float = 10.0) -> ParallelLayout:
+        """Finds the fastest layout.
+
+        Args:
+            offers: the nodes that are there; those that the cluster file does not have are left
+                out.
+            most_cpu_s: after which the best plan found so far has to do.
+
+        Raises:
+            ConfigError: nothing fits; says which limit stands in the way.
+        """
+        nodes, inputs = self._on(offers)
+        equal = replace(self._options(), most_cpu_s=most_cpu_s)
+        found: ParallelLayout | None = None
+        refused: ConfigError | None = None
+        if self._unequal:
+            equal = replace(equal, most_cpu_s=most_cpu_s / 2)
+            with contextlib.suppress(ConfigError):  # the search below says what does not fit
+                found, _ = self._fastest(self._with_unequal(equal), nodes, inputs)
+        try:
+            other, refused = self._fastest(equal, nodes, inputs)
+        except ConfigError as error:
+            other, refused = None, error
+        layouts = [one for one in (other, found) if one is not None]
+        if not layouts:
+            assert refused is not None
+            raise refused
+        return min(layouts, key=lambda one: one.step_s or 0.0)
+
+    def _fastest(
+        self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
+    ) -> tuple[ParallelLayout | None, ConfigError | None]:
+        """Finds the best plan that the trainer takes, and why it does not take the first."""
+        given = self._config.schedule.pipeline_schedule
+        options = replace(options, schedules=(given if given in policy_names() else "1f1b",))
+        request = Request(global_batch=self._config.batch.global_batch_size, options=options)
+        refused: ConfigError | None = None
+        for row in propose(inputs, request).rows:
+            try:
+                return self._layout(row, nodes, inputs), refused
+            except ConfigError as error:
+                refused = refused or error
+        return None, refused
+
+    def _with_unequal(self, options: SearchOptions) -> SearchOptions:
+        """Returns options under which the search also tries stages of unequal numbers of replicas.
+
+        It gives a narrow stage larger microbatches, of which a run deals out the parts.
+        """
+        samples = self._config.batch.global_batch_size
+        sizes = options.micro_batch and tuple(
+            size
+            for size in range(options.micro_batch[0], samples + 1, options.micro_batch[0])
+            if samples % size == 0
+        )
+        return replace(
+            options, unequal=True, micro_batch=sizes, tp=(1,), distributed_optimizer=(False,),
+            top=_UNEQUAL_PLANS,
+        )  # fmt: skip
+
+    def _type_of(self, offer: Offer) -> NodeType | None:
+        for name in (offer.name, *offer.hosts, *(host.partition(".")[0] for host in offer.hosts)):
+            if name in self._types:
+                return self._types[name]
+        return self._other
+
+    def _on(self, offers: Sequence[Offer]) -> tuple[list[str], PlanInputs]:
+        """Returns the nodes' names by number in a cluster of them alone, and what is planned."""
+        found: dict[NodeType, list[str]] = {}
+        for offer in offers:
+            base = self._type_of(offer)
+            if base is not None:
+                kind = node_kind(base, min(offer.slots, base.gpus), offer.slowness)
+                found.setdefault(kind, []).append(offer.name)
+        if not found:
+            raise ConfigError(
+                f"{', '.join(one.name for one in offers)}: no such node is in {self._where}"
+            )
+        order = {node.name: at for at, node in enumerate(self._cluster.types)}
+        kinds = sorted(found, key=lambda kind: (order[kind.like], -kind.gpus, kind.slowness))
+        names = [name for kind in kinds for name in found[kind]]
+        cluster = cluster_of(self._cluster, {kind: len(found[kind]) for kind in kinds})
+        return names, PlanInputs(self._model, cluster, self._profile)
+
+    def _options(self) -> SearchOptions:
+        config = self._config
+        recompute = config.recompute.recompute_granularity
+        sharded = config.parallel.use_distributed_optimizer
+        return SearchOptions(
+            tp=(config.parallel.tensor_model_parallel_size,),
+            micro_batch=self._micro_batches(),
+            recompute=RECOMPUTE if not self._is_given(_RECOMPUTE) else (recompute or "none",),
+            # With one replica there is nothing to divide, so that both are looked at.
+            distributed_optimizer=(False, True) if sharded else (False,),
+            overlap_reduce=config.parallel.overlap_grad_reduce,
+            sequence_parallel=(config.parallel.sequence_parallel,),
+            context_ranks=(1,),
+            top=_PLANS,
+        )
+
+    def _is_given(self, prefixes: Iterable[str]) -> bool:
+        return any(word.startswith(tuple(prefixes)) for word in self._arguments)
+
+    def _micro_batches(self) -> tuple[int, ...]:
+        """Lists sizes of a microbatch under which losses stay as they are; empty for all."""
+        model = self._config.model
+        drops = model.attention_dropout > 0 or model.hidden_dropout > 0
+        # Both draw, or weigh, by microbatch.
+        if drops or self._config.data.eod_mask_loss:
+            return (self._config.batch.micro_batch_size,)
+        return ()
+
+    def _layout(self, row: PlanRow, nodes: Sequence[str], inputs: PlanInputs) -> ParallelLayout:
+        """Makes the layout of a plan."""
+        plan = row.plan
+        allowed = self._micro_batches()
+        if allowed and plan.micro_batch not in allowed:
+            raise ConfigError(
+                f"microbatches of {plan.micro_batch} samples: losses stay as they are with"
+                f" {allowed[0]}"
+            )
+        document = plan_document(plan, inputs, row.prediction)
+        left = ["schedule", "distributed_optimizer", "overlap_grad_reduce", "sequence_parallel"]
+        left += ["recompute"] if self._is_given(_RECOMPUTE) else []
+        document = {key: value for key, value in document.items() if key not in left}
+        flags = plan_flags(document, PLAN_WITH)
+        counts = [len(place.replicas) for place in plan.places]
+        world_size = plan.tp * sum(counts)
+        parse([*self._arguments, *flags], world_size=world_size, last_wins=True)
+        used: dict[int, int] = {}
+        for place in plan.places:
+            for replica in place.replicas:
+                used[replica.node] = used.get(replica.node, 0) + replica.tp
+        kind = max(set(self._model.layers), key=self._model.layers.count)
+        pace = {}
+        for node in used:
+            on = inputs.cluster.nodes[node]
+            takes = inputs.profile.times(kind, on.gpu, plan.tp, plan.micro_batch)
+            pace[nodes[node]] = (takes.forward_s + takes.backward_s) * on.slowness
+        return ParallelLayout(
+            tensor=plan.tp,
+            pipeline=plan.pp,
+            data=plan.dp,
+            partition=tuple(self._model.counted(plan.partition)),
+            micro_batch=plan.micro_batch,
+            microbatches=plan.num_microbatches,
+            flags=tuple(flags),
+            places=tuple((nodes[node], count) for node, count in used.items()),
+            step_s=row.prediction.seconds,
+            pace=pace,
+            widths=() if len(set(counts)) == 1 else tuple(counts),
+        )
+
+
+def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
+    """Finds the best layout of a measured module.
+
+    Args:
+        path: of what was measured.
+        offers: the nodes that are there.
+
+    Raises:
+        ConfigError: nothing fits; says which limit stands in the way.
+    """
+    module = MeasuredModule.read(path)
+    if module is None:
+        raise ConfigError(f"{path}: the model was not measured yet")
+    first: ConfigError | None = None
+    for count in range(sum(one.slots for one in offers), 0, -1):
+        places = _places(offers, count)
+        for size in _sizes(module, count):
+            try:
+                option = choose_option(
+                    _running(module, places),
+                    pipeline_sizes=(size,) if size else (),
+                    micro_batches=(module.micro_batch_size,) if module.micro_batch_size else (),
+                    partition=lambda stages: _partition(module, stages),
+                    most=module.most,
+                )[0]
+            except ConfigError as error:
+                first = first or error
+                continue
+            return ParallelLayout(
+                tensor=1,
+                pipeline=option.pipeline_size,
+                data=option.replicas,
+                partition=option.partition,
+                micro_batch=option.micro_batch_size,
+                microbatches=module.batch_size // (option.replicas * option.micro_batch_size),
+                flags=(),
+                places=tuple((offer.name, count) for offer, count in places),
+                step_s=option.seconds,
+                pace={offer.name: offer.slowness for offer, _ in places},
+                unit="segments",
+            )
+    assert first is not None
+    raise first
+
+
+def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
+    whole = module.profile(split=False)
+    # Of one machine, nodes that are as slow as each other go together.
+    hosts: dict[tuple[str, float], int] = {}
+    on_host: dict[str, int] = {}
+    for offer, count in places:
+        host = _host(offer)
+        hosts[host, offer.slowness] = hosts.get((host, offer.slowness), 0) + count
+        on_host[host] = on_host.get(host, 0) + count
+    base = measured_cluster(module.hosts, whole)
+    types = {one.type.name: one.type for one in base.groups}
+    known = {one.host: types[one.type] for one in module.hosts}
+    other = types[module.hosts[0].type]
+    kinds = [
+        node_kind(known.get(host, other), count, slowness)
+        for (host, slowness), count in hosts.items()
+    ]
+    # The memory of a host is divided among the processes that it has now.
+    most: dict[NodeType, int] = {}
+    for (host, _), kind in zip(hosts, kinds, strict=True):
+        most[kind] = max(most.get(kind, 0), on_host[host])
+    shared = {one.type for one in module.hosts if one.shares_memory}
+    kinds = [
+        replace(kind, memory_bytes=kind.memory_bytes * types[kind.like].gpus / most[kind])
+        if kind.like in shared
+        else kind
+        for kind in kinds
+    ]
+    counts = Counter(kinds)
+    split = None if module.split is None else module.profile(split=True)
+    return Running(
+        model=module.model,
+        cluster=cluster_of(base, counts),
+        order=node_numbers(kinds),
+        batch=module.batch_size,
+        schedule=module.schedule,
+        chunks=module.chunks,
+        whole=whole,
+        split=split,
+        cap=module.cap,
+    )
+
+
+def _host(offer: Offer) -> str:
+    """Returns the machine of a node: its own name for itself, which comes last."""
+    return offer.hosts[-1] if offer.hosts else offer.name
+
+
+def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
+    """Places processes on the first nodes, those of one machine together, its slow ones last."""
+    hosts: dict[str, list[Offer]] = {}
+    for offer in offers:
+        hosts.setdefault(_host(offer), []).append(offer)
+    found = []
+    slow_last = [sorted(group, key=lambda one: one.slowness) for group in hosts.values()]
+    for offer in (one for group in slow_last for one in group):
+        here = min(count, offer.slots)
+        if here:
+            found.append((offer, here))
+        count -= here
+    return found
+
+
+def _sizes(module: MeasuredModule, count: int) -> list[int]:
+    """Lists pipeline sizes in the order in which they are tried; 0 for all together."""
+    wish = module.pipeline_size
+    if wish is None:
+        return [0]
+    sizes = [size for size in range(1, count + 1) if count % size == 0]
+    return sorted(sizes, key=lambda size: (size < wish, abs(size - wish)))
+
+
+def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
+    if module.partition is not None and len(module.partition) == stages:
+        return module.partition
+    return None if module.weights is None else least_largest_of(module.weights, stages)
+
+
+_FIRST_S = 180.0
+"""Time limit of the first plan on a machine, which compiles the search."""
+_SEARCH = 0.5
+"""Part of the time limit that the search itself may take; the rest is for what comes with it."""
+
+
+class PlannerChooser(Chooser):
+    """Chooses layouts by the planner, and by a simpler rule where that has no answer in time.
+
+    Layouts of a script are of all processes first, to measure its model, then those of its plan.
+    To be closed.
+
+    Args:
+        paths: see :class:`Planning`.
+        arguments: of the trainer.
+        within_s: time limit of a plan.
+        unequal: see :class:`Planning`.
+        model: file of what was measured of a script's model, ``None`` for the trainer.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        arguments: Sequence[str],
+        within_s: float,
+        *,
+        unequal: bool = False,
+        model: Path | None = None,
+    ) -> None:
+        self._within_s = within_s
+        self._model = model
+        self._known: dict[tuple[object, ...], tuple[ParallelLayout | None, str]] = {}
+        self._given = tuple(paths), tuple(arguments), unequal
+        self._pool = multiprocessing.get_context("spawn").Pool(1, _begin)
+
+    def check(self, machines: Path | None) -> str:
+        """Checks the files, and that a plan is possible for all machines that may come. Blocks.
+
+        Args:
+            machines: file of machines, ``None`` where nodes come by themselves.
+
+        Returns:
+            Why this could not be said in time, empty if it could.
+
+        Raises:
+            ConfigError: a file breaks a rule, or no plan is possible.
+        """
+        try:
+            self._ask(_FIRST_S, _answer, self._given, "check", machines)
+        except SetupError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        """Ends the process. Idempotent."""
+        self._pool.terminate()
+
+    def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
+        """Asks for a layout on the nodes that are there. Blocks up to the limit.
+
+        Returns:
+            The layout and what is to be said of it, or ``None`` and why none fits.
+        """
+        try:
+            layout: ParallelLayout
+            if self._model is not None:
+                layout = self._ask(within_s, plan_script, self._model, offers)
+                return layout, ""
+            layout = self._ask(within_s, _answer, self._given, "plan", offers, within_s * _SEARCH)
+            unknown: str = self._ask(within_s, _answer, self._given, "unknown", offers)
+        except ConfigError as error:
+            return None, str(error)
+        return layout, unknown and f"{unknown}: in no file of {PLAN_WITH}"
+
+    def _ask(self, within_s: float, answer: Callable[..., Any], *given: Any) -> Any:
+        asked = self._pool.apply_async(answer, given)
+        try:
+            return asked.get(within_s)
+        except multiprocessing.TimeoutError:
+            raise SetupError(f"the planner did not answer within {within_s:g} s") from None
+        except AdaptiveError as error:
+            raise ConfigError(str(error)) from None
+        except Exception as error:  # a bug: printed with its traceback, and the job goes on
+            traceback.print_exc()
+            raise SetupError(f"the planner failed: {error!r}") from None
+
+    async def choose(
+        self, arguments: Sequence[str], offers: Sequence[Offer]
+    ) -> ParallelLayout | None:
+        key, limit_s = tuple[object, ...](offers), self._within_s
+        if self._model is not None:
+            module = MeasuredModule.read(self._model)
+            if module is None:
+                count = sum(one.slots for one in offers)
+                whole = ParallelLayout(
+                    tensor=1, pipeline=count, data=1, partition=(), micro_batch=0, flags=()
+                )
+                return whole if count else None
+            key = (module.signature, module.micro_batch_size, *offers)
+            limit_s = max(_FIRST_S, limit_s)  # there is no other way to choose
+        if key not in self._known:
+            try:
+                found = await asyncio.to_thread(self._plan, offers, limit_s)
+            except SetupError as error:
+                if self._model is not None:
+                    self.why = str(error)
+                    return None
+                say(f"warning: no plan: {error}; the layout is chosen without it")
+                self.why = ""
+                return await super().choose(arguments, offers)
+            self._known[key] = found
+            if found[0] is not None and found[1]:
+                say(f"warning: left out: {found[1]}")
+        layout, text = self._known[key]
+        self.why = "" if layout is not None else text
+        return layout
+
+    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
+        if self._model is None:
+            return super().is_better(layout, running)
+        if running.is_to_be_measured or layout.is_to_be_measured:
+            return False
+        if layout.world_size != running.world_size:
+            return layout.world_size > running.world_size
+        if layout.step_s is None or running.step_s is None:
+            return False
+        return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is not for the planner
+
+
+_planning = functools.cache(Planning)
+
+
+def _answer(of: tuple[Any, ...], name: str, *given: Any) -> Any:
+    """Answers a question about a trainer, in the process of the planner."""
+    paths, arguments, unequal = of
+    return getattr(_planning(paths, arguments, unequal=unequal), name)(*given)

@@ -1,0 +1,484 @@
+"""Rules between settings: what one needs or excludes, in a table, and the others as conditions.
+
+Every message names the values, the rule and the remedy. Rules of a single value (ranges, choices)
+are on the fields, pairs of flags that are not to be given together in ``arguments.py``. Nothing
+here changes a setting. :func:`check_output_folders` alone touches the disk; it leaves nothing
+behind.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from megatron.adaptive.config.adapters import adapted_parts, linear_names
+from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.flag_rules import ORDER, Given
+from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.layer_partition import layer_rules
+from megatron.adaptive.config.megatron_core_flags import (
+    EXPERT_SETTINGS,
+    LATENT_SETTINGS,
+    parse_pattern,
+)
+from megatron.adaptive.config.schedule import UNEQUAL_SCHEDULES, format_partition
+from megatron.adaptive.config.trainer import TrainerConfig, groups
+from megatron.adaptive.errors import ConfigError
+
+Rules: TypeAlias = Iterator[tuple[object, str]]
+"""Conditions under which a configuration is refused, and the messages."""
+
+_MAX_SPLITS = 3
+_UNLIKE = "heterogeneous_layers_config_path"
+_ENGINE = "transformer_impl=transformer_engine"
+_TABLE = f"""\
+swiglu excludes squared_relu quick_geglu geglu openai_gelu | a model has one activation
+squared_relu excludes quick_geglu geglu openai_gelu | a model has one activation
+quick_geglu excludes geglu openai_gelu | a model has one activation
+geglu excludes openai_gelu | a model has one activation
+seq_length within max_position_embeddings pack_to
+min_lr lr_warmup_init within lr
+decoupled_min_lr within decoupled_lr
+min_loss_scale within initial_loss_scale
+start_weight_decay within end_weight_decay | the weight decay can only grow
+global_batch_size within train_samples
+profile_step_start within profile_step_end
+tensor_model_parallel_size divides num_attention_heads ffn_hidden_size
+    | every rank takes an equal share
+expert_model_parallel_size divides num_moe_experts | every rank takes as many experts
+expert_tensor_parallel_size divides moe_ffn_hidden_size | every rank takes an equal share
+sequence_parallel+tensor_model_parallel_size*context_parallel_size divides seq_length
+    | these ranks take an equal share of each sequence
+context_parallel_size>1+2*context_parallel_size divides seq_length
+    | every rank takes an early and a late part
+num_query_groups divides num_attention_heads | every group serves the same number of heads
+stage_data_parallel_sizes excludes tensor_model_parallel_size>1 context_parallel_size>1
+    num_virtual_stages_per_pipeline_rank>1 use_distributed_optimizer mtp_num_layers num_moe_experts
+    ddp_average_in_collective repartition trace_dir calculate_per_token_loss record_schedule
+    replay_schedule | stages of unequal sizes do without it
+stage_data_parallel_sizes needs pipeline_schedule={",".join(UNEQUAL_SCHEDULES)}
+    | the others are made for stages of equal sizes
+overlap_moe_expert_parallel_comm needs expert_model_parallel_size>1 | else no tokens are exchanged
+{ORDER}\
+pipeline_schedule=megatron+num_virtual_stages_per_pipeline_rank>1+overlap_p2p_comm=False
+    needs pipeline_model_parallel_size>2 | two messages between the same ranks would mix
+repartition needs pipeline_model_parallel_size>1
+repartition excludes pipeline_schedule=file,megatron
+    | its order cannot be simulated under another partition; use adaptive
+record_schedule replay_schedule excludes pipeline_schedule=auto,megatron
+    | auto changes the order's shape, and megatron-core keeps its order to itself
+transport excludes pipeline_schedule=megatron | its messages are megatron-core's own
+rdma_device rdma_gid_index rdma_mtu_bytes needs transport=auto,rdma
+overlap_moe_expert_parallel_comm excludes repartition recompute_granularity=full moe_layer_recompute
+    | a forward that is left in a layer would be timed, or changed, by what runs there meanwhile
+overlap_moe_expert_parallel_comm excludes moe_shared_expert_overlap | both fill the same exchanges
+sequence_parallel needs tensor_model_parallel_size>1
+window_size+context_parallel_size>1 excludes transformer_impl=local attention_softcap
+    | local layers attend to all tokens before each
+pack_to sft needs variable_seq_lengths
+variable_seq_lengths excludes stage_data_parallel_sizes ddp_average_in_collective
+    reset_position_ids reset_attention_mask eod_mask_loss
+    | its documents are never glued, and its loss is per token
+sft excludes mock_data | conversations come from files
+pack_to excludes micro_batch_size>1 context_parallel_size>1 pipeline_schedule=file
+    multi_latent_attention | a microbatch is one row of whole documents on one rank, with plain
+    attention, and their number differs from step to step
+balance_replicas=lengths needs variable_seq_lengths | speed does not
+balance_replicas=lengths,speed,both excludes stage_data_parallel_sizes
+    expert_model_parallel_size>1 moe_router_load_balancing_type=global_aux_loss
+    ddp_average_in_collective pipeline_schedule=file,megatron
+    | every replica has the same number of microbatches there
+use_distributed_optimizer excludes optimizer=sgd | megatron-core splits only the state of adam
+overlap_param_gather needs use_distributed_optimizer overlap_grad_reduce
+fp16_lm_cross_entropy loss_scale needs fp16
+grad_reduce_in_bf16 needs bf16
+fp32_residual_connection needs fp16/bf16
+decoupled_min_lr needs decoupled_lr
+start_weight_decay end_weight_decay needs weight_decay_incr_style=linear,cosine
+weight_decay_incr_style=linear,cosine needs start_weight_decay end_weight_decay
+recompute_activations needs recompute_granularity=selective | it means that
+recompute_granularity=full needs recompute_method recompute_num_layers | for example uniform and 1
+recompute_modules needs recompute_granularity=selective
+recompute_method recompute_num_layers distribute_saved_activations needs recompute_granularity=full
+distribute_saved_activations needs tensor_model_parallel_size>1
+distribute_saved_activations excludes sequence_parallel | it splits them already
+lora_alpha lora_dropout lora_targets load_lora needs lora_rank
+lora_rank excludes {_UNLIKE} overlap_moe_expert_parallel_comm | such layers have no adapters
+sample_prompt excludes context_parallel_size>1 mtp_num_layers variable_seq_lengths
+    | it runs one plain text
+reset_attention_mask excludes create_attention_mask_in_dataloader=False
+    | a mask that ends at documents comes with the data
+valid_data_path test_data_path needs train_data_path/skip_train | nothing is left to train on
+lr_decay_style=WSD needs lr_wsd_decay_iters/lr_wsd_decay_samples | that is its last part
+save needs save_interval
+save_local needs save | checkpoints there are on their way to storage that all nodes share
+num_query_groups needs group_query_attention
+position_embedding_type=learned_absolute excludes add_position_embedding=False | use rope or none
+{" ".join(LATENT_SETTINGS)} needs multi_latent_attention
+multi_latent_attention excludes group_query_attention | it has a key and value for each head
+{" ".join(EXPERT_SETTINGS)} expert_model_parallel_size expert_tensor_parallel_size
+    needs num_moe_experts
+moe_router_topk within num_moe_experts
+num_moe_experts excludes moe_expert_capacity_factor=0.0
+    | it leaves experts no token: give a factor above 0, or drop the flag so that none is dropped
+num_moe_experts+expert_tensor_parallel_size>1 needs add_bias_linear=False
+    | the ranks of an expert would add its bias once each
+num_moe_experts+moe_token_dispatcher_type=allgather excludes variable_seq_lengths
+    | rows differ from rank to rank; use alltoall
+moe_grouped_gemm+transformer_impl=local needs bf16 | these compute in bf16 alone
+moe_grouped_gemm+transformer_impl=local moe_shared_expert_intermediate_size
+    needs add_bias_linear=False
+num_moe_experts+tensor_model_parallel_size>1 needs sequence_parallel
+    | the ranks share the tokens of a sequence between them
+attention_softcap excludes use_flash_attn attention_backend=flash,fused | they bound no scores
+attention_backend=flash use_flash_attn cross_entropy_fusion_impl=te moe_latent_size
+    needs {_ENGINE}
+attention_backend=local needs transformer_impl=local
+window_rotary_base needs window_size position_embedding_type=rope
+{_UNLIKE} excludes multi_latent_attention mtp_num_layers num_moe_experts pack_to
+    | that is for layers that are alike
+mtp_num_layers excludes position_embedding_type=learned_absolute
+    | its table of positions would be on two stages; use rope or none
+mtp_num_layers+recompute_method=uniform needs recompute_num_layers=1
+mtp_num_layers+context_parallel_size>1 needs calculate_per_token_loss
+    | megatron-core would average their loss over each rank's tokens alone
+"""
+
+
+def check_config(config: TrainerConfig, installed: Installed, *, needs_data: bool = True) -> None:
+    """Hold a configuration against every rule.
+
+    Args:
+        config: Settings of a run.
+        installed: Optional packages.
+        needs_data: Whether data and the tokenizer's files must be given.
+
+    Raises:
+        ConfigError: the first rule that is broken.
+    """
+    given = _given(config)
+    given.require(_TABLE)
+    for rules in (
+        _shape(config, given, installed),
+        _experts(config, given, installed),
+        _expert_ranks(config, given),
+        layer_rules(config, given),
+        _batch(config, given),
+        _lengths(config, given),
+        _microbatch_groups(config, given),
+        _learning_rate(config, given),
+        _adapters(config, given),
+        _data(config, given, needs_data),
+    ):
+        for broken, message in rules:
+            if broken:
+                raise ConfigError(message)
+
+
+def _given(config: TrainerConfig) -> Given:
+    specs = {s.dest: s for kind in groups().values() for s in fields_of(kind) if s.has_flag}
+    values = {
+        dest: value
+        for group in groups()
+        for dest, value in vars(getattr(config, group)).items()
+        if dest in specs
+    }
+    # Equal sizes and a single chunk are what runs without these flags.
+    values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
+    values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
+    if config.core.num_moe_experts is not None:
+        for own, of_layers in (
+            ("expert_tensor_parallel_size", "tensor_model_parallel_size"),
+            ("moe_ffn_hidden_size", "ffn_hidden_size"),
+        ):
+            values[own] = values[own] or values[of_layers]
+    if config.core.heterogeneous_layers_config_encoded_json:
+        values[_UNLIKE] = values[_UNLIKE] or "JSON"
+    return Given(values, specs)
+
+
+def replicas_of(world_size: int, given: Mapping[str, Any]) -> int:
+    """Returns the data-parallel size of so many processes.
+
+    Args:
+        world_size: number of all processes.
+        given: values of flags by the names of their settings.
+
+    Raises:
+        ConfigError: they make up no whole copies of the model, or not the stages of given widths.
+    """
+    tensor: int = given.get("tensor_model_parallel_size", 1)
+    pipeline: int = given.get("pipeline_model_parallel_size", 1)
+    context: int = given.get("context_parallel_size", 1)
+    widths: tuple[int, ...] | None = given.get("stage_data_parallel_sizes")
+    if widths is None:
+        sizes = {"tensor": tensor, "pipeline": pipeline, "context": context}
+        _require_whole(world_size, sizes, "the parallel sizes")
+        return world_size // math.prod(sizes.values())
+    flag = f"--stage-data-parallel-sizes {format_partition(widths)}"
+    if len(widths) != pipeline:
+        raise ConfigError(
+            f"{flag} gives the ranks of {len(widths)} stages, --pipeline-model-parallel-size is "
+            f"{pipeline}: give one number for each stage"
+        )
+    needed = sum(widths) * tensor * context
+    if needed != world_size:
+        raise ConfigError(
+            f"{flag} needs {needed} processes, this run has {world_size}: start as many or "
+            "change the sizes"
+        )
+    return math.lcm(*widths)
+
+
+def _require_whole(world_size: int, sizes: Mapping[str, int], remedy: str) -> None:
+    """Refuses processes that do not divide into groups of the product of some sizes."""
+    unit = math.prod(sizes.values())
+    if world_size < 1 or world_size % unit != 0:
+        factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"world size {world_size} is not a multiple of {factors} = {unit}: start a multiple of "
+            f"{unit} processes or change {remedy}"
+        )
+
+
+def _shape(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
+    model = config.model
+    heads, tensor = model.num_attention_heads, config.parallel.tensor_model_parallel_size
+    yield (
+        model.transformer_impl == "transformer_engine" and not installed.transformer_engine,
+        "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: "
+        "install it or give --transformer-impl local",
+    )
+    yield (
+        model.hidden_size % heads != 0 and model.kv_channels == model.hidden_size // heads,
+        f"{given.hidden_size} is not a multiple of {given.num_attention_heads}: change one of "
+        "them, or give --kv-channels",
+    )
+    yield (
+        model.ffn_hidden_size < 1,
+        f"--swiglu with {given.hidden_size} makes a feed-forward block of width 0, rounded down "
+        "to a multiple of 64: give --ffn-hidden-size",
+    )
+    yield (
+        model.query_groups % tensor != 0 and tensor % model.query_groups != 0,
+        f"--num-query-groups {model.query_groups} is neither a multiple nor a divisor of "
+        f"{given.tensor_model_parallel_size}: change one of them",
+    )
+
+
+def _experts(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
+    core, experts = config.core, config.core.num_moe_experts
+    if experts is None:
+        return
+    groups, best = core.moe_router_num_groups, config.model.moe_router_group_best
+    yield (
+        best is not None and (groups is None or best > experts // groups or core.moe_router_fusion),
+        f"{given.moe_router_group_best} needs groups of as many experts (--moe-router-num-groups) "
+        "and no --moe-router-fusion: change one of them",
+    )
+    pattern, layers = parse_pattern(core.moe_layer_freq), config.model.num_layers
+    if isinstance(pattern, list):
+        yield (
+            len(pattern) != layers or not {*pattern} <= {0, 1},
+            f"{given.moe_layer_freq} says of {len(pattern)} layers whether they have experts, and "
+            f"{given.num_layers}: give one 0 or 1 for each",
+        )
+    else:
+        yield pattern < 1, f"{given.moe_layer_freq}: give 1 at least, or a list of 0 and 1"
+    kinds, weights = core.moe_router_load_balancing_type, core.moe_aux_loss_coeff
+    yield (
+        len(kinds) != len(weights),
+        f"{given.moe_router_load_balancing_type} with {given.moe_aux_loss_coeff}: give as many "
+        "coefficients as types",
+    )
+    yield (
+        core.moe_token_dispatcher_type == "flex" and not installed.flexible_dispatch,
+        f"{given.moe_token_dispatcher_type} needs DeepEP, which is not installed, and GPUs: "
+        "install it, or use alltoall",
+    )
+
+
+def _expert_ranks(config: TrainerConfig, given: Given) -> Rules:
+    """The ranks that experts are spread over."""
+    parallel, experts = config.parallel, config.core.num_moe_experts
+    spread, tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if experts is None:
+        return
+    tensor = tensor or parallel.tensor_model_parallel_size
+    sizes = {"expert tensor": tensor, "expert": spread}
+    sizes["pipeline"] = parallel.pipeline_model_parallel_size
+    _require_whole(config.world_size, sizes, "--expert-model-parallel-size")
+    yield (
+        spread == 1 and tensor != parallel.tensor_model_parallel_size,
+        f"{given.expert_tensor_parallel_size} with {given.tensor_model_parallel_size} and "
+        f"{given.expert_model_parallel_size}: megatron-core adds up experts' gradients over the "
+        "wrong ranks; make the first two equal, or raise --expert-model-parallel-size",
+    )
+
+
+def _batch(config: TrainerConfig, given: Given) -> Rules:
+    batch = config.batch
+    replicas = config.parallel.data_parallel_size
+    unit = batch.micro_batch_size * replicas
+    multiple = f"{given.micro_batch_size} x data parallel size {replicas} = {unit}"
+    yield (
+        batch.global_batch_size % unit != 0,
+        f"{given.global_batch_size} is not a multiple of {multiple}: change one of them",
+    )
+    if batch.rampup_batch_size is None:
+        return
+    start, increment, _ = batch.rampup_batch_size
+    distance = batch.global_batch_size - start
+    yield (
+        distance <= 0,
+        f"{given.rampup_batch_size} starts at {start}, not below {given.global_batch_size}: start "
+        "lower or drop the flag",
+    )
+    yield (
+        distance % increment != 0,
+        f"{given.rampup_batch_size} never reaches {given.global_batch_size}: the increment "
+        f"{increment} must divide the distance {distance}",
+    )
+    yield (
+        start % unit != 0 or increment % unit != 0,
+        f"{given.rampup_batch_size} passes through batches that are not a multiple of {multiple}: "
+        "make start and increment multiples of it",
+    )
+
+
+def _lengths(config: TrainerConfig, given: Given) -> Rules:
+    """Samples of different lengths."""
+    parallel, pack = config.parallel, config.data.pack_to
+    if pack is None:
+        return
+    unit = parallel.data_parallel_size * config.microbatch_group
+    yield (
+        any(size % unit for size in config.batch.batch_sizes()),
+        f"{given.global_batch_size} with {given.pack_to} and {given.pipeline_schedule}: it must be "
+        f"a multiple of {unit}, so that the microbatches of each replica fill groups of "
+        f"{config.microbatch_group}; change it or the schedule",
+    )
+
+
+def _microbatch_groups(config: TrainerConfig, given: Given) -> Rules:
+    """The interleaved order runs microbatches in groups, none smaller than the pipeline."""
+    schedule, parallel = config.schedule.pipeline_schedule, config.parallel
+    if schedule != "interleaved" and not (schedule == "megatron" and parallel.num_chunks > 1):
+        return
+    pipeline = parallel.pipeline_model_parallel_size
+    group = parallel.microbatch_group_size_per_vp_stage or pipeline
+    yield (
+        group < pipeline,
+        f"{given.microbatch_group_size_per_vp_stage} is below the pipeline size {pipeline}: give "
+        f"{pipeline} at least or drop the flag",
+    )
+    per_step = config.batch.micro_batch_size * parallel.data_parallel_size
+    for size in config.batch.batch_sizes():
+        count = size // per_step
+        yield (
+            count < group or 0 < count % group < pipeline,
+            f"{given.pipeline_schedule} with {count} microbatches (global batch {size}): they "
+            f"must fill groups of {group}, the last of {pipeline} at least; choose a global batch "
+            f"that is a multiple of {group * per_step}, or adaptive",
+        )
+
+
+def _learning_rate(config: TrainerConfig, given: Given) -> Rules:
+    """Learning rate and weight decay."""
+    own, run = config.optimizer, config.run
+    unit, length = "iters", own.lr_decay_iters or run.train_iters or 0
+    warmup, last_part = own.lr_warmup_iters, own.lr_wsd_decay_iters
+    if run.train_iters is None:
+        unit, length = "samples", own.lr_decay_samples or run.train_samples or 0
+        warmup, last_part = own.lr_warmup_samples, own.lr_wsd_decay_samples
+    yield (
+        warmup >= length,
+        f"--lr-warmup-{unit} {warmup} does not end before the decay of {length} {unit} does: "
+        f"lower it or raise --lr-decay-{unit}",
+    )
+    yield (
+        own.lr_decay_style == "WSD" and (last_part or 0) > length,
+        f"--lr-wsd-decay-{unit} {last_part} is longer than the decay of {length} {unit}: lower it",
+    )
+
+
+def _adapters(config: TrainerConfig, given: Given) -> Rules:
+    if not config.lora.is_on:
+        return
+    short = ",".join(
+        name.rpartition(".")[2]
+        for ours, theirs in linear_names(config).items()
+        for name in theirs * ours.startswith("self_attention.")
+    )
+    yield (
+        "mlp" in " ".join(adapted_parts(config)) and config.core.num_moe_experts is not None,
+        f"{given.lora_targets} with {given.num_moe_experts}: experts have no adapters here; name "
+        f"linear layers of attention: {short}",
+    )
+
+
+def _data(config: TrainerConfig, given: Given, needs_data: bool) -> Rules:
+    data = config.data
+    yield (
+        needs_data and not (data.data_path or data.mock_data or data.has_path_per_split),
+        "no data is given: add --data-path with a prefix of .bin and .idx files, or --mock-data",
+    )
+    yield (
+        data.split is not None and not _is_split(data.split),
+        f"--split {data.split!r} is not a list of one to three shares of at least 0 and a sum "
+        "above 0: write training, validation and test as in 949,50,1",
+    )
+    hint = "" if data.missing == ["--vocab-size"] else ", or use NullTokenizer with --vocab-size"
+    needed = " and ".join(data.missing)
+    yield (
+        needs_data and data.missing,
+        f"{given.tokenizer_type} needs {needed}, which is not given: add {needed}{hint}",
+    )
+
+
+def _is_split(text: str) -> bool:
+    """Returns whether a text is one to three shares that are not all 0."""
+    try:
+        shares = [float(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        return False
+    return 1 <= len(shares) <= _MAX_SPLITS and min(shares) >= 0 and 0 < sum(shares) < float("inf")
+
+
+def check_output_folders(config: TrainerConfig) -> None:
+    """Every folder the run writes to can be made or written; nothing is left behind.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    record = config.schedule.record_schedule
+    for flag, folder in (
+        ("--save", config.checkpoint.save),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--wandb-save-dir", config.logging.wandb_save_dir),
+        ("--trace-dir", config.schedule.trace_dir),
+        ("--data-cache-path", config.data.data_cache_path),
+        ("--record-schedule", record and Path(record).absolute().parent),
+    ):
+        if folder is not None:
+            _require_writable(flag, Path(folder))
+
+
+def _require_writable(flag: str, folder: Path) -> None:
+    """Try to make a file in the nearest part of the path that exists."""
+    try:
+        nearest = folder.absolute()
+        while not nearest.exists():
+            nearest = nearest.parent
+        if not nearest.is_dir():
+            raise NotADirectoryError(0, f"{nearest} is a file")
+        with tempfile.TemporaryDirectory(prefix=".write-check-", dir=nearest):
+            pass
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else str(error)) or str(error)
+        raise ConfigError(
+            f"{flag} {folder} cannot be written ({why}): name a folder that this user may write"
+        ) from None

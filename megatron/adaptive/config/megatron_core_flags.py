@@ -1,0 +1,263 @@
+"""Makes flags of the settings of the installed megatron-core.
+
+Owns the reading of its configuration classes, from their source: importing them would import
+torch. A setting is a flag here unless a group of our own has it, the trainer sets it itself
+(``_OWN``), ``refused.py`` refuses its flag, or its type is not one of a command line. Names are
+Megatron-LM's. Rules between these settings are megatron-core's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.adaptive.config.data import BatchConfig, DataConfig
+from megatron.adaptive.config.flags import Count, fields_of, flag
+from megatron.adaptive.config.model import ModelConfig, RecomputeConfig
+from megatron.adaptive.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron.adaptive.config.parallel import ParallelConfig, TransportConfig
+from megatron.adaptive.config.run import CheckpointConfig, LoggingConfig, RunConfig
+from megatron.adaptive.config.schedule import ScheduleConfig
+from megatron.adaptive.config.unsupported_flags import is_idle, reason_for
+
+OTHERS = (
+    *(ModelConfig, ParallelConfig, BatchConfig, PrecisionConfig, OptimizerConfig, RecomputeConfig),
+    *(DataConfig, CheckpointConfig, LoggingConfig, ScheduleConfig, TransportConfig, RunConfig),
+)
+_LATENT = "MLATransformerConfig"
+_CLASSES = (
+    ("transformer/transformer_config.py", "TransformerConfig"),
+    ("transformer/transformer_config.py", _LATENT),
+    ("transformer/heterogeneous/heterogeneous_config.py", "HeterogeneousTransformerConfig"),
+    ("model_parallel_config.py", "ModelParallelConfig"),
+    ("optimizer/optimizer_config.py", "OptimizerConfig"),
+    ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
+)
+# What the trainer derives of other settings, or decides.
+_OWN = frozenset(
+    """
+    virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage
+    num_layers_in_last_pipeline_stage pipeline_model_parallel_layout layernorm_epsilon
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    layernorm_zero_centered_gamma gated_linear_unit bias_activation_fusion persist_layer_norm
+    heterogeneous_block_specs hetereogenous_dist_checkpoint enable_autocast
+    use_inference_optimized_layers is_hybrid_model variable_seq_lengths batch_p2p_comm
+    batch_p2p_sync deallocate_pipeline_outputs use_te_rng_tracker cpu_offloading params_dtype
+    pipeline_dtype autocast_dtype num_microbatches_with_partial_activation_checkpoints
+    max_seqlen_per_dp_cp_rank moe_extended_tp grad_reduce_in_fp32 check_for_nan_in_grad bucket_size
+    average_in_collective preserve_fp32_weights use_kitchen use_kitchen_attention mtp_standalone
+    """.split()
+)
+_NAMES = {
+    "num_moe_experts": "--num-experts",
+    "fp8_wgrad": "--no-fp8-wgrad",
+    "fp8_param": "--fp8-param-gather",
+    "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
+    "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
+}
+# Megatron-LM's defaults where they are not those of the classes, and choices that it names.
+_DEFAULTS: Mapping[str, Any] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "rotary_scaling_factor": 1.0,
+}
+_CHOICES = {"rope_type": ("rope", "yarn")}
+_BOUNDED = {"num_moe_experts": Count, "moe_router_topk": Count}
+_DTYPES = ("fp32", "bf16", "fp16", "fp8")
+_TYPES: Mapping[str, tuple[Any, dict[str, Any]]] = {
+    "int": (int, {}),
+    "float": (float, {}),
+    "str": (str, {}),
+    "bool": (bool, {}),
+    "torch.dtype": (str, {"choices": _DTYPES}),
+    "list[int]": (tuple[int, ...], {}),
+    "list[str]": (tuple[str, ...], {}),
+}
+
+
+def parse_pattern(text: str) -> int | list[int]:
+    """Reads which layers a setting is for: every n-th, or a list such as ``([1]*3+[0])*2``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value < 1 << 16:
+            return node.value
+        if isinstance(node, ast.List):
+            return [value(item) for item in node.elts]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+            left, right = value(node.left), value(node.right)
+            return left + right if isinstance(node.op, ast.Add) else left * right
+        raise ValueError
+
+    try:
+        found = value(ast.parse(text, mode="eval").body)
+        if isinstance(found, int) or all(type(item) is int for item in found):
+            return found  # type: ignore[no-any-return]
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        pass
+    raise ValueError(f"{text!r} is neither a number nor a list such as ([1]*3+[0]*1)*2")
+
+
+def _pattern(text: str) -> str:
+    parse_pattern(text)
+    return text
+
+
+def _window(text: str) -> tuple[int, ...]:
+    try:
+        left, right = map(int, text.strip("()").split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not two numbers such as 128,0") from None
+    return left, right
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Setting:
+    """A field of one of megatron-core's classes as its source has it."""
+
+    name: str
+    of: str
+    annotation: str
+    default: Any
+    names: tuple[str, ...]
+    text: str
+
+
+def _settings() -> Iterator[_Setting]:
+    """Reads the classes of the installed megatron-core."""
+    # Of the namespace package that both are in: searching the module would import its parents.
+    folders = (Path(part, "core") for part in sys.modules["megatron"].__path__)
+    folder = next((found for found in folders if found.is_dir()), Path())
+    trees: dict[str, ast.Module] = {}
+    for file, name in _CLASSES:
+        if file not in trees:
+            path = folder / file
+            trees[file] = ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")
+        for node in trees[file].body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                yield from _settings_of(node)
+
+
+def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
+    for item, after in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
+        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+            continue
+        has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        text = str(after.value.value) if has_text else ""  # type: ignore[attr-defined]
+        default, names = item.value, ()
+        if isinstance(default, ast.Call):  # of dataclasses.field
+            given = {word.arg: word.value for word in default.keywords}
+            default = given.get("default")
+            # Other parts of the metadata may be computed.
+            for part in ast.walk(given.get("metadata", ast.Pass())):
+                if isinstance(part, ast.Dict):
+                    for key, words in zip(part.keys, part.values, strict=True):
+                        if isinstance(key, ast.Constant) and key.value == "arg_names":
+                            names = tuple(ast.literal_eval(words))
+        try:
+            value = ast.literal_eval(default) if default is not None else None
+        except ValueError:
+            value = None
+        yield _Setting(
+            name=item.target.id,
+            of=node.name,
+            annotation=ast.unparse(item.annotation),
+            default=value,
+            names=names,
+            text=" ".join(text.split()),
+        )
+
+
+def _field_of(setting: _Setting) -> tuple[str, Any, Any] | None:
+    """Returns the field that a setting becomes, ``None`` where no word of a shell can be it."""
+    kind = setting.annotation.replace("List[", "list[")
+    if kind.startswith("Optional["):
+        kind = kind.removeprefix("Optional[").removesuffix("]")
+    options: dict[str, Any] = {}
+    base: Any
+    if kind.startswith("Literal["):
+        base, options = str, {"choices": tuple(ast.literal_eval(f"({kind[8:-1]},)"))}
+    elif kind == "Union[int, list[int]]":
+        base, options = str, {"reader": _pattern, "unit": "N|LIST"}
+    elif kind.startswith("Union[") and kind.endswith(("list[str]]", "list[float]]")):
+        base = tuple[float, ...] if "float" in kind else tuple[str, ...]
+    elif kind == "Tuple[int, int]":
+        base, options = tuple[int, ...], {"reader": _window, "unit": "LEFT,RIGHT"}
+    elif kind in _TYPES:
+        base, options = _TYPES[kind]
+    else:
+        return None
+    default = _DEFAULTS.get(setting.name, setting.default)
+    if setting.name in _CHOICES:
+        options = {"choices": _CHOICES[setting.name]}
+    if base is str and isinstance(default, int | float):
+        default = str(default)
+    if "tuple" in str(base) and default is not None and not isinstance(default, tuple):
+        default = (default,)
+    if base is float and isinstance(default, int):
+        default = float(default)
+    own = "--" + setting.name.replace("_", "-")
+    own = "--no-" + own[2:] if default is True else own
+    names = (_NAMES[setting.name],) if setting.name in _NAMES else setting.names or (own,)
+    described = flag(
+        f"Setting `{setting.name}` of megatron-core.",
+        default,
+        names=names,
+        detail=setting.text,
+        **options,
+    )
+    base = _BOUNDED.get(setting.name, base)
+    return setting.name, base if default is not None else base | None, described
+
+
+_SETTINGS = tuple(_settings())
+
+
+def _fields() -> tuple[tuple[str, Any, Any], ...]:
+    taken = {spec.dest for kind in OTHERS for spec in fields_of(kind)} | _OWN
+    used = {name for kind in OTHERS for spec in fields_of(kind) for name in spec.names}
+    fields = []
+    for setting in _SETTINGS:
+        field = None if setting.name in taken else _field_of(setting)
+        if field is None or setting.name.startswith("_"):
+            continue
+        names = field[2].metadata["flag"]["names"]
+        if used.isdisjoint(names) and not any(reason_for(name) or is_idle(name) for name in names):
+            taken.add(setting.name)
+            fields.append(field)
+    return tuple(fields)
+
+
+if TYPE_CHECKING:
+
+    class CoreConfig:
+        """megatron-core."""
+
+        def __init__(self, **given: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    CoreConfig = dataclasses.make_dataclass(
+        "CoreConfig",
+        _fields(),
+        frozen=True,
+        kw_only=True,
+        namespace={"__module__": __name__, "__doc__": "megatron-core."},
+    )
+
+LATENT_SETTINGS = tuple(
+    setting.name
+    for setting in _SETTINGS
+    if setting.of == _LATENT and setting.name in vars(CoreConfig())
+)
+"""Settings that have no effect without latent attention."""
+
+EXPERT_SETTINGS = tuple(name for name in vars(CoreConfig()) if name.startswith("moe_"))
+"""Settings that have no effect without experts."""

@@ -1,0 +1,254 @@
+"""Reads files that people write, YAML, TOML or JSON by the ending of the name, and checks them.
+
+A key given twice is an error in all three forms. Quantities carry their unit in the text
+(``40 GB``, ``25 Gbit/s``, ``5 us``): bits and bytes differ by a factor of 8 that no number shows.
+
+What a file holds is checked by the forms in ``data/forms.yaml``, which use a part of JSON Schema
+(2020-12): ``type``, ``enum``, ``const``, ``properties``, ``required``, ``additionalProperties``,
+``items``, ``prefixItems``, ``minItems``, ``maxItems``, ``minimum``, ``maximum``,
+``exclusiveMinimum``, ``pattern`` and ``oneOf`` over the keys of an object. An error names the rule
+that is broken in one line, with the nearest key where one is misspelt.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import re
+import reprlib
+import sys
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from megatron.adaptive.config.input_files import MAX_LEVELS, read_json, read_text
+from megatron.adaptive.errors import ConfigError
+
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_PREFIXES = {**_DECIMAL, **_BINARY}
+_BITS = ("bit/s", "bits/s", "b/s", "bps")
+
+
+def _units() -> Mapping[str, Mapping[str, float]]:
+    rates = {f"{prefix}B/s": factor for prefix, factor in _PREFIXES.items()}
+    rates |= {f"{prefix}{bits}": f / 8 for prefix, f in _DECIMAL.items() for bits in _BITS}
+    return {
+        "bytes_per_s": rates,
+        "bytes": {f"{prefix}B": factor for prefix, factor in _PREFIXES.items()},
+        "s": {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0},
+        "flops": {f"{prefix}FLOP/s": factor for prefix, factor in _DECIMAL.items()},
+    }
+
+
+_UNITS = _units()
+_EXAMPLES = {
+    "bytes_per_s": "25 GB/s (bytes) or 200 Gbit/s (bits)",
+    "bytes": "40 GB or 39.5 GiB",
+    "s": "5 us or 0.1 ms",
+    "flops": "312 TFLOP/s",
+}
+_QUANTITY = re.compile(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(\S*)\s*")
+
+
+def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
+    """Reads a number with its unit.
+
+    Args:
+        text: such as ``25 GB/s``.
+        unit: what is wanted: ``bytes_per_s``, ``bytes``, ``s`` or ``flops``.
+        name: file and key, or option, for the message.
+        zero: whether 0 is allowed.
+
+    Raises:
+        ConfigError: no number, another unit, or not above 0.
+    """
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+    rule = f"write a number with its unit, such as {_EXAMPLES[unit]}"
+    if match is None or match[2] not in _UNITS[unit]:
+        raise ConfigError(f"{name} is {text!r}: {rule}")
+    try:
+        value = float(match[1]) * _UNITS[unit][match[2]]
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}: {rule}") from None
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        least = "at least 0" if zero else "above 0"
+        raise ConfigError(f"{name} is {text!r}: it must be {least}")
+    return value
+
+
+def read_file(path: Path, what: str) -> Any:
+    """Reads a YAML, TOML or JSON file into plain lists, dicts, texts and numbers.
+
+    Args:
+        path: the file; ``.toml`` is TOML, ``.json`` is JSON, anything else YAML.
+        what: what it holds, for messages: ``cluster``, ``model`` or ``profile``.
+
+    Raises:
+        ConfigError: the file cannot be read or breaks its form.
+    """
+    hint = f"name a {what} file"
+    if path.suffix.lower() == ".json":
+        return read_json(path, hint)
+    text = read_text(path, hint)
+    try:
+        if path.suffix.lower() == ".toml":
+            return tomllib.loads(text)
+        return yaml.load(text, Loader=_OnceLoader)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(f"{path}: {place}no YAML: {error.problem}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: it is nested too deeply; {hint}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        form = "TOML" if path.suffix.lower() == ".toml" else "YAML"
+        raise ConfigError(f"{path}: no {form}: {str(error).splitlines()[0]}") from error
+
+
+class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuses equal keys, of which YAML itself lets the later win, and nesting without end."""
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= MAX_LEVELS:
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise ConfigError(f"line {line}: {key.value!r} is given twice; keep one")
+            seen.add(str(key.value))
+        found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return found
+
+
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "object": ((dict,), "keys with values"),
+    "array": ((list,), "a list"),
+    "string": ((str,), "text"),
+    "boolean": ((bool,), "true or false"),
+    "integer": ((int,), "a whole number"),
+    "number": ((int, float), "a number"),
+}
+
+
+FORMS = ("cluster", "model", "profile")
+"""Forms of the planner's input files."""
+
+
+@functools.cache
+def forms() -> Mapping[str, Any]:
+    """Returns the JSON schemas of files by name."""
+    file = resources.files("megatron.adaptive.config") / "data" / "forms.yaml"
+    found: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return found
+
+
+def check_form(value: Any, name: str, where: str) -> Any:
+    """Holds what was read from a file against a form.
+
+    Args:
+        value: plain lists, dicts, texts and numbers.
+        name: of the form.
+        where: the file, for the message.
+
+    Returns:
+        The same, with quantities as numbers of bytes, bytes per second or seconds.
+
+    Raises:
+        ConfigError: the first rule that is broken.
+    """
+    return _check(value, forms()[name], where, "")
+
+
+def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
+    if rule := _broken_rule(value, schema):
+        about = f" ({schema['description']})" if "description" in schema else ""
+        shown = reprlib.repr(value)  # of YAML, which may hold one list a million times
+        raise ConfigError(f"{where}: {path or 'the file'} is {shown}: it must be {rule}{about}")
+    if isinstance(value, list):
+        return _check_list(value, schema, where, path)
+    if isinstance(value, dict):
+        return _check_object(value, schema, where, path)
+    if "x-unit" in schema:
+        place = f"{where}: {path}"
+        return quantity(value, schema["x-unit"], place, zero=schema.get("x-zero", False))
+    return value
+
+
+def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
+    """Returns the rule that a value itself breaks, empty for none."""
+    if "type" in schema:
+        types, words = _TYPES[schema["type"]]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            return words
+    if "const" in schema and value != schema["const"]:
+        return repr(schema["const"])
+    if "enum" in schema and value not in schema["enum"]:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    if "pattern" in schema and not re.search(schema["pattern"], value):
+        return str(schema["x-rule"])
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    if "minimum" in schema and value < schema["minimum"]:
+        return f"at least {schema['minimum']}"
+    if "maximum" in schema and value > schema["maximum"]:
+        return f"at most {schema['maximum']:,}"
+    if "exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"]:
+        return f"above {schema['exclusiveMinimum']}"
+    return ""
+
+
+def _check_list(value: list[Any], schema: Mapping[str, Any], where: str, path: str) -> list[Any]:
+    least, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
+    if not least <= len(value) <= most:
+        count = "at least one entry" if most > least else f"{least} entries"
+        raise ConfigError(f"{where}: {path} has {len(value)} entries: give {count}")
+    schemas = schema.get("prefixItems") or [schema.get("items", {})] * len(value)
+    return [
+        _check(one, schemas[index], where, f"{path}[{index}]") for index, one in enumerate(value)
+    ]
+
+
+def _check_object(
+    value: dict[str, Any], schema: Mapping[str, Any], where: str, path: str
+) -> dict[str, Any]:
+    known, others = schema.get("properties", {}), schema.get("additionalProperties", {})
+    prefix = f"{path}." if path else ""
+    found = {}
+    for key, one in value.items():
+        of_key = known.get(key, others)
+        if of_key is False:
+            nearest = difflib.get_close_matches(str(key), known, n=1)
+            keys = f"keys of {path or 'the file'} are {', '.join(known)}"
+            hint = f"the nearest is {nearest[0]}" if nearest else keys
+            raise ConfigError(f"{where}: {prefix}{key} is not a key: {hint}")
+        found[key] = _check(one, of_key, where, f"{prefix}{key}")
+    for key in schema.get("required", ()):
+        if key not in value:
+            raise ConfigError(f"{where}: {prefix}{key} is missing: {known[key]['description']}")
+    choice = [one["required"][0] for one in schema.get("oneOf", ())]
+    given = [key for key in choice if key in value]
+    if choice and not given:
+        raise ConfigError(
+            f"{where}: {path or 'the file'} has none of {', '.join(choice)}: give one of them"
+        )
+    if len(given) > 1:
+        raise ConfigError(
+            f"{where}: {path or 'the file'} has {' and '.join(given)}, which exclude each other:"
+            " keep one"
+        )
+    return found

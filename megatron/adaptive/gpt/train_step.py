@@ -1,0 +1,442 @@
+"""One training or evaluation step of a built run: forward, backward, optimizer, reported losses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import (
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from megatron.adaptive.config.megatron_core_flags import CoreConfig
+from megatron.adaptive.engine.executor import RankTimes
+from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
+from megatron.adaptive.gpt.forward import (
+    LOSS_NAME,
+    TOKEN_NAME,
+    DropoutKeys,
+    GptForward,
+    NextToken,
+    feed,
+)
+from megatron.adaptive.gpt.setup import Run
+from megatron.adaptive.schedule.microbatch_assignment import Dealt
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Results of a training step.
+
+    Attributes:
+        losses: mean losses by name, on ranks of the last stage; empty elsewhere.
+        updated: whether the parameters changed (not after an overflow in fp16).
+        grad_norm: norm of all gradients before clipping, ``None`` where it is not computed.
+        num_zeros: zeros in the gradients, ``None`` where they are not counted.
+        bubble_fraction: idle part of the pipeline's step, ``None`` at iterations without a log.
+        curves: what TensorBoard alone shows, by tag, on the ranks that have losses.
+    """
+
+    losses: dict[str, float]
+    updated: bool
+    grad_norm: float | None
+    num_zeros: int | None
+    bubble_fraction: float | None
+    curves: dict[str, float] = field(default_factory=dict)
+
+
+class Step:
+    """Takes the steps of a run."""
+
+    def __init__(self, run: Run) -> None:
+        config = run.job.config
+        self._run = run
+        self._config = config
+        self._dropout = DropoutKeys(
+            config.run.seed,
+            enabled=config.model.hidden_dropout > 0
+            or config.model.attention_dropout > 0
+            or config.lora.lora_dropout > 0,
+        )
+        self._dropout.attach(run.chunks)
+        self._forward = GptForward(run.job.accelerator)
+        self._balancing = _balancing_losses(config.core)
+        self._eval_steps = 0
+        self.times: RankTimes | None = None  # of the last training step, on our executor
+
+    def train(
+        self,
+        microbatches: Any,
+        num_microbatches: int,
+        iteration: int,
+        before_update: Callable[[], None] = lambda: None,
+        dealt: Dealt | None = None,
+    ) -> StepResult:
+        """Run forward and backward passes and update the parameters.
+
+        Args:
+            microbatches: this rank's microbatches, ``None`` on a rank that needs no data.
+            num_microbatches: their number.
+            iteration: number of the step, part of the key of its random numbers.
+            before_update: called when the state is about to change.
+            dealt: which microbatches these are, ``None`` where they are dealt in turns.
+
+        Raises:
+            AdaptiveError: a gradient is not a finite number.
+            DeviceMemoryError: the device ran out of memory.
+        """
+        run = self._run
+        try:
+            for chunk in run.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()  # type: ignore[operator]
+            run.optimizer.zero_grad()
+            if run.replay is not None:
+                run.replay.begin(iteration)
+            reduced = self._forward_backward(
+                microbatches, num_microbatches, step=iteration, forward_only=False, dealt=dealt
+            )
+            before_update()
+            with run.tracing.span("optimizer"):
+                updated, grad_norm, num_zeros = run.optimizer.step()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise out_of_memory(run, error) from error
+        except RuntimeError as error:
+            if _CPU_MEMORY in str(error):
+                raise out_of_memory(run, error) from error
+            if _NOT_FINITE.search(str(error)):
+                raise _diverged(run, iteration, error) from error
+            raise
+        losses = self._mean_losses([reduced], dealt) | self._further_losses(len(reduced), dealt)
+        curves: dict[str, float] = {}
+        if self._balancing:
+            balancing, curves = self._mean_balancing_losses(len(reduced), dealt)
+            losses |= balancing
+        return StepResult(
+            losses=losses,
+            curves=curves,
+            updated=bool(updated),
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            num_zeros=None if num_zeros is None else int(num_zeros),
+            bubble_fraction=self._finish_step(iteration),
+        )
+
+    def evaluate(
+        self,
+        loader: Any,
+        iterations: int,
+        num_microbatches: int,
+        *,
+        until: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
+        """Run the forward over batches of ``loader``.
+
+        Args:
+            loader: gives the batches, ``None`` on a rank that needs no data.
+            iterations: batches at most.
+            num_microbatches: of each batch.
+            until: asked after each batch, on all ranks alike, whether to end early.
+
+        Returns:
+            The mean losses, on ranks of the last stage.
+        """
+        steps = []
+        for _ in range(iterations):
+            microbatches = None if loader is None else loader.step(num_microbatches)
+            steps.append(self._forward_only(microbatches, num_microbatches))
+            if until():
+                break
+        return self._mean_losses(steps)
+
+    def generate(self, tokens: Sequence[int], count: int, num_microbatches: int) -> list[int]:
+        """Continue a text with the likeliest token each time; collective.
+
+        The whole text runs through the pipeline for each token, in every replica: a look at a
+        model, not a way to serve it.
+
+        Args:
+            tokens: of the text, at least one.
+            count: tokens to add, as far as the sequence length goes.
+            num_microbatches: of a step; all are alike, for schedules that want so many.
+
+        Returns:
+            The tokens that follow, on all ranks.
+        """
+        job, length = self._run.job, self._config.model.seq_length
+        found = list(tokens)
+        for _ in range(min(count, length - len(found))):
+            rows = torch.zeros(self._config.batch.micro_batch_size, length, dtype=torch.int64)
+            rows[:, : len(found)] = torch.tensor(found)
+            batch = {"tokens": rows, "position_ids": torch.arange(length).expand_as(rows)}
+            forward = NextToken(job.accelerator, len(found) - 1)
+            reduced = self._forward_only([batch] * num_microbatches, num_microbatches, forward)
+            # Only ranks of the last stage know it.
+            last = torch.tensor(int(reduced[0][TOKEN_NAME]) if reduced else -1)
+            dist.all_reduce(last, op=dist.ReduceOp.MAX, group=job.control_group)
+            found.append(int(last))
+        return found[len(tokens) :]
+
+    @torch.no_grad()
+    def _forward_only(
+        self, microbatches: Any, num_microbatches: int, forward: NextToken | None = None
+    ) -> list[Any]:
+        """Runs the forward in evaluation mode."""
+        run = self._run
+        for chunk in run.chunks:
+            chunk.eval()
+        self._eval_steps += 1
+        reported = self._forward_backward(
+            microbatches,
+            num_microbatches,
+            step=-self._eval_steps,
+            forward_only=True,
+            forward=forward,
+        )
+        if run.wiring is not None:
+            run.wiring.executor.finish_step()
+        return reported
+
+    def _forward_backward(
+        self,
+        microbatches: Any,
+        num_microbatches: int,
+        *,
+        step: int,
+        forward_only: bool,
+        dealt: Dealt | None = None,
+        forward: NextToken | None = None,
+    ) -> list[Any]:
+        run, model = self._run, self._config.model
+        if microbatches is not None:
+            num_microbatches = len(microbatches)  # packed ones may be fewer
+        more: dict[str, Any] = {}
+        if run.wiring is not None:  # megatron-core's own loop has no cap
+            more["sizes"] = getattr(microbatches, "sizes", None)
+        if dealt is not None:
+            more["loss_parts"] = dealt.total
+        numbers = None if dealt is None else dealt.numbers
+        feeds = [feed(microbatches, num_microbatches) for _ in run.chunks]
+        function: Any = forward or self._forward
+        if not forward_only:
+            function = self._dropout.keyed(function, run.chunks, step=step, numbers=numbers)
+        single = len(run.chunks) == 1
+        return run.forward_backward(
+            forward_step_func=function,
+            data_iterator=feeds[0] if single else feeds,
+            model=run.chunks[0] if single else run.chunks,
+            num_microbatches=num_microbatches,
+            seq_length=model.seq_length,
+            micro_batch_size=self._config.batch.micro_batch_size,
+            forward_only=forward_only,
+            **more,
+        )
+
+    def _finish_step(self, iteration: int) -> float | None:
+        """Close the step's trace; returns the bubble fraction over all ranks.
+
+        The average is taken at logged iterations only: it is a message between all stages.
+        """
+        run = self._run
+        if run.wiring is None:
+            run.tracing.end_iteration()
+            return None
+        self.times = times = run.wiring.executor.finish_step()
+        run.tracing.end_iteration()
+        if iteration % self._config.logging.log_interval:
+            return None
+        sums = torch.tensor([times.busy_s], dtype=torch.float64)
+        longest = torch.tensor([times.span_s], dtype=torch.float64)
+        dist.all_reduce(sums, group=run.job.control_group)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=run.job.control_group)
+        available = float(longest) * run.job.config.world_size
+        return max(0.0, 1.0 - float(sums) / available) if available else None
+
+    def _mean_losses(
+        self, steps: Sequence[list[Any]], dealt: Dealt | None = None
+    ) -> dict[str, float]:
+        """Average the reported losses over microbatches, steps and data-parallel ranks.
+
+        With a loss per token, over the tokens of all of them.
+
+        Args:
+            steps: losses of each microbatch of some steps.
+            dealt: of the one step whose microbatches were not dealt in turns.
+
+        Returns:
+            Names and values on ranks of the last stage, nothing elsewhere.
+        """
+        reported = [losses for step in steps for losses in step]
+        if not reported:
+            return {}
+        total = torch.stack([losses[LOSS_NAME] for losses in reported])
+        # With a loss per token: of sums and of numbers of tokens.
+        replicas = parallel_state.get_data_parallel_world_size()
+        if total.dim() > 1:
+            mean = total.sum(dim=0)
+        elif dealt is None:
+            mean = total.mean()
+        else:
+            mean = total.sum() * (replicas / dealt.total)
+        if replicas > 1:
+            dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+            mean /= replicas
+        return {LOSS_NAME: float(mean[0] / mean[1] if mean.dim() else mean)}
+
+    def _further_losses(self, num_microbatches: int, dealt: Dealt | None) -> dict[str, float]:
+        """Average the losses of multi-token prediction likewise, under Megatron-LM's names.
+
+        Over each microbatch's own tokens, also with a loss per token, as in Megatron-LM.
+        """
+        sums = MTPLossLoggingHelper.tracker.pop("values", None)  # maybe of another model before
+        if sums is None or not num_microbatches or self._config.model.mtp_num_layers is None:
+            return {}
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(sums, group=group)
+        everywhere = num_microbatches * group.size()
+        if dealt is not None:
+            everywhere = dealt.total * parallel_state.get_context_parallel_world_size()
+        means = (sums / everywhere).tolist()
+        return {f"mtp_{depth} loss": mean for depth, mean in enumerate(means, 1)}
+
+    def _mean_balancing_losses(
+        self, num_microbatches: int, dealt: Dealt | None
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Average the losses that balance experts, under Megatron-LM's names. Collective.
+
+        Over microbatches and layers that have experts. As in megatron-core, those of the load are
+        added up over tensor- and context-parallel ranks, where each has its part of them, and
+        averaged over replicas; the z-loss is averaged over all, of which megatron-core takes one.
+
+        Returns:
+            Names and values, and by TensorBoard's tags those of each layer if they are asked for;
+            nothing off the last stage.
+        """
+        run, names = self._run, self._balancing
+        core = run.core
+        num_layers = core.num_layers + (core.mtp_num_layers or 0)
+        sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
+        tracker = get_moe_layer_wise_logging_tracker()
+        for row, name in enumerate(names):
+            if name in tracker:  # not on stages without experts
+                sums[row] = tracker[name]["values"]
+        clear_aux_losses_tracker()
+        dist.all_reduce(sums, group=run.job.control_group)
+        if not num_microbatches:
+            return {}, {}
+        replicas = parallel_state.get_data_parallel_world_size()
+        stage = replicas * parallel_state.get_tensor_and_context_parallel_world_size()
+        shares = {_GLOBAL_LOSS: 1, _Z_LOSS: stage}
+        sums /= torch.tensor([[shares.get(name, replicas)] for name in names])
+        sums *= 1 / num_microbatches if dealt is None else replicas / dealt.total
+        pattern = core.moe_layer_freq
+        if isinstance(pattern, int):
+            pattern = [number % pattern == 0 for number in range(core.num_layers)]
+        means = (sums.sum(dim=1) / (sum(pattern) + (core.mtp_num_layers or 0))).tolist()
+        curves = {
+            f"moe/{name}_layer_{layer}": value
+            for name, row in zip(names, sums.tolist(), strict=True)
+            for layer, value in enumerate(row)
+            if core.moe_per_layer_logging
+        }
+        return dict(zip(names, means, strict=True)), curves
+
+
+_GLOBAL_LOSS, _Z_LOSS = "global_load_balancing_loss", "z_loss"
+_LOSS_OF_KIND = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": _GLOBAL_LOSS,
+}
+
+
+def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
+    """Returns megatron-core's names of the losses that balance experts."""
+    if core.num_moe_experts is None:
+        return ()
+    kinds = zip(core.moe_router_load_balancing_type, core.moe_aux_loss_coeff, strict=True)
+    names = [_LOSS_OF_KIND[kind] for kind, weight in kinds if weight and kind in _LOSS_OF_KIND]
+    return (*names, _Z_LOSS) if core.moe_z_loss_coeff else tuple(names)
+
+
+def gather_parameters(run: Run) -> None:
+    """Complete the parameters that the next forward would gather. Collective over all ranks."""
+    if run.job.config.parallel.overlap_param_gather:
+        for chunk in run.chunks:
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+
+
+def counted_parameters(
+    run: Run, chunk: torch.nn.Module
+) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
+    """Yields the parameters of a chunk that this rank contributes to sums over all ranks.
+
+    If each rank adds ``value / copies``, the sum counts each parameter of the model once.
+
+    Args:
+        run: the run that the chunk belongs to.
+        chunk: one of the run's model chunks on this rank.
+
+    Yields:
+        Name, parameter, and the number of ranks that count the same part of it.
+    """
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    if run.job.config.parallel.unequal_sizes is not None:
+        replicas = 1  # further replicas of a stage have no parameter that is not shared
+    for name, parameter in chunk.named_parameters():
+        if getattr(parameter, "shared", False):
+            continue
+        if not getattr(parameter, "allreduce", True):  # experts are shared by fewer ranks
+            yield name, parameter, parallel_state.get_expert_data_parallel_world_size()
+        elif (
+            getattr(parameter, "tensor_model_parallel", False)
+            or parallel_state.get_tensor_model_parallel_rank() == 0
+        ):
+            yield name, parameter, replicas
+
+
+def params_norm(run: Run) -> float:
+    """Returns the L2 norm of all parameters of the model. Collective over all ranks."""
+    gather_parameters(run)
+    total = torch.zeros(1, dtype=torch.float64)
+    for chunk in run.chunks:
+        for _, parameter, copies in counted_parameters(run, chunk):
+            total += float(parameter.detach().double().pow(2).sum()) / copies
+    dist.all_reduce(total, group=run.job.control_group)
+    return float(total) ** 0.5
+
+
+_NOT_FINITE = re.compile(r"\bfound (NaN|Inf) in local grad norm\b")
+"""Text of megatron-core's error about a gradient, which has no class of its own."""
+_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""Text of torch's error on a CPU, which has no class of its own."""
+
+
+def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
+    """Return the one-line error of a device that ran out of memory."""
+    accelerator = run.job.accelerator
+    gib = 1024**3
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    asked = str(error).splitlines()[0].rstrip(".") if str(error) else "out of memory"
+    return DeviceMemoryError(
+        f"rank {run.job.rank} (pipeline rank {pp_rank}, {accelerator.name}) ran out of memory with "
+        f"{accelerator.memory_in_use_bytes() / gib:.2f} GiB allocated, peak "
+        f"{accelerator.peak_memory_bytes() / gib:.2f} GiB: {asked}; lower --micro-batch-size or "
+        "--activation-cap, or use --recompute-granularity selective (or full with "
+        "--recompute-method uniform --recompute-num-layers 1), a larger "
+        "--pipeline-model-parallel-size, or --use-distributed-optimizer"
+    )
+
+
+def _diverged(run: Run, iteration: int, error: Exception) -> AdaptiveError:
+    return AdaptiveError(
+        f"iteration {iteration}: rank {run.job.rank} found a gradient that is not a finite number: "
+        f"{str(error).splitlines()[0]}; lower --lr, or pass "
+        "--no-check-for-nan-in-loss-and-grad to go on"
+    )

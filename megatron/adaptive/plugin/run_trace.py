@@ -1,0 +1,310 @@
+"""The trace of a user's Megatron-LM, and how far its run is.
+
+Actions, waits and messages come from the executor, as in our own trainer. Around them there are
+places to look from without changing anything of Megatron-LM's: the iterator it hands in (``data``),
+the function that finishes gradients (``reduce``), torch's own hooks around the step of every
+optimizer (``optimizer``), steps without backwards (``evaluate``), and ``dist_checkpointing.save``
+(``checkpoint``). What a step returns has the losses.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.utils import get_model_config, unwrap_model
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.input_files import say
+from megatron.adaptive.engine.diagnosis import RunningDiagnosis
+from megatron.adaptive.engine.process_context import Job
+from megatron.adaptive.engine.progress import COMPLETE, ProgressFile
+from megatron.adaptive.engine.tracing import Tracing
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.plugin.settings import Settings, megatron_arguments
+from megatron.adaptive.schedule.stage_placement import Placement
+
+_LOSS = "lm loss"
+_ENDED = "the program ended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """A training step under way.
+
+    Attributes:
+        iteration: its number.
+        begin_s: when it began, on :func:`time.perf_counter`.
+        samples: of all replicas.
+        tokens: of them.
+    """
+
+    iteration: int
+    begin_s: float
+    samples: int
+    tokens: int
+
+
+class StepTrace:
+    """The trace of this rank, step by step; one rank also writes how far the run is.
+
+    A trace that cannot be written ends, and says so once; training goes on.
+
+    Args:
+        tracing: where it goes.
+        settings: the plugin's.
+        accelerator: this rank's device.
+        iteration: training steps that were done before.
+        finish_step: ends the step under way, called before a checkpoint is saved.
+    """
+
+    def __init__(
+        self,
+        tracing: Tracing,
+        settings: Settings,
+        accelerator: Accelerator,
+        iteration: int,
+        finish_step: Callable[[], object],
+    ) -> None:
+        self.tracing = tracing
+        self._accelerator = accelerator
+        self._finish_step = finish_step
+        self._begun: _Begun | None = None
+        self._loss: torch.Tensor | None = None
+        self._rate: float | None = None
+        self._done = iteration
+        self._total = int(getattr(megatron_arguments(), "train_iters", None) or 0)
+        self._optimizers = 0  # within each other
+        self._update: AbstractContextManager[None] | None = None
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._update_begins),
+            register_optimizer_step_post_hook(self._update_ends),
+        ]
+        self._save = dist_checkpointing.save
+        dist_checkpointing.save = self._saving(self._save)
+        # The rank that writes Megatron-LM's log, for it knows the losses.
+        is_writer = dist.get_rank() == dist.get_world_size() - 1
+        folder = settings.trace_dir if is_writer else None
+        self._progress = ProgressFile(folder)
+        if is_writer:
+            self._progress.begins(iteration, self._total, **_sizes())
+        self._diagnosis = RunningDiagnosis(
+            folder,
+            settings.diagnose_interval,
+            iteration,
+            functools.partial(print, flush=True),
+            lambda **values: self._progress.report(values),
+        )
+
+    def begin(self, iteration: int, given: Mapping[str, Any]) -> None:
+        """Begin a training step.
+
+        Args:
+            iteration: its number, as the log has it; the next one where that step is run again.
+            given: the arguments of megatron-core's function.
+        """
+        iteration = max(iteration, self._done + 1)
+        microbatches = given["num_microbatches"]
+        replicas = parallel_state.get_data_parallel_world_size()
+        samples = microbatches * given["micro_batch_size"] * replicas
+        self._begun = _Begun(
+            iteration=iteration,
+            begin_s=time.perf_counter(),
+            samples=samples,
+            tokens=samples * given["seq_length"],
+        )
+        self._try(
+            functools.partial(self.tracing.begin_iteration, iteration, microbatches, is_traced=True)
+        )
+
+    def returned(self, reported: Sequence[Any]) -> None:
+        """Take what a training step returned. Collective over replicas, without waiting for it."""
+        self._loss = _mean_loss(reported)
+
+    def end(self) -> None:
+        """Write what the step under way did, if one is; its device must be done with it."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        elapsed_s = time.perf_counter() - begun.begin_s
+        self._try(self.tracing.end_iteration)
+        loss, self._loss = self._loss, None
+        self._done = begun.iteration
+        self._progress.iteration(
+            begun.iteration,
+            {
+                "step_ms": round(elapsed_s * 1e3, 3),
+                "tokens_per_s": round(begun.tokens / elapsed_s, 1),
+                "loss": None if loss is None else float(loss),
+                "learning_rate": self._rate,
+                "global_batch_size": begun.samples,
+                "peak_memory_bytes": self._accelerator.peak_memory_bytes(),
+            },
+            is_logged=False,
+        )
+        self._diagnosis.after_iteration(begun.iteration)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Trace the block as evaluation."""
+        return self.tracing.host_span("evaluate")
+
+    def close(self, *, is_orderly: bool) -> None:
+        """End the trace.
+
+        Args:
+            is_orderly: no step failed.
+
+        Raises:
+            TraceError: something could not be written.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        dist_checkpointing.save = self._save
+        self._diagnosis.close()
+        if is_orderly:
+            is_complete = self._total and self._done >= self._total
+            self._progress.report({"ended": COMPLETE if is_complete else _ENDED})
+        self._progress.close()
+        self.tracing.close()
+
+    def timed(self, iterators: Any) -> Any:
+        """The data iterators of a training step, their reads traced; ``None`` stays what it is."""
+        if isinstance(iterators, list):
+            return [self.timed(one) for one in iterators]
+        return None if iterators is None else _Timed(iterators, self.tracing.data_read)
+
+    def _update_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._optimizers += 1
+        if self._optimizers == 1:
+            self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
+            self._update = self.tracing.span("optimizer")
+            self._update.__enter__()
+
+    def _update_ends(self, *_: Any) -> None:
+        self._optimizers = max(0, self._optimizers - 1)
+        update = self._update
+        if not self._optimizers and update is not None:
+            self._update = None
+            update.__exit__(None, None, None)
+
+    def _saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(save)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            self._finish_step()
+            with self.tracing.host_span("checkpoint"):
+                return save(*args, **kwargs)
+
+        return traced
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except TraceError as error:
+            say(f"megatron.adaptive: {error}")
+
+
+class _Timed:
+    """An iterator whose reads are timed; in everything else the one that it stands for.
+
+    Args:
+        iterator: gives a microbatch at a time.
+        was_read: called with the number, start and end of each.
+    """
+
+    def __init__(self, iterator: Iterator[Any], was_read: Callable[[int, int, int], None]) -> None:
+        self._iterator = iterator
+        self._was_read = was_read
+        self._count = 0
+
+    def __iter__(self) -> _Timed:
+        return self
+
+    def __next__(self) -> Any:
+        start_ns = time.monotonic_ns()
+        item = next(self._iterator)
+        self._was_read(self._count, start_ns, time.monotonic_ns())
+        self._count += 1
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def stage_sizes(
+    job: Job, placement: Placement, pp_rank: int, chunks: Sequence[torch.nn.Module], seq_length: int
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Returns the layers of each stage, and its work in layers. Collective over all ranks.
+
+    By multiply-adds alone, as our trainer counts them. Both are empty where a chunk has no list of
+    layers.
+    """
+    own = {
+        placement.stage_of(pp_rank, chunk): _sizes_of(model, seq_length)
+        for chunk, model in enumerate(chunks)
+    }
+    found: dict[int, tuple[int, float, float] | None] = {}
+    for part in job.gather(own):
+        found |= part
+    sizes = [one for _, one in sorted(found.items()) if one is not None]
+    layer = max((layer for _, layer, _ in sizes), default=0.0)
+    if len(sizes) < len(found) or not layer:
+        return (), ()
+    layers = tuple(count for count, _, _ in sizes)
+    return layers, tuple(count + beside / layer for count, _, beside in sizes)
+
+
+def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, float] | None:
+    """Returns a chunk's layers, and multiply-adds of a token: of a layer, and of its logits."""
+    model, config = unwrap_model([chunk])[0], get_model_config(chunk)
+    layers = getattr(getattr(model, "decoder", None), "layers", None)
+    if layers is None:
+        return None
+    heads = (config.kv_channels or 0) * config.num_attention_heads
+    weights = max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
+    each = weights + heads * seq_length / config.tensor_model_parallel_size
+    output = getattr(model, "output_layer", None) if getattr(model, "post_process", 0) else None
+    width = getattr(output, "output_size_per_partition", 0)
+    return len(layers), each if weights else 0.0, float(config.hidden_size * width)
+
+
+def _mean_loss(reported: Sequence[Any]) -> torch.Tensor | None:
+    """Returns the mean over microbatches and replicas of what Megatron-LM reports, if it does.
+
+    Source: ``train_step`` of Megatron-LM: a loss comes by itself, or as its sum over tokens with
+    their number.
+    """
+    if not reported or not isinstance(reported[0], Mapping) or not reported[0]:
+        return None
+    name = _LOSS if _LOSS in reported[0] else next(iter(reported[0]))
+    values = [one[name] for one in reported]
+    if isinstance(values[0], (tuple, list)):
+        values = [torch.stack([part.detach().reshape(()) for part in one]) for one in values]
+    if not all(isinstance(one, torch.Tensor) and one.numel() in (1, 2) for one in values):
+        return None
+    total = torch.stack([one.detach().reshape(-1).float() for one in values]).sum(dim=0)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    tokens = total[1] if total.numel() == 2 else len(values) * group.size()
+    return total[0] / tokens
+
+
+def _sizes() -> dict[str, int]:
+    """Returns the parallel sizes of the run, as our trainer's progress names them."""
+    return {
+        "world_size": dist.get_world_size(),
+        "data_parallel_size": parallel_state.get_data_parallel_world_size(),
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+    }

@@ -1,0 +1,195 @@
+"""Refuses by name, before the first step, what the engine does not run of Megatron-LM.
+
+megatron-core's own loop does more than call forwards and backwards. Each entry here is a part of it
+that the engine leaves out, or a model that relies on the order of that loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.utils import get_model_type, unwrap_model
+
+from megatron.adaptive.engine.deferred_layers import delays_by_itself
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.plugin.first_weights import is_by_layer
+from megatron.adaptive.plugin.placement_patch import kind_of
+from megatron.adaptive.plugin.settings import Settings
+
+_GRAPHS = "a CUDA graph replays the order it was captured in"
+_CONFIG = {
+    "delay_wgrad_compute": "weight gradients are the engine's to delay, see split_backward",
+    "defer_embedding_wgrad_compute": "megatron-core's own loop computes what it puts off",
+    "num_microbatches_with_partial_activation_checkpoints": (
+        "it counts on the order of megatron-core's own loop"
+    ),
+    "fine_grained_activation_offloading": "it counts on the order of megatron-core's own loop",
+    "moe_paged_stash": "megatron-core's own loop resets what it puts aside",
+    "hybrid_context_parallel": "it has a loop of its own",
+    "cuda_graph_impl": _GRAPHS,
+    "enable_cuda_graph": _GRAPHS,
+    "external_cuda_graph": _GRAPHS,
+}
+_OFF = (None, False, "none")
+_INSTEAD = "or use schedule megatron"
+_GROUPS = {"pipeline": "pp", "tensor-parallel": "tp", "context-parallel": "cp"}
+# By an attribute of the unwrapped chunk.
+_SEVERAL_INPUTS = {
+    "add_encoder": "an encoder with a decoder",
+    "modality_submodules": "a model of several modalities",
+}
+
+
+def check_call(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of a step that ask for what the engine does not do.
+
+    Args:
+        given: the arguments of megatron-core's function.
+
+    Raises:
+        ConfigError: the first that is refused.
+    """
+    if given.get("adjust_tensor_shapes_fn") is not None:
+        raise ConfigError(
+            "adjust_tensor_shapes_fn was given (distillation does): stages exchange one tensor of "
+            f"its own shape here; leave it out {_INSTEAD}"
+        )
+    _check_groups("pg_collection was given", given.get("pg_collection"))
+    communicator = given.get("p2p_communicator")
+    if communicator is not None:
+        _check_groups("p2p_communicator was given", communicator, {"pipeline": "pp_group"})
+
+
+def _check_groups(what: str, groups: Any, names: Mapping[str, str] = _GROUPS) -> None:
+    """Refuse groups of processes that are not those of ``parallel_state``.
+
+    Also those of several models at once, which exchange a dictionary of tensors: they have none by
+    these names.
+    """
+    for kind, name in names.items() if groups is not None else ():
+        if not _is_ours(kind, getattr(groups, name, None)):
+            raise ConfigError(
+                f"{what} with a {kind} group that is not parallel_state's: the engine connects "
+                f"the ranks of that one; leave it out {_INSTEAD}"
+            )
+
+
+def _is_ours(kind: str, group: Any) -> bool:
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    ours = {
+        "pipeline": parallel_state.get_pipeline_model_parallel_group,
+        "tensor-parallel": parallel_state.get_tensor_model_parallel_group,
+        "context-parallel": parallel_state.get_context_parallel_group,
+    }[kind]()
+    if group is ours:
+        return True
+    if not isinstance(group, dist.ProcessGroup):
+        return False
+    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(ours)
+
+
+def check_model(
+    config: Any, chunks: Sequence[torch.nn.Module], settings: Settings, *, replicas: int
+) -> None:
+    """Refuse a model that the engine would train wrongly or not at all.
+
+    Raises:
+        ConfigError: the first thing that is refused.
+    """
+    for name, reason in _CONFIG.items():
+        value = getattr(config, name, None)
+        if value not in _OFF:
+            raise ConfigError(f"{name}={value} of the model: {reason}; turn it off {_INSTEAD}")
+    if (parts := getattr(config, "gtp_weight_remat_size", 1)) > 1:
+        raise ConfigError(
+            f"gtp_weight_remat_size={parts} of the model: parts of weights are gathered in the "
+            f"order of megatron-core's own loop; set it to 1 {_INSTEAD}"
+        )
+    _check_fp8(config, settings, replicas)
+    overlaps = getattr(config, "overlap_moe_expert_parallel_comm", False)
+    if overlaps and "moe" in (config.recompute_modules or ()):
+        raise ConfigError(
+            "overlap_moe_expert_parallel_comm of the model with layers of experts recomputed, "
+            "which would change one that a forward was left in: change one of the two "
+            f"{_INSTEAD}"
+        )
+    built = kind_of(config)
+    if built != settings.kind and config.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"the model's chunks lie in a {built}, and schedule {settings.schedule} was given with "
+            f"placement {settings.kind}: call install() with it before the model is built"
+        )
+    for number, chunk in enumerate(chunks):
+        _check_chunk(number, chunk)
+        model = unwrap_model([chunk])[0]
+        if settings.first_weights == "by-layer" and not is_by_layer(model):
+            raise ConfigError(
+                f"first_weights by-layer with chunk {number}, a {type(model).__name__}: only a "
+                "GPTModel that is built after install() draws weights by layer; call install() "
+                "before, or leave first_weights out"
+            )
+    names = ("moe_token_dispatcher_type", "recompute_granularity")
+    settings.require(
+        num_virtual_stages_per_pipeline_rank=len(chunks),
+        overlap_moe_expert_parallel_comm=overlaps,
+        **{name: getattr(config, name, None) for name in names},
+    )
+
+
+def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
+    """Delayed scaling reduces over replicas within forwards and backwards."""
+    delayed = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
+    if not delayed or replicas == 1 or getattr(config, "tp_only_amax_red", False):
+        return
+    if settings.is_rule:
+        raise ConfigError(
+            f"fp8_recipe=delayed of the model with schedule {settings.schedule} and {replicas} "
+            "data-parallel replicas: each forward reduces over replicas that choose different "
+            "orders; use another recipe, tp_only_amax_red, or a fixed order such as 1f1b"
+        )
+
+
+def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
+    kind = get_model_type(chunk)
+    # megatron-core has two enumerations of this name: its models set one, Megatron-LM the other.
+    if getattr(kind, "name", kind) != ModelType.encoder_or_decoder.name:
+        raise ConfigError(
+            f"model type {getattr(kind, 'name', kind)} of chunk {number}: one tensor goes from "
+            f"stage to stage here; use a model of type encoder_or_decoder {_INSTEAD}"
+        )
+    model = unwrap_model([chunk])[0]
+    for attribute, what in _SEVERAL_INPUTS.items():
+        if hasattr(model, attribute):
+            raise ConfigError(
+                f"chunk {number} is a {type(model).__name__}, {what}: one tensor goes from stage "
+                f"to stage here; use a model with one input {_INSTEAD}"
+            )
+    _check_groups(f"chunk {number} was built", getattr(model, "pg_collection", None))
+    if "FullyShardedDataParallel" in type(chunk).__name__:
+        raise ConfigError(
+            f"chunk {number} is a {type(chunk).__name__}: replicas gather parameters in the order "
+            f"of megatron-core's own loop; use DistributedDataParallel {_INSTEAD}"
+        )
+
+
+def why_not_by_default(
+    config: Any, chunks: Sequence[torch.nn.Module], *, replicas: int
+) -> str | None:
+    """Return where split backwards may cost more than they gain, ``None`` where they do not.
+
+    What a split backward keeps for its weight gradients is less than the activations it frees,
+    which the cap counts; not so in these cases, and reductions no longer hide behind backwards.
+    """
+    if getattr(config, "recompute_granularity", None) == "full":
+        return "full recomputation keeps less than weight gradients need"
+    if replicas > 1 and config.no_sync_func is not None:
+        return "gradients are reduced while the last backward still runs"
+    if delays_by_itself(chunks):
+        return "layers of Transformer Engine may keep gathered inputs"
+    return None

@@ -1,0 +1,206 @@
+"""``--pipeline-schedule auto``: measures the first steps and takes what is fastest in simulation.
+
+Steps 2 to 4 are measured (the first one warms up); before step 5 all ranks switch together, all
+data-parallel replicas to the same choice. Losses and gradients do not depend on the order of work,
+so that the switch is not seen in them. With two chunks per rank the choice may lie in another
+placement, and where layers can move have other layers per stage: then the loop moves them first
+(``move_stages.py``).
+
+Rank 0 simulates while all others wait, so it has a time limit. At the limit it takes the best
+schedule simulated so far. If there is none in time, the present schedule stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.engine.executor import RankTimes
+from megatron.adaptive.engine.process_context import Job
+from megatron.adaptive.engine.stages import ForwardBackward
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.planner.choose_partition import Decision, Loads, choose_together
+from megatron.adaptive.profiling.free_memory import free_memory_bytes
+from megatron.adaptive.profiling.links import measure_link
+from megatron.adaptive.profiling.pipeline_times import Sample, most_of, profile_of
+from megatron.adaptive.rebalance.time_limit import LIMIT_S, SIMULATED_OF_LIMIT, result_within
+from megatron.adaptive.schedule.choose_by_simulation import choose
+from megatron.adaptive.schedule.stage_placement import PlacementKind
+from megatron.adaptive.schedule.workload import Link
+from megatron.adaptive.transport.interface import Transport
+
+FIRST, LAST = 2, 4
+"""Steps that are measured, counted from 1 in this process."""
+_OPTIMIZER_BYTES = 4 + 12  # of each parameter beside itself: gradient, main weight, two moments
+
+
+@dataclass(kw_only=True)
+class Tuner:
+    """Measures the first steps of a pipeline and makes the choice; every rank has one.
+
+    Attributes:
+        job: this process within the job.
+        pp_ranks: global ranks of this pipeline, by their position in the placement.
+        chunks: this rank's.
+        forward_backward: runs the steps.
+        transport: channels of this rank, ``None`` where it has none.
+        payload_shape, payload_dtype: tensors between stages.
+        loads: returns those of all measured steps and of each half of them, given the number of
+            microbatches, collective; ``None`` where stages and layers cannot move.
+        gain: least share of a step that moving layers must save, ``None`` where they stay.
+        cap: most activations that the user allows, in microbatches; ``None`` for what fits.
+        can_turn: stages may be laid out otherwise.
+        timeout_s: limit of each wait for a neighbour.
+        say: Writes a line of the log; called on all ranks.
+    """
+
+    job: Job
+    pp_ranks: Sequence[int]
+    chunks: Sequence[torch.nn.Module]
+    forward_backward: ForwardBackward
+    transport: Transport | None
+    payload_shape: Sequence[int]
+    payload_dtype: torch.dtype
+    loads: Callable[[int], Sequence[Loads]] | None
+    gain: float | None
+    cap: float | None
+    can_turn: bool
+    timeout_s: float
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._steps = 0
+        self._sample = Sample(pp_rank=self.pp_ranks.index(self.job.rank))
+
+    def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | None:
+        """Adds a training step; after the last measured one, decides. Collective then.
+
+        What needs no move is in use when this returns.
+
+        Returns:
+            The decision, on all ranks, after that step; ``None`` after others.
+
+        Raises:
+            TransportError: a neighbour is gone or silent.
+        """
+        self._steps += 1
+        if not FIRST <= self._steps <= LAST:
+            return None
+        self._sample.add(times.actions)
+        if self._steps < LAST:
+            return None
+        sample, job = self._sample, self.job
+        sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(
+            job, self.forward_backward, self.chunks
+        )
+        sample.links = self._links()
+        samples = job.gather(sample)
+        loads = None if self.loads is None else self.loads(num_microbatches)
+        self.say(f"auto simulates schedules for at most {LIMIT_S:g} s; all ranks wait for rank 0")
+        decision = job.on_first(lambda: self._choose_in_time(samples, loads, num_microbatches))
+        if decision.stay is not None and decision.move is None:
+            self.forward_backward.use(decision.stay)
+        return decision
+
+    def _choose_in_time(
+        self, samples: list[Sample], loads: Sequence[Loads] | None, num_microbatches: int
+    ) -> Decision:
+        present = self.forward_backward.orders.candidate(num_microbatches)
+        return result_within(
+            LIMIT_S,
+            lambda: self._choose(samples, loads, num_microbatches),
+            Decision(
+                text=f"auto keeps {present}: no schedule was simulated within {LIMIT_S:g} s, "
+                "as the processors are busy"
+            ),
+        )
+
+    def _choose(
+        self, samples: list[Sample], loads: Sequence[Loads] | None, num_microbatches: int
+    ) -> Decision:
+        orders = self.forward_backward.orders
+        present = orders.placement
+        profile = profile_of(samples, present, num_microbatches)
+        partition = () if loads is None else loads[0].partition
+
+        def limit(kind: PlacementKind, others: Sequence[int]) -> float:
+            wanted = replace(present, kind=kind)
+            found = most_of(samples, present, wanted, partition, others)
+            if (kind, others) == (present.kind, partition):
+                found = max(1.0, found)  # what runs now fits, whatever the estimate
+            return found if self.cap is None else min(found, self.cap)
+
+        options: Any = {
+            "num_microbatches": num_microbatches,
+            "splittable": orders.weight_pieces > 0,
+            "pieces": max(1, orders.weight_pieces),
+            "until_s": time.monotonic() + SIMULATED_OF_LIMIT * LIMIT_S,
+        }
+        kinds: list[PlacementKind] = [present.kind]
+        if self.can_turn and present.num_chunks == 2:
+            kinds.append("loop" if present.kind == "v" else "v")
+        try:
+            if loads is None:
+                most = limit(present.kind, ())
+                choice = choose(profile, placement=present, most=most, **options)
+                return Decision(text=choice.reason, stay=choice.best)
+            return choose_together(
+                loads[0],
+                profile,
+                {kind: partial(limit, kind) for kind in kinds},
+                halves=loads[1:],
+                gain=self.gain,
+                **options,
+            )
+        except ScheduleError as error:
+            return Decision(text=f"auto keeps adaptive: {error}")
+
+    def _links(self) -> dict[int, Link]:
+        """Measures the links to the neighbours, one pair of the pipeline after the other."""
+        me = self._sample.pp_rank
+        if self.transport is None:
+            return {}
+        group, device = self.job.control_group, self.job.accelerator.device
+        payload = torch.zeros(*self.payload_shape, dtype=self.payload_dtype, device=device)
+        found = {}
+        for low, high in self.forward_backward.orders.placement.neighbours():
+            dist.barrier(group=group)
+            if me in (low, high):
+                other = high if me == low else low
+                found[other] = measure_link(
+                    self.transport,
+                    self.pp_ranks[other],
+                    leads=me == low,
+                    payload=payload,
+                    timeout_s=self.timeout_s,
+                )
+        dist.barrier(group=group)
+        return found
+
+
+def memory_of(
+    job: Job, forward_backward: ForwardBackward, chunks: Sequence[torch.nn.Module]
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Returns the memory of this rank between two steps.
+
+    Returns:
+        Bytes that activations may take; by chunk, bytes that one microbatch keeps and bytes of
+        weights, gradients and optimizer state.
+    """
+    free = free_memory_bytes(job.accelerator, job.environment.local_world_size)
+    held = tuple(map(held_bytes, chunks))
+    return free, forward_backward.activation_bytes(), held
+
+
+def held_bytes(module: torch.nn.Module) -> int:
+    """Returns the bytes of weights, gradients and optimizer state of a module."""
+    return sum(
+        p.numel() * (p.element_size() + _OPTIMIZER_BYTES * p.requires_grad)
+        for p in module.parameters()
+    )

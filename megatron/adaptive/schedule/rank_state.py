@@ -1,0 +1,351 @@
+"""Tracks one rank during a step: inputs that are here, actions started and finished, memory.
+
+The rules themselves are in ``machine``; here they get names, checks and messages. It decides
+nothing (a policy does), sends nothing and measures nothing: executor and simulator report to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule import rank_kernel
+from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind, action_table
+from megatron.adaptive.schedule.memory_caps import scaled_cap
+from megatron.adaptive.schedule.rank_kernel import HEAD, MEMORY_SCALE, lane_count
+from megatron.adaptive.schedule.schedule import check_num_microbatches
+from megatron.adaptive.schedule.stage_placement import Placement
+
+
+class RankState:
+    """Mutable state of one rank within one step; a new step needs a new one.
+
+    Not thread-safe: its owner (the executor's loop or the simulator) makes every call. All calls
+    return at once and cost O(chunks).
+
+    Args:
+        placement: the pipeline's stages over its ranks.
+        rank: this rank's position in the pipeline.
+        num_microbatches: microbatches per step, at least 1.
+        cap: most activations that ``fits`` grants, in whole-rank microbatches; None for no limit.
+        sizes: activations of each microbatch, in mean ones; None where all are alike.
+        forward_only: evaluation; there are no backwards and no activations are held.
+        weight_pieces: parts into which each weight gradient is cut; 0 for whole backwards, which
+            compute the weight gradients themselves.
+        beside: an action may start while another, of another kind, communicates.
+
+    Raises:
+        ScheduleError: an argument is out of range, or the cap is below the least cap.
+    """
+
+    def __init__(
+        self,
+        *,
+        placement: Placement,
+        rank: int,
+        num_microbatches: int,
+        cap: float | None = None,
+        sizes: Sequence[float] | None = None,
+        forward_only: bool = False,
+        weight_pieces: int = 0,
+        beside: bool = False,
+    ) -> None:
+        check_num_microbatches(num_microbatches)
+        if sizes is not None and (len(sizes) != num_microbatches or not min(sizes) >= 0):
+            raise ScheduleError(
+                f"{len(sizes)} sizes for {num_microbatches} microbatches: give each one's, none"
+                " negative"
+            )
+        if weight_pieces < 0:
+            raise ScheduleError(
+                f"{weight_pieces} pieces of a weight gradient: give 0 for whole backwards, else 1"
+                " or more"
+            )
+        chunks = placement.num_chunks
+        stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
+        sizes = () if sizes is None or forward_only or len(set(sizes)) == 1 else sizes
+        largest = max(1.0, *sizes) if sizes else 1.0
+        most = rank_kernel.NO_CAP if cap is None else scaled_cap(cap, chunks, largest)
+        self.placement = placement
+        self.rank = rank
+        self.num_microbatches = num_microbatches
+        self.forward_only = forward_only
+        self.weight_pieces = 0 if forward_only else weight_pieces
+        self.cap = cap
+        last = placement.num_stages - 1
+        # By kind and chunk: whether its input comes from another stage.
+        self._takes = (
+            *(stage > 0 for stage in stages),
+            *(stage < last and not forward_only for stage in stages),
+            *(False for _ in stages),
+        )
+        s = self.numbers = [0] * (HEAD + chunks * (rank_kernel.FLAGS + 2 * num_microbatches))
+        s[rank_kernel.LAST] = -1
+        s[rank_kernel.BESIDE] = int(beside and not forward_only)
+        s[rank_kernel.CAP] = rank_kernel.NO_CAP if forward_only else most
+        s[rank_kernel.CHUNKS] = chunks
+        s[rank_kernel.MICROBATCHES] = num_microbatches
+        s[rank_kernel.PIECES] = self.weight_pieces
+        s[rank_kernel.RANKS] = placement.num_ranks
+        s[rank_kernel.TURNED] = int(placement.kind == "v")
+        s[rank_kernel.RANK] = rank
+        s[rank_kernel.TOTAL] = (
+            chunks * num_microbatches * (1 if forward_only else 2 + self.weight_pieces)
+        )
+        s[rank_kernel.UNIT] = 0 if forward_only else round(MEMORY_SCALE / chunks)
+        ends_here = not forward_only and last in stages
+        s[rank_kernel.LAST_CHUNK] = chunks - 1 if ends_here else -1
+        if stages[0] == 0:  # its forwards need no input
+            flags = HEAD + rank_kernel.FLAGS * chunks
+            s[flags : flags + num_microbatches] = [1] * num_microbatches
+        if sizes:
+            s[rank_kernel.SIZED] = 1
+            s += [round(MEMORY_SCALE * size / chunks) for size in sizes]
+        self._actions = (
+            *action_table(ActionKind.F, chunks, num_microbatches),
+            *action_table(ActionKind.B, chunks, num_microbatches),
+            *action_table(ActionKind.W, chunks, num_microbatches, max(1, weight_pieces)),
+        )
+
+    # What is known
+
+    @property
+    def num_actions(self) -> int:
+        """Actions of this rank in the whole step."""
+        return self.numbers[rank_kernel.TOTAL]
+
+    @property
+    def num_started(self) -> int:
+        """Actions started so far, finished ones included."""
+        return self.numbers[rank_kernel.STARTED]
+
+    @property
+    def num_finished(self) -> int:
+        """Actions finished so far."""
+        return self.numbers[rank_kernel.FINISHED]
+
+    @property
+    def done(self) -> bool:
+        """True once every action of the step is finished."""
+        return self.numbers[rank_kernel.FINISHED] == self.numbers[rank_kernel.TOTAL]
+
+    @property
+    def beside(self) -> bool:
+        """True if an action may start while another, of another kind, communicates."""
+        return self.numbers[rank_kernel.BESIDE] == 1
+
+    @property
+    def in_flight(self) -> float:
+        """Activations held, in whole-rank microbatches."""
+        return self.numbers[rank_kernel.IN_FLIGHT] / MEMORY_SCALE
+
+    @property
+    def peak_in_flight(self) -> float:
+        """The most activations held so far."""
+        return self.numbers[rank_kernel.PEAK] / MEMORY_SCALE
+
+    def is_ready(self, action: Action) -> bool:
+        """True if the action may start now: its input is here and it is next on its stage.
+
+        Memory is not considered; see ``fits``. An action that does not exist is never ready.
+        """
+        s, number, chunk = self.numbers, NUMBER[action.kind], action.chunk
+        return (
+            0 <= chunk < s[rank_kernel.CHUNKS]
+            and s[HEAD + number * s[rank_kernel.CHUNKS] + chunk] == self._index(action)
+            and rank_kernel.is_ready(s, number, chunk)
+        )
+
+    def is_possible(self, action: Action) -> bool:
+        """True if the action is next on its stage and only has to wait, however long, to be ready.
+
+        False for one that was started, that another must precede, or that does not exist.
+        """
+        kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
+        if not (self._has(kind, chunk) and 0 <= microbatch < self.num_microbatches):
+            return False
+        number = NUMBER[kind]
+        if lane_count(self.numbers, number, chunk) != self._index(action):
+            return False
+        return number == rank_kernel.F or microbatch < lane_count(self.numbers, number - 1, chunk)
+
+    def ready(self) -> tuple[Action, ...]:
+        """Every action that may start now: at most one of each kind per chunk.
+
+        Chunks ascend; within a chunk F comes before B before W. Memory is not considered.
+        """
+        s = self.numbers
+        return tuple(
+            self.next_action(kind, chunk)
+            for chunk in range(self.placement.num_chunks)
+            for kind in (rank_kernel.F, rank_kernel.B, rank_kernel.W)
+            if rank_kernel.is_ready(s, kind, chunk)
+        )
+
+    def next_action(self, kind: int, chunk: int) -> Action:
+        """The chunk's next action of a kind, given as the number that ``machine`` uses."""
+        chunks = self.placement.num_chunks
+        return self._actions[kind * chunks + chunk][lane_count(self.numbers, kind, chunk)]
+
+    def fits(self, action: Action) -> bool:
+        """True if the graded memory rule lets the action start: its cap cannot deadlock.
+
+        A forward fits if, once it has started, one microbatch of every later local chunk still
+        does. Anything else only frees memory and always fits.
+        """
+        return action.kind is not ActionKind.F or rank_kernel.fits(self.numbers, action.chunk)
+
+    # What happens
+
+    def arrive(self, kind: ActionKind, chunk: int, microbatch: int) -> None:
+        """Note that the input of an action is here; inputs may come early and in any order.
+
+        Not to be called for the first stage's forwards, whose input is the data, nor for the last
+        stage's backwards, which start from their own forward's loss. If the neighbouring stage is
+        on the same rank, the caller reports the hand-over here too.
+
+        Raises:
+            ScheduleError: no such action takes an input, or this one arrived before.
+        """
+        s, number, chunks = self.numbers, NUMBER[kind], self.placement.num_chunks
+        if not (0 <= chunk < chunks and self._takes[number * chunks + chunk]):
+            why = "was reported, which takes no input from another stage"
+        elif not 0 <= microbatch < self.num_microbatches:
+            why = f"arrived, but the step has {self.num_microbatches} microbatches"
+        elif s[
+            HEAD
+            + rank_kernel.FLAGS * chunks
+            + (number * chunks + chunk) * self.num_microbatches
+            + microbatch
+        ]:
+            why = "arrived twice"
+        else:
+            rank_kernel.arrive(s, number, chunk, microbatch)
+            return
+        raise ScheduleError(f"rank {self.rank}: input of {kind}{chunk}-{microbatch} {why}")
+
+    def start(self, action: Action) -> bool:
+        """Note that the action starts if it is ready, a forward takes its memory now.
+
+        The cap is not enforced here: it is a policy's choice to ask ``fits``.
+
+        Returns:
+            Whether it is ready; see :meth:`why_not`.
+        """
+        ready = self.is_ready(action)
+        if ready:
+            rank_kernel.start(self.numbers, NUMBER[action.kind], action.chunk)
+        return ready
+
+    def finish(self, action: Action) -> None:
+        """Note that a started action ended; memory that it frees is free now.
+
+        Raises:
+            ScheduleError: the action is not the oldest running one of its kind and chunk.
+        """
+        s, number, chunk = self.numbers, NUMBER[action.kind], action.chunk
+        if not (
+            0 <= chunk < s[rank_kernel.CHUNKS]
+            and lane_count(s, number + rank_kernel.DONE, chunk)
+            == self._index(action)
+            < lane_count(s, number, chunk)
+        ):
+            raise ScheduleError(
+                f"rank {self.rank}: {action} finished, but it is not the oldest running action of"
+                f" its kind and chunk; {self.describe()}"
+            )
+        rank_kernel.finish(s, number, chunk)
+
+    # Messages for people
+
+    def why_not(self, action: Action) -> str:
+        """The reason why an action is not ready, for error messages; ``it is ready`` if it is."""
+        s, number, chunk = self.numbers, NUMBER[action.kind], action.chunk
+        if not self._has(action.kind):
+            return f"this step has no {action.kind}"
+        pieces = max(1, self.weight_pieces) if number == rank_kernel.W else 1
+        if not (
+            self._has(action.kind, chunk)
+            and 0 <= action.microbatch < self.num_microbatches
+            and 0 <= action.piece < pieces
+        ):
+            return (
+                f"there is no such action with {self.placement.num_chunks} chunks"
+                f" and {self.num_microbatches} microbatches"
+            )
+        started = lane_count(s, number, chunk)
+        if self._index(action) < started:
+            return "it was started before"
+        if self._index(action) > started:
+            return f"{self.next_action(number, chunk)} comes before it"
+        if number and action.microbatch >= lane_count(s, number - 1 + rank_kernel.DONE, chunk):
+            of = Action(KINDS[number - 1], chunk, action.microbatch)
+            return f"its own {'forward' if number == rank_kernel.B else 'backward'} {of} has not
+            finished"
+        if s[rank_kernel.BUSY + number]:
+            return f"another {action.kind} is under way"
+        if rank_kernel.is_ready(s, number, chunk):
+            return "it is ready"
+        return f"its input from {self._sender(action)} is not here"
+
+    def missing(self) -> str:
+        """Describes what keeps this rank from going on, for messages about a time limit.
+
+        Names, per chunk, the next inputs that are not here with the rank and stage that send them,
+        and actions whose input is here but which the cap holds back.
+        """
+        if self.done:
+            return "nothing, every action is finished"
+        parts = []
+        for action, has_input in self._next_actions():
+            if not has_input:
+                parts.append(f"input of {action} from {self._sender(action)}")
+            elif not self.fits(action):
+                parts.append(f"memory for {action} (holds {self.in_flight:g}, cap {self.cap:g})")
+            else:
+                parts.append(f"nothing for {action}, which is ready")
+        if self.num_started > self.num_finished:
+            parts.append("the end of a running action")
+        return ", ".join(parts) or "weight gradients, which are ready"
+
+    def lacking(self) -> list[Action]:
+        """Returns the chunks' next actions whose input is not here, as far as one is to come."""
+        return [action for action, has_input in self._next_actions() if not has_input]
+
+    def _next_actions(self) -> Iterator[tuple[Action, bool]]:
+        """Yields the chunks' next forwards and backwards, and whether their input is here."""
+        for chunk in range(self.placement.num_chunks):
+            forwards = lane_count(self.numbers, rank_kernel.F + rank_kernel.DONE, chunk)
+            limits = (self.num_microbatches, 0 if self.forward_only else forwards)
+            for number, limit in enumerate(limits):
+                under_way = self.numbers[rank_kernel.BUSY + number]
+                if not under_way and lane_count(self.numbers, number, chunk) < limit:
+                    is_ready = rank_kernel.is_ready(self.numbers, number, chunk)
+                    yield self.next_action(number, chunk), bool(is_ready)
+
+    def describe(self) -> str:
+        """One line of state: what is ready, counts, memory."""
+        ready = " ".join(str(action) for action in self.ready()) or "nothing"
+        cap = "no cap" if self.cap is None else f"cap {self.cap:g}"
+        return (
+            f"ready: {ready}; {self.num_finished} of {self.num_actions} actions finished,"
+            f" {self.in_flight:g} in flight, {cap}"
+        )
+
+    def _has(self, kind: ActionKind, chunk: int = 0) -> bool:
+        if not 0 <= chunk < self.placement.num_chunks:
+            return False
+        if kind is ActionKind.W:
+            return self.weight_pieces > 0
+        return kind is ActionKind.F or not self.forward_only
+
+    def _index(self, action: Action) -> int:
+        if action.kind is ActionKind.W:
+            return action.microbatch * self.weight_pieces + action.piece
+        return action.microbatch
+
+    def _sender(self, action: Action) -> str:
+        source = self.placement.source_of(action.kind, self.rank, action.chunk)
+        if source is None:
+            return "its own stage"
+        return f"rank {source[0]} (stage {self.placement.stage_of(*source)})"

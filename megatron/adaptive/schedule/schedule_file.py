@@ -1,0 +1,228 @@
+"""Reads and writes schedules as files: a free order of work, made by hand or by another program.
+
+JSON, the format of this package; the text of an action is kind, chunk, ``-``, microbatch and, for a
+weight gradient in several pieces, ``.`` and the piece. ``F0-3+`` runs
+together with the backward after it, ``B0-3+`` with a forward: one computes while the other's
+experts communicate::
+
+    {"version": 1, "name": "mine", "placement": "v", "ranks": 2, "chunks": 2, "microbatches": 1,
+     "orders": ["F0-0 F1-0 B1-0 W1-0 B0-0 W0-0.0",
+                "F0-0 F1-0 B1-0 B0-0 W1-0 W0-0"]}
+
+``name`` and ``placement`` (``loop``) may be left out. Without any W, a B is a whole backward.
+
+CSV, what ``torch.distributed.pipelining`` writes and reads: a row per rank, cells of stage, kind
+and microbatch, empty where the rank waits::
+
+    0F0,0F1,,0B0,,0B1
+    ,1F0,1B0,1F1,1B1
+
+``F`` is a forward, ``B`` a whole backward, ``I`` one by inputs, ``W`` one by weights; where a file
+has ``I`` and ``W``, a ``B`` stands for both. ``(0F1;1B0)OVERLAP_F_B`` is its actions one after the
+other. Sends, receives and the gathering of sharded weights follow from the order here and are
+skipped. The rows must hold their stages in a loop or a V.
+
+Every file is validated, see ``validate``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.adaptive.config.input_files import read_json, read_text
+from megatron.adaptive.config.schema_files import check_form
+from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.schedule import Order, Schedule
+from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
+from megatron.adaptive.schedule.validate import validate
+
+VERSION = 1
+_PLACEMENTS: tuple[PlacementKind, ...] = ("loop", "v")
+
+_MOST_UNLISTED = 10_000
+
+_ACTION = re.compile(r"([FBW])(\d{1,6})-(\d{1,6})(?:\.(\d{1,6})|(\+))?", re.ASCII)
+_CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
+_SKIPPED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d*|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def load(path: Path) -> Schedule:
+    """Read and validate a schedule.
+
+    Args:
+        path: a file that ends in ``.json`` or ``.csv``.
+
+    Raises:
+        ScheduleError: the file cannot be read or understood (one line with the place), or the
+            schedule is not valid (one line, then a picture of the place).
+    """
+    path = Path(path)
+    where, form = f"schedule file {path}", path.suffix.lower()
+    if form not in (".json", ".csv"):
+        raise ScheduleError(f"{where}: its name must end in .json or .csv")
+    hint = "name a schedule file"
+    try:
+        if form == ".json":
+            content = check_form(read_json(path, hint), "schedule", where)
+            schedule = _from_json(content, path.stem)
+        else:
+            schedule = _from_csv(read_text(path, hint), path.stem)
+        validate(schedule)
+    except ConfigError as error:
+        raise ScheduleError(str(error)) from error
+    except ScheduleError as error:
+        raise ScheduleError(f"{where}: {error}") from error
+    return schedule
+
+
+def save(schedule: Schedule, path: Path) -> None:
+    """Write a schedule as JSON, one line per rank; ``load`` gives it back.
+
+    Raises:
+        ScheduleError: the file's name does not end in ``.json``, or it cannot be written.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".json":
+        raise ScheduleError(f"schedule file {path}: schedules are written as .json")
+    placement = schedule.placement
+    content = {
+        "version": VERSION,
+        "name": schedule.name,
+        "placement": placement.kind,
+        "ranks": placement.num_ranks,
+        "chunks": placement.num_chunks,
+        "microbatches": schedule.num_microbatches,
+        "orders": [" ".join(map(str, order)) for order in schedule.orders],
+    }
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"schedule file {path} cannot be written: {error}") from error
+
+
+def _from_json(content: Mapping[str, Any], name: str) -> Schedule:
+    schedule = Schedule(
+        name=content.get("name", name),
+        placement=Placement(
+            num_ranks=content["ranks"],
+            num_chunks=content["chunks"],
+            kind=content.get("placement", "loop"),
+        ),
+        num_microbatches=content["microbatches"],
+        orders=tuple(_parse_order(order, rank) for rank, order in enumerate(content["orders"])),
+    )
+    _check_size(schedule)
+    return schedule
+
+
+def _check_size(schedule: Schedule) -> None:
+    """Refuse counts far beyond what the file lists, before anything is laid out for them."""
+    chunks, microbatches = schedule.placement.num_chunks, schedule.num_microbatches
+    longest = max((len(order) for order in schedule.orders), default=0)
+    if chunks * microbatches > max(10 * longest, _MOST_UNLISTED):
+        raise ScheduleError(
+            f"{chunks} chunks and {microbatches} microbatches make {chunks * microbatches} forwards"
+            f" per rank, but the longest order lists {longest} actions"
+        )
+
+
+def _parse_order(text: str, rank: int) -> Order:
+    order = []
+    for position, word in enumerate(text.split()):
+        match = _ACTION.fullmatch(word)
+        if match is None or (match[4] and match[1] != "W") or (match[5] and match[1] == "W"):
+            raise ScheduleError(
+                f"rank {rank}, position {position}: {word!r} is not an action: write F0-3, B0-3,"
+                " W0-3 or W0-3.1 (kind, chunk, microbatch, piece), F0-3+ for a pair with the next"
+            )
+        numbers = int(match[2]), int(match[3]), int(match[4] or 0)
+        order.append(Action(ActionKind(match[1]), *numbers, bool(match[5])))
+    return tuple(order)
+
+
+class _Cell(NamedTuple):
+    stage: int
+    kind: str
+    microbatch: int
+
+
+def _from_csv(text: str, name: str) -> Schedule:
+    try:
+        table = list(csv.reader(text.splitlines(), strict=True))
+    except csv.Error as error:
+        raise ScheduleError(f"it is not CSV: {error}") from error
+    while table and not any(cell.strip() for cell in table[-1]):
+        table.pop()
+    rows = [_parse_row(cells, row) for row, cells in enumerate(table)]
+    cells = [cell for row in rows for cell in row]
+    if not cells:
+        raise ScheduleError("it lists no action: it needs a row per rank with cells such as 0F0")
+    split = any(cell.kind in "IW" for cell in cells)
+    placement = _placement_of(rows)
+    schedule = Schedule(
+        name=name,
+        placement=placement,
+        num_microbatches=1 + max(cell.microbatch for cell in cells),
+        orders=tuple(
+            tuple(action for cell in row for action in _actions_of(cell, placement, split))
+            for row in rows
+        ),
+    )
+    _check_size(schedule)
+    return schedule
+
+
+def _parse_row(texts: Sequence[str], row: int) -> list[_Cell]:
+    cells = []
+    for column, text in enumerate(texts):
+        text = text.strip()
+        overlap = _OVERLAP.fullmatch(text)
+        for part in overlap[1].split(";") if overlap else [text]:
+            match = _CELL.fullmatch(part.strip())
+            if match is not None:
+                cells.append(_Cell(int(match[1]), match[2], int(match[3])))
+            elif part and not _SKIPPED.fullmatch(part.strip()):
+                raise ScheduleError(
+                    f"row {row + 1}, column {column + 1}: {text!r} is not known: a cell is a stage,"
+                    " F, B, I or W, and a microbatch, such as 0F3, or an (..;..)OVERLAP_F_B of such"
+                )
+    return cells
+
+
+def _placement_of(rows: Sequence[Sequence[_Cell]]) -> Placement:
+    """Find out how the stages lie from which row holds which."""
+    rank_of: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for cell in row:
+            if rank_of.setdefault(cell.stage, rank) != rank:
+                raise ScheduleError(
+                    f"stage {cell.stage} is in rows {rank_of[cell.stage] + 1} and {rank + 1}: a"
+                    " stage belongs to one rank"
+                )
+    ranks = len(rows)
+    chunks, rest = divmod(1 + max(rank_of), ranks)
+    missing = [stage for stage in range(max(rank_of)) if stage not in rank_of]
+    if rest or missing:
+        raise ScheduleError(
+            f"{len(rank_of)} stages up to {max(rank_of)} in {ranks} rows: every row must hold as"
+            " many, counted from 0 without gaps"
+        )
+    for kind in _PLACEMENTS:
+        placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)
+        if all(placement.locate(stage)[0] == rank for stage, rank in rank_of.items()):
+            return placement
+    lie = ", ".join(f"{stage} in row {rank_of[stage] + 1}" for stage in sorted(rank_of))
+    raise ScheduleError(f"stages lie neither in a loop nor in a V over the rows: {lie}")
+
+
+def _actions_of(cell: _Cell, placement: Placement, split: bool) -> tuple[Action, ...]:
+    chunk = placement.locate(cell.stage)[1]
+    kinds = {"I": "B", "B": "BW" if split else "B"}.get(cell.kind, cell.kind)
+    return tuple(Action(ActionKind(kind), chunk, cell.microbatch) for kind in kinds)

@@ -1,0 +1,269 @@
+"""Indexes a trace file without reading its spans, and reads the spans that are asked for.
+
+Markers say how many bytes of spans follow, so a file is passed over in a few reads, whatever its
+size. Files may end in the middle of a line if the run was killed: that line is dropped and counted.
+Where what follows is not as long as its marker says (the end of such a file, or a file that
+somebody edited), the lines are read one by one.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron.adaptive.config.input_files import open_file, require_file
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.span_columns import OTHER, Ints, TraceTable
+from megatron.adaptive.trace.trace_format import (
+    COLUMNS,
+    DRAWN_ACTIONS,
+    REASONS,
+    ClockSamples,
+    Gap,
+    IterationStart,
+    TraceHeader,
+    parse_line,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Locates spans of one iteration that lie together.
+
+    Attributes:
+        marker: what stands above them.
+        offset: where the first of them begins.
+        size_bytes: length of their whole lines.
+        is_whole: nothing is missing of what the marker says.
+        table: the spans, where they were read at once.
+    """
+
+    marker: IterationStart
+    offset: int = 0
+    size_bytes: int = 0
+    is_whole: bool = True
+    table: TraceTable | None = None
+
+
+@dataclass
+class FileIndex:
+    """Lists the contents of a trace file.
+
+    Attributes:
+        path: the file.
+        header: ``None`` if nothing was written yet.
+        blocks: in the order of the file.
+        samples: clock samples.
+        gaps: iterations that could not be written.
+        truncated_lines: lines lost at the end, 0 or 1.
+        offset: where :meth:`read_on` goes on.
+    """
+
+    path: Path
+    header: TraceHeader | None = None
+    blocks: list[Block] = field(default_factory=list)
+    samples: list[ClockSamples] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
+    truncated_lines: int = 0
+    offset: int = 0
+
+    def read_on(self, size: int, *, is_growing: bool = False) -> None:
+        """Finds headers, blocks and clock samples behind those that it has.
+
+        Args:
+            size: of the file.
+            is_growing: what is not whole at the file's end is left for the next time.
+
+        Raises:
+            OSError: the file cannot be read.
+            TraceError: it is no trace file, is damaged or of another version.
+        """
+        with open_file(self.path) as file:
+            file.seek(self.offset)
+            while line := file.readline():
+                if not line.endswith(b"\n"):
+                    self.truncated_lines = 0 if is_growing else 1
+                    break
+                record = parse_line(line, self)
+                if isinstance(record, TraceHeader):
+                    if self.header is not None:
+                        raise TraceError(
+                            f"{self} is a second header; keep each start in a folder of its own"
+                        )
+                    self.header = record
+                elif self.header is None:
+                    raise TraceError(f"{self} stands before the header; this is no trace file")
+                elif isinstance(record, IterationStart):
+                    if is_growing and file.tell() + record.size_bytes > size:
+                        break
+                    self.blocks.append(_block(self, file, record, size))
+                elif isinstance(record, ClockSamples):
+                    self.samples.append(record)
+                elif isinstance(record, Gap):
+                    self.gaps.append(record)
+                self.offset = file.tell()
+
+    def __str__(self) -> str:
+        """The place where it reads, as ``file:line``; lines are counted only for this."""
+        return f"{self.path}:{_line_number(self.path, self.offset)}"
+
+
+def index_file(path: Path) -> FileIndex:
+    """Finds headers, blocks and clock samples of a trace file.
+
+    Raises:
+        TraceError: the file cannot be read, is no trace file, is damaged or of another version.
+    """
+    index = FileIndex(path)
+    try:
+        index.read_on(require_file(path))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return index
+
+
+def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
+    """Returns the block below a marker; the file goes from its beginning to behind it."""
+    offset, size = file.tell(), marker.size_bytes
+    if _ends_at(file, offset + size, file_size):
+        file.seek(offset + size)
+        return Block(marker, offset, size)
+    file.seek(offset)
+    size = 0
+    while (line := file.readline()).endswith(b"\n") and not line.startswith(b"{"):
+        size += len(line)
+    file.seek(offset + size)
+    block = Block(marker, offset, size)
+    table = read_blocks(index, [block])  # whoever edited it should hear of it now
+    return replace(block, is_whole=len(table) == sum(marker.counts), table=table)
+
+
+def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
+    """Reads the spans of some blocks, on the rank's own clock.
+
+    Raises:
+        TraceError: the file cannot be read any more, or a line is damaged.
+    """
+    tables = [block.table for block in blocks if block.table is not None]
+    blocks = [block for block in blocks if block.table is None and block.size_bytes]
+    if blocks:
+        parts = []
+        try:
+            with open_file(index.path) as file:
+                for block in blocks:
+                    file.seek(block.offset)
+                    parts.append(file.read(block.size_bytes))
+        except OSError as error:
+            raise _unreadable(index.path, error) from error
+        tables.append(_table(index, blocks, parts))
+    return TraceTable.concat(tables)
+
+
+def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) -> TraceTable:
+    counts = [part.count(b"\n") for part in parts]
+
+    def where(line: int) -> str:
+        for block, count in zip(blocks, counts, strict=True):
+            if line < count:
+                return f"{index.path}:{_line_number(index.path, block.offset) + line}"
+            line -= count
+        raise AssertionError("a line beyond the last block")
+
+    rows = parse_spans(b"".join(parts), where)
+    rows[:, 4] += np.repeat([block.marker.start_ns for block in blocks], counts)
+    table = TraceTable.from_rows(
+        np.repeat([block.marker.iteration for block in blocks], counts), rows
+    )
+    chunks = table.chunk[table.where(*DRAWN_ACTIONS)]
+    known = index.header.num_chunks if index.header else 0
+    foreign = chunks[(chunks < 0) | (chunks >= known)]
+    if len(foreign):
+        raise TraceError(
+            f"{index.path}: span of chunk {foreign[0]}, the header says {known} chunks"
+        )
+    return table
+
+
+def _line_number(path: Path, offset: int) -> int:
+    """Returns the number of the line that begins at ``offset``, from 1."""
+    with open_file(path) as file:
+        return 1 + file.read(offset).count(b"\n")
+
+
+def _unreadable(path: Path, error: OSError) -> TraceError:
+    return TraceError(f"cannot read {path}: {error.strerror or error}")
+
+
+def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
+    """Says whether a file of ``size`` bytes has whole lines before ``end`` and no span after."""
+    if end > size:
+        return False
+    file.seek(end - 1)
+    around = file.read(2)
+    return around[:1] == b"\n" and around[1:] in (b"", b"{")
+
+
+_PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
+_COMMAS = bytes.maketrans(b"]", b",")
+_ENDS = {-(2**63), 2**63 - 1}
+_UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 0))
+"""Columns that number words, how many words there are, and what stands for others."""
+
+
+def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
+    """Reads spans.
+
+    Args:
+        data: whole lines.
+        where: says where a line of ``data`` (from 0) stands, for the message of an error.
+
+    Returns:
+        ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`,
+        with kinds and reasons that this program knows.
+
+    Raises:
+        TraceError: a line is no list of as many whole numbers as there are columns.
+    """
+    numbers = _plain(data)
+    if numbers is None:
+        raise _refusal(data, where)
+    for name, known, otherwise in _UNKNOWN:
+        column = numbers[:, COLUMNS.index(name)]
+        column[(column < 0) | (column >= known)] = otherwise
+    return numbers
+
+
+def _plain(data: bytes) -> Ints | None:
+    """Reads lines as the recorder writes them; returns ``None`` if some are not so."""
+    lines, width = data.count(b"\n"), len(COLUMNS)
+    if data.translate(None, _PLAIN) or data.count(b"]\n") != lines or data.count(b"[") != lines:
+        return None
+    if not lines:
+        return np.zeros((0, width), dtype=np.int64)
+    text = data.translate(_COMMAS, b"[\n")
+    with warnings.catch_warnings():
+        # An unreadable rest was a warning first and is an error since.
+        warnings.simplefilter("error", DeprecationWarning)
+        try:
+            numbers = np.fromstring(text[:-1], dtype=np.int64, sep=",")
+        except (ValueError, DeprecationWarning):
+            return None
+    if numbers.size != lines * width or {int(numbers.min()), int(numbers.max())} & _ENDS:
+        return None  # numbers beyond the ends of the range became the ends
+    return numbers.reshape(lines, width)
+
+
+def _refusal(data: bytes, where: Callable[[int], str]) -> TraceError:
+    """Returns an error that names the first line that is none of a recorder's."""
+    line = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(COLUMNS) - 1))
+    wrong = (n for n, one in enumerate(data.splitlines()) if not line.fullmatch(one))
+    return TraceError(
+        f"{where(next(wrong, 0))} is no span: expected {len(COLUMNS)} whole numbers in "
+        f"brackets for {', '.join(COLUMNS)}; the file is damaged, remove it or that line"
+    )

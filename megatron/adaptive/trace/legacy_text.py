@@ -1,0 +1,197 @@
+"""The text form of a trace, ``trace_pipeline_<p>_model_chunks_<c>.txt``, written and read back.
+
+It is the form that OpenSQZ/MegatronApp's ``process_trace.py`` reads, one record a line::
+
+    rank 0 iteration starts at timestamp 12.500000% iteration 7
+    0, 3, forward start, 12.500000%
+    0, 3, forward finished, 14.100000%
+    rank 0 iteration ends at timestamp 60.000000% iteration 7
+
+Times are milliseconds and end in a percent sign. The first number of an action is the pipeline
+rank, the second packs chunk and microbatch in the order of the interleaved schedule with p ranks
+and c chunks::
+
+    number = (microbatch // p) * (p * c)  +  k * p  +  microbatch % p
+    k = chunk for forward,  c - 1 - chunk for backward and weight
+
+Iterations follow each other without the pause that lay between them.
+What this module adds is invisible to that program: ``#`` lines with the names, and the
+iteration's number behind a marker. ``weight start`` / ``weight finished`` carry W. Waits, bytes
+and memory do not fit this form; take the JSON lines for them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron.adaptive.config.input_files import open_file
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.read import RankTrace, RunTrace
+from megatron.adaptive.trace.span_columns import KIND, TraceTable
+from megatron.adaptive.trace.step_view import PipelineStep, pipeline_step
+from megatron.adaptive.trace.trace_format import Span
+from megatron.adaptive.trace.views.palette import ACTION_NAMES
+
+KEPT_ITERATIONS = 20
+"""Iterations that a text file holds: as many as the program that the form comes from looks at."""
+
+NS_PER_MS = 1_000_000
+
+_ACTIONS = {word: action for action, word in ACTION_NAMES.items()}
+_NAME = re.compile(r"trace_pipeline_(\d+)_model_chunks_(\d+)")
+_ACTION_LINE = re.compile(r"(\d+), (\d+), (forward|backward|weight) (start|finished), (\d+\.\d+)%")
+_MARKER = re.compile(r"rank (\d+) iteration starts at timestamp \d+\.\d+% iteration (\d+)")
+_NOTE = re.compile(r"# (run|schedule|placement(?= (?:loop|v)$)) (.+)")
+
+
+def legacy_name(num_ranks: int, num_chunks: int) -> str:
+    """The file name without its ending, ``trace_pipeline_2_model_chunks_2``."""
+    return f"trace_pipeline_{num_ranks}_model_chunks_{num_chunks}"
+
+
+def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Pipeline ranks and chunks from a file name; ``None`` if it is not named so."""
+    match = _NAME.fullmatch(Path(path).stem)
+    if not match or int(match[1]) < 1 or int(match[2]) < 1:
+        return None
+    return int(match[1]), int(match[2])
+
+
+def write_legacy(run: RunTrace, path: str | os.PathLike[str]) -> None:
+    """Write the last complete iterations of a pipeline in the text form, replacing the file.
+
+    Where none is complete it is the last one.
+
+    Args:
+        run: the run.
+        path: where; :func:`legacy_name` gives the usual name.
+
+    Raises:
+        TraceError: the run has no iteration, or the file cannot be written.
+    """
+    chosen = run.complete_iterations()[-KEPT_ITERATIONS:] or run.iterations[-1:]
+    steps = [pipeline_step(run, number) for number in chosen or [None]]
+    with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write(f"# run {run.run}\n# schedule {steps[0].schedule}\n")
+        file.write(f"# placement {steps[0].placement}\n")
+        start_ns = 0
+        for step in steps:
+            file.writelines(line + "\n" for line in _step_lines(step, start_ns))
+            start_ns += step.step_ns
+
+
+def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
+    """Read a file that :func:`write_legacy` wrote.
+
+    Args:
+        path: the file, whose name gives pipeline ranks and chunks.
+
+    Returns:
+        A run with one rank trace per pipeline rank. Lines of other kinds are skipped; an action
+        that never finished counts as a truncated line.
+
+    Raises:
+        TraceError: the file cannot be read, holds no action, or its name is another one.
+    """
+    path = Path(path)
+    shape = legacy_shape(path)
+    if shape is None:
+        raise TraceError(
+            f"{path} does not say its shape; name it trace_pipeline_<p>_model_chunks_<c>.txt"
+        )
+    num_ranks, num_chunks = shape
+    notes = {"run": "text", "schedule": "unknown", "placement": "loop"}
+    iterations: dict[int, int] = {}
+    begun: dict[tuple[int, str, int], int] = {}
+    rows: dict[int, dict[int, list[tuple[int, ...]]]] = {}
+    try:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if note := _NOTE.match(line):
+                    notes[note[1]] = note[2]
+                elif marker := _MARKER.match(line):
+                    iterations[int(marker[1])] = int(marker[2])
+                elif match := _ACTION_LINE.match(line):
+                    rank, packed, action = int(match[1]), int(match[2]), _ACTIONS[match[3]]
+                    if match[4] == "start":
+                        begun[rank, action, packed] = _ns(match[5])
+                    elif (start_ns := begun.pop((rank, action, packed), None)) is not None:
+                        place = _unpack(action, packed, num_ranks, num_chunks)
+                        row = (KIND[action], *place, start_ns, _ns(match[5]) - start_ns)
+                        mine = rows.setdefault(rank, {})
+                        mine.setdefault(iterations.get(rank, 1), []).append(row)
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
+    if not rows:
+        raise TraceError(
+            f"{path} holds no action; expected lines such as '0, 3, forward start, 12.500000%'"
+        )
+    if max(rows) >= num_ranks:
+        raise TraceError(
+            f"{path} has actions of rank {max(rows)}, its name says {num_ranks} pipeline ranks; "
+            "restore its name"
+        )
+    traces = {}
+    for number, found in sorted(rows.items()):
+        traces[number] = RankTrace.of_tables(
+            path,
+            {iteration: _table(iteration, some) for iteration, some in found.items()},
+            sum(rank == number for rank, _, _ in begun),
+            **notes,
+            rank=number,
+            world_size=num_ranks,
+            pp_rank=number,
+            num_ranks=num_ranks,
+            num_chunks=num_chunks,
+            clock="",
+        )
+    return RunTrace(path, notes["run"], num_ranks, num_ranks, num_chunks, traces)
+
+
+def _table(iteration: int, rows: Sequence[tuple[int, ...]]) -> TraceTable:
+    names = ("kind", "chunk", "microbatch", "start_ns", "duration_ns")
+    columns = dict(zip(names, np.array(rows).T, strict=True))
+    return TraceTable.of_columns(np.full(len(rows), iteration), **columns)
+
+
+def _step_lines(step: PipelineStep, start_ns: int) -> Iterator[str]:
+    for rank, row in enumerate(step.rows):
+        if not row:
+            continue
+        suffix = f"% iteration {step.iteration}"
+        yield f"rank {rank} iteration starts at timestamp {_ms(start_ns + row[0].start_ns)}{suffix}"
+        for span in row:
+            prefix = f"{rank}, {_pack(span, step)}, {ACTION_NAMES[span.action]}"
+            yield f"{prefix} start, {_ms(start_ns + span.start_ns)}%"
+            yield f"{prefix} finished, {_ms(start_ns + span.end_ns)}%"
+        end_ns = max(span.end_ns for span in row)
+        yield f"rank {rank} iteration ends at timestamp {_ms(start_ns + end_ns)}{suffix}"
+
+
+def _ms(time_ns: int) -> str:
+    return f"{time_ns // NS_PER_MS}.{time_ns % NS_PER_MS:06d}"
+
+
+def _ns(milliseconds: str) -> int:
+    whole, _, part = milliseconds.partition(".")
+    return int(whole) * NS_PER_MS + int(part[:6].ljust(6, "0"))
+
+
+def _pack(span: Span, step: PipelineStep) -> int:
+    turn = span.chunk if span.action == "F" else step.num_chunks - 1 - span.chunk
+    group, place = divmod(span.microbatch, step.num_ranks)
+    return (group * step.num_chunks + turn) * step.num_ranks + place
+
+
+def _unpack(action: str, packed: int, num_ranks: int, num_chunks: int) -> tuple[int, int]:
+    group, rest = divmod(packed, num_ranks * num_chunks)
+    turn, place = divmod(rest, num_ranks)
+    chunk = turn if action == "F" else num_chunks - 1 - turn
+    return chunk, group * num_ranks + place

@@ -1,0 +1,280 @@
+"""Checkpoints that go to the nodes' own disks first: what is complete, and what is left of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.checkpoint import node_local
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from megatron.adaptive.checkpoint.node_local import share_out
+from megatron.adaptive.errors import CheckpointError, ConfigError
+
+from ..multiprocess.launch import limited_disk
+from .test_training import TRACKER, ranks
+
+Make = Callable[..., Any]
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the trainer warned of."""
+    return [one.getMessage() for one in caplog.records if one.name.startswith("megatron.adaptive")]
+
+
+def test_every_file_is_copied_once_by_one_that_has_it() -> None:
+    files = {"a": 1, "b": 2, "c": 3, "d": 4}
+    first, second = {"a": 1, "b": 2, "c": 3}, {"a": 1, "d": 4}
+    shares = share_out([first, first, second], files)
+    assert shares is not None
+    assert sorted(name for own in shares for name in own) == ["a", "b", "c", "d"]
+    for own, has in zip(shares, [first, first, second], strict=True):
+        assert set(own) <= set(has)
+    assert shares[2] == ["d"]
+    assert all(shares)
+    assert share_out([first], files) is None
+    assert share_out([{**first, "d": 3}], files) is None  # cut short
+
+
+def test_there_must_be_somewhere_to_copy_to(make: Make) -> None:
+    with pytest.raises(ConfigError, match="--save-local x needs --save: .* all nodes share"):
+        make(save_local="x")
+
+
+@pytest.mark.multiprocess
+def test_two_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
+    status, said = ranks(2, "local", tmp_path)
+    assert status == 0, said
+    assert "local: ok" in said
+    assert "ranks have 100% to 100% of iteration 4 on" not in said  # each has its part
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("is_lost", [False, True], ids=["rank", "node"])
+def test_a_rank_killed_while_it_copies_costs_nothing_and_a_node_what_was_not_copied(
+    tmp_path: Path, is_lost: bool
+) -> None:
+    status, _ = ranks(2, "copy_killed", tmp_path)
+    assert status
+    shared = CheckpointFolder(tmp_path / "shared")
+    assert shared.latest() == 1
+    shared.open(1)
+    assert list(shared.steps()) == [1]
+    disks = sorted((tmp_path / "disk").glob("*/*"))
+    assert [disk.name for disk in disks] == ["node-0", "node-1"]
+    assert all((disk / "iter_0000002").is_dir() for disk in disks)
+    if is_lost:
+        shutil.rmtree(disks[1])
+    status, said = ranks(2, "copy_resumed", tmp_path)
+    assert status == 0, said
+    text = "iteration 2 is on the disks of some nodes, and part of it was on others"
+    assert (text in said) == is_lost
+    assert ("going on with the copy of iteration 2 to" in said) == (not is_lost)
+    assert shared.latest() == (2 if is_lost else 3)
+    shared.open(shared.latest() or 0)
+
+
+class Storage:
+    """Shared storage that takes nothing until it is let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = threading.Event()
+        some = node_local._some
+
+        def wait(pieces: Iterator[None]) -> bool:
+            assert self.is_open.wait(60)
+            return some(pieces)
+
+        monkeypatch.setattr(node_local, "_some", wait)
+
+
+def test_training_goes_on_while_the_copy_lags(
+    make: Make,
+    worker: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = Storage(monkeypatch)
+    losses = make().learn(0, 6)
+    saved = tmp_path / "saved"
+    run = make(save=saved, save_local=tmp_path / "disk", keep_checkpoints=1)
+    found = run.learn(0, 2)
+    run.checkpoints.save(worker.progress(2), behind=True)
+    found += run.learn(2, 3)
+    run.checkpoints.save(worker.progress(3), behind=True)
+    found += run.learn(3, 4)
+    run.checkpoints.save(worker.progress(4), behind=True)
+    assert found + run.learn(4, 6) == losses
+    run.checkpoints.saver.finish()
+    assert run.checkpoints.saver.completed() is None
+    assert CheckpointFolder(saved).latest() is None
+    assert len(warned(caplog)) == 2
+    for line, iteration in zip(warned(caplog), (3, 4), strict=True):
+        assert f"iteration {iteration} stays on the nodes' own disks: one before" in line
+    # That which is being copied stays beside those that are to be kept.
+    assert list(run.local._folder.steps()) == [2, 4]
+    run.local._timeout_s = 0.1
+    with pytest.raises(CheckpointError, match=r"the copy of iteration 2 to .* did not end within"):
+        run.checkpoints.saver.drain()
+    run.local._timeout_s = 60.0
+    storage.is_open.set()
+    run.checkpoints.saver.drain()
+    assert CheckpointFolder(saved).latest() == 4
+    assert list(CheckpointFolder(saved).steps()) == [4]
+    path = CheckpointFolder(saved).complete_path
+    assert run.checkpoints.saver.completed() == (2, path(2))
+    assert run.checkpoints.saver.completed() == (4, path(4))
+    assert run.checkpoints.saver.completed() is None
+    resumed = make(save=saved, load=saved, save_local=tmp_path / "disk")
+    assert resumed.resume() == worker.progress(4)
+    assert resumed.learn(4, 6) == losses[4:]
+
+
+def test_a_former_copy_that_takes_too_long_is_left_out(
+    make: Make,
+    worker: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved, disk = tmp_path / "saved", tmp_path / "disk"
+    run = make(save=saved, save_local=disk)
+    run.checkpoints.save(worker.progress(1))
+    run.step(1)
+    run.checkpoints.save(worker.progress(2))
+    shutil.rmtree(CheckpointFolder(saved).complete_path(2))  # as if it had not come there
+    (saved / TRACKER).write_text("1")
+
+    def slowly(pieces: Iterator[None]) -> bool:
+        time.sleep(0.2)
+        return any(True for _ in pieces)
+
+    monkeypatch.setattr(node_local, "_some", slowly)
+    finish = node_local.LocalDisk.finish_former
+
+    def hurried(self: node_local.LocalDisk, latest: Any) -> None:
+        self._timeout_s = 0.5
+        finish(self, latest)
+
+    monkeypatch.setattr(node_local.LocalDisk, "finish_former", hurried)
+    again = make(save=saved, load=saved, save_local=disk)
+    assert again.resume() == worker.progress(1)
+    (line,) = warned(caplog)
+    assert "the copy of iteration 2 to " in line
+    assert line.endswith("; going on from that of iteration 1")
+    assert not list(saved.glob(".iter*"))
+
+
+def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
+    make: Make,
+    worker: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outer = tmp_path / "outer"
+    with monkeypatch.context() as at_start:  # it fails from the start on
+        at_start.setattr(node_local, "hold", lambda *_, **__: None)
+        run = make(save=outer / "saved", save_local=tmp_path / "disk")
+    outer.write_text("a file in the way")
+    run.checkpoints.save(worker.progress(1), behind=True)
+    run.checkpoints.saver.finish()
+    run.local._wait(run.local._control, 1e12)
+    (line,) = warned(caplog)
+    assert "iteration 1 was not copied to" in line
+    assert "Not a directory" in line
+    assert line.endswith("those before it are as they were")
+    with pytest.raises(CheckpointError, match="iteration 2 was not copied to .*Not a directory"):
+        run.checkpoints.save(worker.progress(2))
+    assert list(run.local._folder.steps()) == [1, 2]
+    assert len(warned(caplog)) == 3  # of each try
+    outer.unlink()
+    run.checkpoints.saver.drain()  # the last one goes there after all
+    assert CheckpointFolder(outer / "saved").latest() == 2
+
+
+def test_a_disk_that_cannot_be_written_is_passed_by(
+    make: Make, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    disk.write_text("a file in the way")
+    run = make(save=tmp_path / "saved", save_local=disk)
+    run.checkpoints.save(worker.progress(1), behind=True)
+    run.checkpoints.saver.finish()
+    assert CheckpointFolder(tmp_path / "saved").latest() == 1
+    (line,) = warned(caplog)
+    assert f"{disk}: " in line
+    assert "Not a directory" in line
+    assert "iteration 1 goes to" in line
+    disk.unlink()
+    assert run.checkpoints.save(worker.progress(2)).is_dir()
+    assert list(run.local._folder.steps()) == [2]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with limited_disk(tmp_path / "small", "400k") as made:
+        yield made
+
+
+@pytest.mark.parametrize("full", ["local", "shared"])
+def test_a_full_disk_is_named(
+    make: Make,
+    worker: Any,
+    small_disk: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    full: str,
+) -> None:
+    saved, disk = tmp_path / "saved", small_disk
+    if full == "shared":
+        saved, disk = small_disk / "saved", tmp_path / "disk"
+    run = make(save=saved, save_local=disk)
+    run.checkpoints.save(worker.progress(1), behind=True)
+    run.checkpoints.saver.finish()
+    run.local._wait(run.local._control, 1e12)
+    (line,) = warned(caplog)
+    assert "No space left on device" in line
+    assert not list(small_disk.rglob(".iter*"))
+    assert CheckpointFolder(saved).latest() == (1 if full == "local" else None)
+    if full == "shared":
+        subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+        run.checkpoints.saver.drain()
+        assert CheckpointFolder(saved).latest() == 1
+
+
+def test_what_was_done_again_since_is_not_taken_for_newer(
+    make: Make, worker: Any, tmp_path: Path
+) -> None:
+    """Parts of two trainings with one number do not mix, and none comes back later."""
+    saved, disk = tmp_path / "saved", tmp_path / "disk"
+    run = make(save=saved, save_local=disk)
+    run.step(1)
+    run.checkpoints.save(worker.progress(1))
+    run.step(1)
+    run.checkpoints.save(worker.progress(3))
+    own = run.local._folder
+    shutil.rmtree(CheckpointFolder(saved).complete_path(3))  # it never came there
+    (saved / TRACKER).write_text("1")
+    again = make(save=saved, load=saved, save_local=disk, ckpt_step=1)
+    assert again.checkpoints.load() == worker.progress(1)  # without the copy of 3 going on
+    again.step(5)
+    again.checkpoints.save(worker.progress(2))
+    assert list(own.steps()) == [1, 2]
+    # Another saving of the same iteration, of which this disk knows nothing.
+    state = again.state()
+    path = own.complete_path(2) / "local.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "save_id": "another"}))
+    for one in own.complete_path(2).glob("*.distcp"):
+        one.write_bytes(bytes(one.stat().st_size))
+    last = make(save=saved, load=saved, save_local=disk)
+    assert last.resume() == worker.progress(2)
+    worker.require_equal(last.state(), state, "loaded")

@@ -1,0 +1,392 @@
+"""Runs that stop and go on: bit for bit, in other shapes, and after every kind of failure."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.enums import ModelType
+from megatron.core.utils import unwrap_model
+
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from megatron.adaptive.checkpoint.trainer_checkpoints import Progress
+from megatron.adaptive.engine.folder_lease import Lease
+from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
+
+from ..multiprocess.launch import run_ranks, tail
+
+ROOT = Path(__file__).parents[2]
+WORKER = ROOT / "tests" / "multiprocess" / "checkpoint_worker.py"
+TRACKER = "latest_checkpointed_iteration.txt"
+Make = Callable[..., Any]
+
+
+def ranks(count: int, scenario: str, folder: Path) -> tuple[int | None, str]:
+    """Runs a scenario of the worker on several ranks; returns its status and what they wrote."""
+    log = folder.with_name(f"{folder.name}.log")
+    status = run_ranks(
+        [str(WORKER), scenario, str(folder)], world_size=count, log=log, limit_s=240.0
+    )
+    return status, tail(log)
+
+
+@pytest.fixture
+def saved(make: Make, worker: Any, tmp_path: Path) -> Path:
+    """A folder with a checkpoint of iteration 2."""
+    run = make(save=tmp_path / "saved")
+    run.step(2)
+    run.checkpoints.save(worker.progress(2))
+    return tmp_path / "saved"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+def test_a_checkpoint_of_each_shape_loads_into_others(tmp_path: Path) -> None:
+    """Weights, optimizer, schedule and loss scale equal what the shape computes itself."""
+    status, said = ranks(4, "reshape", tmp_path)
+    assert status == 0, said
+    assert "reshape: ok" in said
+
+
+@pytest.mark.multiprocess
+def test_a_failure_on_one_rank_is_told_by_all_and_leaves_nothing(tmp_path: Path) -> None:
+    status, said = ranks(2, "failures", tmp_path)
+    assert status == 0, said
+    assert "failures: ok" in said
+    assert CheckpointFolder(tmp_path).latest() == 2
+
+
+@pytest.mark.multiprocess
+def test_a_rank_killed_while_it_writes_leaves_the_former_checkpoint(
+    make: Make, worker: Any, tmp_path: Path
+) -> None:
+    status, _ = ranks(2, "killed", tmp_path)
+    assert status
+    assert not (tmp_path / "iter_0000002").exists()
+    run = make(load=tmp_path, save=tmp_path)
+    assert run.checkpoints.load() == worker.progress(1)
+    run.checkpoints.save(worker.progress(3))
+    names = sorted(entry.name for entry in tmp_path.iterdir() if entry.name != ".lease")
+    assert names == ["iter_0000001", "iter_0000003", TRACKER]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"bf16": None},
+        {"fp16": None, "initial_loss_scale": "4294967296"},  # overflows well beyond the save
+        {"optimizer": "sgd"},
+        {"use_distributed_optimizer": None},
+    ],
+    ids=str,
+)
+def test_a_resumed_run_goes_on_bit_for_bit(
+    make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]
+) -> None:
+    """The same losses, dropout included, and the same end, as without the interruption."""
+    run = make(save=tmp_path, **flags)
+    run.learn(0, 3)
+    run.checkpoints.save(worker.progress(3))
+    losses = run.learn(3, 30)
+    end = run.state()
+    resumed = make(load=tmp_path, **flags)
+    torch.manual_seed(99)
+    assert resumed.checkpoints.load() == worker.progress(3)
+    assert resumed.learn(3, 30) == losses
+    worker.require_equal(resumed.state(), end, "resumed")
+    if "fp16" in flags:
+        assert end["loss scale"] < 2**32
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"bf16": None, "swiglu": None}, {"use_distributed_optimizer": None}], ids=str
+)
+def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
+    make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]
+) -> None:
+    """The run goes on as it would have; without trust one line refuses what holds pickles."""
+    flags = {**flags, "attention_dropout": "0", "hidden_dropout": "0"}  # drawn from other states
+    run = make(**flags)
+    run.learn(0, 3)
+    path = save_as_megatron_lm(run, tmp_path, 3)
+    losses = run.learn(3, 12)
+    with pytest.raises(CheckpointError, match="give --trust-checkpoint if you know") as caught:
+        make(load=tmp_path, **flags).checkpoints.load()
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    assert "\n" not in str(caught.value)
+    resumed = make(load=tmp_path, trust_checkpoint=None, **flags)
+    progress = dataclasses.replace(worker.progress(3), skipped_iterations=0)
+    assert resumed.checkpoints.load() == progress
+    assert resumed.learn(3, 12) == losses
+    worker.require_equal(resumed.state(), run.state(), "resumed")
+    with pytest.raises(CheckpointError, match=r"--ffn-hidden-size is \d+ in the checkpoint and 48"):
+        make(load=tmp_path, trust_checkpoint=None, ffn_hidden_size="48", **flags).checkpoints.load()
+    common = torch.load(path / "common.pt", weights_only=False)
+    torch.save({**common, "evil": Evil(tmp_path / "ran")}, path / "common.pt")
+    with pytest.raises(CheckpointError, match=r"common\.pt cannot be read"):
+        make(load=tmp_path, trust_checkpoint=None, **flags).checkpoints.load()
+    assert not (tmp_path / "ran").exists()
+
+
+class Evil:
+    """Runs a program where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._path}",)
+
+
+def save_as_megatron_lm(run: Any, folder: Path, iteration: int) -> Path:
+    """Saves by megatron-core what Megatron-LM's trainer saves, and returns the folder of it."""
+    config, path = run.config, folder / f"iter_{iteration:07d}"
+    samples = iteration * config.batch.global_batch_size
+    rows = unwrap_model(run.chunks[0]).vocab_size
+    arguments = argparse.Namespace(
+        **{**vars(config.model), **vars(config.parallel), **vars(config.optimizer)},
+        **vars(config.precision),
+        consumed_train_samples=samples,
+        consumed_valid_samples=5,
+        padded_vocab_size=rows,
+        params_dtype=torch.float32,
+        exit_signal=signal.SIGTERM,
+        model_type=ModelType.encoder_or_decoder,
+        data_cache_path=folder,
+    )
+    content = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    model = unwrap_model(run.chunks[0]).sharded_state_dict(metadata=content)
+    whole = {
+        "args": arguments,
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": 10,
+        "model": model,
+        "optimizer": run.optimizer.sharded_state_dict({"model": model}, metadata=content),
+        "opt_param_scheduler": run.scheduler.state_dict(),
+        "rng_state": ShardedObject("rng_state", [{"python": 1}], (1, 1), (0, 0)),
+    }
+    path.mkdir()
+    dist_checkpointing.save(whole, str(path), ("torch_dist", 1), content_metadata=content)
+    (folder / TRACKER).write_text(str(iteration))
+    return path
+
+
+def test_what_is_written_behind_training_is_the_state_of_its_moment(
+    make: Make, worker: Any, tmp_path: Path
+) -> None:
+    losses = make().learn(0, 6)
+    run = make(save=tmp_path, keep_checkpoints=2)
+    assert run.learn(0, 1) == losses[:1]
+    run.checkpoints.save(worker.progress(1), behind=True)
+    assert run.learn(1, 3) == losses[1:3]
+    run.checkpoints.save(worker.progress(3), behind=True)
+    run.checkpoints.save(worker.progress(4), behind=True)  # waits for the one before
+    assert run.learn(3, 6) == losses[3:]
+    run.checkpoints.saver.finish()
+    path = CheckpointFolder(tmp_path).complete_path
+    for iteration in (1, 3, 4):
+        assert run.checkpoints.saver.completed() == (iteration, path(iteration))
+    assert run.checkpoints.saver.completed() is None
+    resumed = make(load=tmp_path, ckpt_step=3)
+    assert resumed.checkpoints.load() == worker.progress(3)
+    assert resumed.learn(3, 6) == losses[3:]
+    assert len(list(tmp_path.glob("iter_*"))) == 2
+
+
+def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
+    make: Make, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that was full for a moment ended the run, and its steps were done again."""
+    folder = tmp_path / "late"
+    run = make(save=folder / "inner")
+    folder.write_text("a file in the way")
+    run.checkpoints.save(worker.progress(1), behind=True)
+    with pytest.raises(CheckpointError, match="iteration 2 was not written to .*Not a directory"):
+        run.checkpoints.save(worker.progress(2), behind=True)
+    (text,) = caplog.messages
+    assert "iteration 1 was not written to" in text
+    assert text.endswith("training waits until that of iteration 2 is there in its place")
+    run.checkpoints.saver.finish()
+
+    run.checkpoints.save(worker.progress(3), behind=True)
+    run.step(1)
+    state = run.state()
+    with pytest.raises(CheckpointError, match="iteration 3 was not written"):
+        run.checkpoints.saver.finish()
+    run.checkpoints.save(worker.progress(4), behind=True)
+    pending = run.checkpoints.saver._pending
+    assert pending is not None
+    pending.join()
+    folder.unlink()
+    path = run.checkpoints.save(worker.progress(5), behind=True)
+    assert path == CheckpointFolder(folder / "inner").complete_path(5)
+    resumed = make(load=folder / "inner")
+    assert resumed.checkpoints.load() == worker.progress(5)
+    worker.require_equal(resumed.state(), state, "resumed")
+
+    assert run.checkpoints.save(worker.progress(6), behind=True) is None
+    assert run.checkpoints.save(worker.progress(7)).is_dir()
+    assert CheckpointFolder(folder / "inner").latest() == 7
+
+
+@pytest.mark.parametrize("flags", [{}, {"save_local": "disk"}], ids=["shared", "local"])
+def test_ranks_that_the_job_went_on_without_save_nothing(
+    make: Make, worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, str]
+) -> None:
+    """A machine that stood still wrote over what the others had done since."""
+    monkeypatch.chdir(tmp_path)
+    saved = tmp_path / "saved"
+    run = make(save=saved, **flags)
+    run.checkpoints.save(worker.progress(1))
+    folder = CheckpointFolder(saved)
+    folder.lease = Lease(saved)
+    folder.lease.claim()
+    others = folder.begin(2)
+    with pytest.raises(CheckpointError, match="was taken over by .* while this job stood still"):
+        run.checkpoints.save(worker.progress(2))
+    run.checkpoints.save(worker.progress(2), behind=True)
+    with pytest.raises(CheckpointError, match="was taken over by .* while this job stood still"):
+        run.checkpoints.saver.finish()
+    assert others.is_dir()
+    assert CheckpointFolder(saved).latest() == 1
+    assert run.local is None or list(run.local._folder.steps()) == [1]
+
+
+def test_saving_starts_no_process(make: Make, worker: Any, tmp_path: Path) -> None:
+    children = Path("/proc/self/task")
+    if not children.exists():
+        pytest.skip("needs /proc")
+
+    def count() -> int:
+        found = 0
+        for task in children.iterdir():
+            with contextlib.suppress(OSError):  # a thread that ended meanwhile
+                found += len((task / "children").read_text().split())
+        return found
+
+    before = count()
+    make(save=tmp_path).checkpoints.save(worker.progress(1))
+    assert count() == before
+
+
+def test_a_folder_without_checkpoint_starts_anew_with_a_warning(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder, why in ((tmp_path, "holds no checkpoint"), (tmp_path / "no", "does not exist")):
+        with caplog.at_level(logging.WARNING):
+            assert make(load=folder).checkpoints.load() is None
+        assert f"--load {folder} {why}: starting from scratch" in caplog.text
+        with pytest.raises(CheckpointError, match=f"{why}: name a folder with one"):
+            make(load=folder, exit_on_missing_checkpoint=None).checkpoints.load()
+
+
+def test_one_of_several_checkpoints_is_chosen(make: Make, worker: Any, saved: Path) -> None:
+    make(save=saved).checkpoints.save(worker.progress(4))
+    assert make(load=saved).checkpoints.load() == worker.progress(4)
+    assert make(load=saved, ckpt_step=2).checkpoints.load() == worker.progress(2)
+    with pytest.raises(CheckpointError, match="iter_0000003 does not exist"):
+        make(load=saved, ckpt_step=3).checkpoints.load()
+
+
+def test_fine_tuning_takes_the_weights_alone(make: Make, saved: Path) -> None:
+    run = make(load=saved, finetune=None, lr="5e-3")
+    before = run.state()
+    assert run.checkpoints.load() == Progress()
+    after = run.state()
+    assert run.scheduler.num_steps == 0
+    assert after["group 0 lr"] == before["group 0 lr"]
+    assert not any("exp_avg" in name for name in after)
+    name = "0.decoder.layers.0.mlp.linear_fc1.weight weight"
+    assert not torch.equal(after[name], before[name])
+
+
+def test_weights_alone_reach_the_main_weights_of_16_bit_training(
+    make: Make, worker: Any, tmp_path: Path
+) -> None:
+    run = make(save=tmp_path, bf16=None, no_save_optim=None)
+    run.step(2)
+    weights = run.state()
+    run.checkpoints.save(worker.progress(2))
+    with pytest.raises(CheckpointError, match="holds no optimizer state"):
+        make(load=tmp_path, bf16=None).checkpoints.load()
+    run = make(load=tmp_path, bf16=None, no_load_optim=None)
+    assert run.checkpoints.load() == worker.progress(2)
+    assert run.scheduler.num_steps == 16
+    for name, value in run.state().items():
+        if name.endswith(" main"):
+            rounded = weights[name.removesuffix("main") + "weight"]
+            assert torch.equal(value, rounded.float())
+
+
+def test_another_schedule_of_the_learning_rate_is_refused_unless_told_which(
+    make: Make, saved: Path
+) -> None:
+    ways = "--override-opt-param-scheduler .* or --use-checkpoint-opt-param-scheduler"
+    with pytest.raises(CheckpointError, match=f"--lr: 0.01 in the checkpoint, 0.02 here.*{ways}"):
+        make(load=saved, lr="2e-2").checkpoints.load()
+    own = make(load=saved, lr="2e-2", override_opt_param_scheduler=None)
+    own.checkpoints.load()
+    other = make(load=saved, lr="2e-2", use_checkpoint_opt_param_scheduler=None)
+    other.checkpoints.load()
+    same = make(load=saved)
+    same.checkpoints.load()
+    assert own.state()["group 0 max_lr"] == torch.tensor(2e-2)
+    assert own.state()["group 0 lr"] > 1.5e-2
+    assert other.state()["group 0 lr"] == same.state()["group 0 lr"]
+    assert other.state()["group 0 max_lr"] == torch.tensor(1e-2)
+
+
+def test_other_padding_of_the_vocabulary_is_told_with_the_way_to_keep_it(
+    make: Make, worker: Any, saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run = make(load=saved, make_vocab_size_divisible_by=128)
+        run.checkpoints.load()
+        assert "has 112 rows in the embedding and this run has 128" in caplog.text
+        assert "--make-vocab-size-divisible-by can keep them" in caplog.text
+        weight = worker.unwrap_model(run.chunks[0]).embedding.word_embeddings.weight
+        assert not weight[112:].any()
+        assert weight[100:112].any()
+        caplog.clear()
+        make(load=saved, make_vocab_size_divisible_by=112).checkpoints.load()
+        assert "rows in the embedding" not in caplog.text
+
+
+def test_another_model_and_damage_are_refused(make: Make, saved: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^--load .*: --num-layers is 4 in the checkpoint"):
+        make(load=saved, num_layers="2").checkpoints.load()
+    with pytest.raises(CheckpointError, match="padded vocabulary is 112 .* 256 here"):
+        make(load=saved, vocab_size="250").checkpoints.load()
+    shard = saved / "iter_0000002" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        make(load=saved).checkpoints.load()
+
+
+def test_a_file_of_the_right_size_and_the_wrong_content_is_refused(make: Make, saved: Path) -> None:
+    for name in ("__0_0.distcp", ".metadata", "common.pt"):
+        file = saved / "iter_0000002" / name
+        content = file.read_bytes()
+        file.write_bytes(bytes(len(content)))
+        with pytest.raises(CheckpointError) as caught:
+            make(load=saved).checkpoints.load()
+        assert "\n" not in str(caught.value)
+        file.write_bytes(content)
+    make(load=saved).checkpoints.load()

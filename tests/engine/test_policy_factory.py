@@ -1,0 +1,127 @@
+"""A cap that counts the positions of unequal microbatches, as the trainer deals and takes them.
+
+``python tests/engine/test_orders.py`` runs four thousand random steps, the tests a tenth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+
+import numpy as np
+import pytest
+
+from megatron.adaptive.data.loader import Batching
+from megatron.adaptive.engine.policy_factory import Orders
+from megatron.adaptive.schedule.microbatch_assignment import Dealer
+from megatron.adaptive.schedule.simulate import run_states
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.unequal_widths import Widths
+from megatron.adaptive.schedule.workload import Link, StageTimes, draw
+
+CASES = {"adaptive": 220, "hinted": 100, "dfc": 40, "bfc": 40}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_no_dealt_step_deadlocks(name: str) -> None:
+    run_random(name, CASES[name])
+
+
+def run_random(name: str, cases: int) -> None:
+    """Runs random steps: documents, packed or padded, dealt, in a pipeline with the least cap."""
+    rng = random.Random(name)
+    for case in range(cases):
+        placement = Placement(
+            num_ranks=rng.randint(1, 6),
+            num_chunks=rng.choice([1, 2, 2, 3]),
+            kind=rng.choice(["loop", "v"]),
+        )
+        replicas, pack_to = rng.randint(1, 3), rng.choice([None, 4096, 9000])
+        batching = Batching(micro_batch_size=rng.randint(1, 3), pack_to=pack_to, replicas=replicas)
+        count = replicas * batching.micro_batch_size * rng.randint(1, 9)
+        spread = rng.choice([0.0, 0.8, 2.0])
+        lengths = [min(4096, 1 + int(rng.lognormvariate(6, spread))) for _ in range(count)]
+        rows = [[lengths[n] for n in row] for row in batching.plan(lengths)]
+        dealer = Dealer("lengths", replicas=replicas, ranks=placement.num_ranks, pair=1e-3)
+        dealt = dealer.deal([batching.size_of(row) for row in rows])
+        pieces, cap = rng.choice([0, 1, 4]), rng.choice([None, 1.0, rng.uniform(1, 4)])
+        for own in dealt:
+            sizes = [batching.size_of(rows[n])[0] for n in own]
+            orders = [
+                Orders(
+                    schedule=name,
+                    placement=placement,
+                    pp_rank=rank,
+                    cap=cap,
+                    splits=pieces > 0,
+                    pieces=pieces,
+                    beside=case % 4 == 0,
+                )
+                for rank in range(placement.num_ranks)
+            ]
+            for one in orders:
+                one.use(dataclasses.replace(one.candidate(len(own)), shares=case % 3 > 0))
+            states = [one.state(len(own), forward_only=False, sizes=sizes) for one in orders]
+            largest = max(sizes) / statistics.fmean(sizes)
+            wanted = orders[0].candidate(len(own)).cap
+            assert wanted is not None
+            assert {state.cap for state in states} == {max(wanted, largest)}
+            times = StageTimes(
+                forward_s=tuple(rng.uniform(0, 2) for _ in range(placement.num_stages)),
+                backward_s=tuple(rng.uniform(0, 4) for _ in range(placement.num_stages)),
+                weight_s=tuple(rng.uniform(0, 2) for _ in range(placement.num_stages)),
+            )
+            workload = draw(
+                placement,
+                len(own),
+                times,
+                seed=case,
+                action_sigma=0.4,
+                latency_sigma=1.0,
+                link=Link(latency_s=rng.choice([0.0, 0.5, 5.0])),
+            )
+            scaled = workload.durations_ps * np.array(sizes) / statistics.fmean(sizes)
+            result = run_states(
+                states,
+                [one.policy(len(own), forward_only=False) for one in orders],
+                dataclasses.replace(workload, durations_ps=scaled.astype(np.int64)),
+                compiled=True,
+            )
+            assert result.num_actions == sum(state.num_actions for state in states)
+            assert max(result.peak_units) <= max(wanted, largest) * (1 + 1e-6) + 1e-3
+
+
+def test_equal_sizes_change_nothing() -> None:
+    orders = Orders(
+        schedule="adaptive", placement=Placement(num_ranks=2, num_chunks=2, kind="v"), pp_rank=1
+    )
+    plain = orders.state(6, forward_only=False)
+    assert orders.state(6, forward_only=False, sizes=[70.0] * 6).numbers == plain.numbers
+    assert orders.state(6, forward_only=True, sizes=[70.0] * 5 + [2.0]).cap is None
+
+
+def test_channels_take_the_short_ones_that_fill_the_cap() -> None:
+    placement = Placement(num_ranks=4, num_chunks=1, kind="loop")
+    orders = Orders(schedule="adaptive", placement=placement, pp_rank=0, cap=6.0)
+    assert orders.inputs_in_flight(32) == 6
+    assert orders.inputs_in_flight(32, smallest=0.5) == 12
+    assert orders.inputs_in_flight(8, smallest=0.5) == 8
+
+
+def test_channels_hold_what_the_hungriest_rank_of_unequal_stages_keeps() -> None:
+    def inputs_in_flight(count: int, schedule: str = "adaptive", cap: float | None = None) -> int:
+        placement, widths = Placement(num_ranks=2, num_chunks=1), Widths((1, 2))
+        orders = Orders(schedule=schedule, placement=placement, pp_rank=0, cap=cap, widths=widths)
+        return orders.inputs_in_flight(count)
+
+    assert inputs_in_flight(4) == 4
+    assert inputs_in_flight(100) == 5
+    assert inputs_in_flight(100, cap=2) == 2
+    assert inputs_in_flight(100, "gpipe") == 100
+
+
+if __name__ == "__main__":
+    for policy, number in CASES.items():
+        run_random(policy, 10 * number)
+        print(f"{policy}: {10 * number} steps, no deadlock, no cap exceeded", flush=True)

@@ -1,0 +1,91 @@
+"""Ranks that cannot meet end with one line that says why, within a limited time."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.engine.rendezvous import MeetingError, meet, no_rendezvous
+from megatron.adaptive.errors import ConfigError, TransportError
+
+from ..multiprocess.launch import free_port
+
+LIMIT = datetime.timedelta(seconds=60)
+
+
+def place(
+    rank: int, port: int, host: str = "127.0.0.1", *, size: int = 2, s: int = 1
+) -> Environment:
+    return Environment.read(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "MEGATRON_ADAPTIVE_MEETING_S": str(s),
+        }
+    )
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Gives a port at which a program listens that never says anything."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield int(listener.getsockname()[1])
+
+
+def refusal(own: Environment) -> str:
+    """Returns the line of a rank that did not meet the others."""
+    with pytest.raises((MeetingError, dist.DistError, ValueError)) as caught:
+        meet(own, LIMIT)
+    error = no_rendezvous(own, caught.value)
+    assert isinstance(error, TransportError)
+    assert "\n" not in str(error)
+    return str(error)
+
+
+def test_a_name_that_does_not_resolve_is_said() -> None:
+    for rank in (0, 1):
+        text = refusal(place(rank, free_port(), "no-such-host.invalid"))
+        assert "no-such-host.invalid" in text
+        assert "does not resolve" in text
+
+
+def test_a_port_where_nobody_listens_is_said() -> None:
+    port = free_port()
+    assert f"127.0.0.1:{port} (after 1 s: nobody listens there" in refusal(place(1, port))
+
+
+@pytest.mark.timeout(90)
+def test_a_silent_program_at_the_port_is_no_store(silent_port: int) -> None:
+    assert "it is no store of torch" in refusal(place(1, silent_port))
+
+
+def test_ranks_with_different_ports_are_named() -> None:
+    text = refusal(place(0, free_port(), size=3))
+    assert "1 of 3 ranks came within 1 s, not rank 1, 2" in text
+    assert "MASTER_PORT" in text
+
+
+def test_ranks_that_come_one_after_another_meet() -> None:
+    port = free_port()
+    stores = []
+    late = threading.Timer(0.5, lambda: stores.append(meet(place(0, port, s=30), LIMIT)))
+    late.start()
+    own = meet(place(1, port, s=30), LIMIT)
+    late.join()
+    own.set("word", "from rank 1")
+    assert stores[0].get("word") == b"from rank 1"
+    assert own.timeout == LIMIT
+
+
+def test_a_world_beyond_any_machine_is_refused() -> None:
+    for size in (10**18, int("9" * 40)):
+        with pytest.raises(ConfigError, match="WORLD_SIZE is .*: it must be a whole number from"):
+            place(0, 1, size=size)

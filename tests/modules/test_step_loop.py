@@ -1,0 +1,221 @@
+"""``Pipeline.loop`` in one process: where it begins, when it saves and ends, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.checkpoint.folder import PipelineFolder
+from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.modules import Pipeline
+from megatron.adaptive.modules.sizes import JobEnded
+from megatron.adaptive.trace.status_files import PROGRESS_NAME
+
+from .models import Training, batch_of
+
+
+def train(pipeline: Pipeline, at: int, do: Callable[[], object], **options: Any) -> None:
+    """Train nine steps, and do something after one of them."""
+    for step in pipeline.loop(9, **options):
+        pipeline.step(batch_of(step))
+        if step == at:
+            do()
+
+
+def fail() -> None:
+    raise KeyError
+
+
+def test_it_goes_on_where_it_was_with_the_same_losses(trained: Any, tmp_path: Path) -> None:
+    whole = trained()
+    whole.run(6, None)
+    assert list(whole.losses) == [0, 1, 2, 3, 4, 5]
+    first = trained()
+    with pytest.raises(KeyError):  # nothing is saved of the step after which it came
+        train(first.pipeline, 2, fail, folder=tmp_path, save_interval=1, keep=2)
+    assert sorted(one.name for one in tmp_path.iterdir() if one.name != ".lease") == [
+        "step_00000001",
+        "step_00000002",
+    ]
+    other = trained()
+    with pytest.raises(CheckpointError, match="no state of 'scheduler'"):
+        other.run(6, tmp_path)
+    begun = trained()
+    begun.run(3, tmp_path / "own", save_interval=2)
+    later = trained()
+    later.run(6, tmp_path / "own")
+    assert begun.losses | later.losses == whole.losses
+    assert list(later.losses) == [3, 4, 5]
+    assert later.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"] == 0.025
+    done = trained()
+    done.run(6, tmp_path / "own")
+    assert done.losses == {}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of the step that it was taken at, and not there before it is complete."""
+    whole, gate, commit = trained(), threading.Event(), PipelineFolder.commit
+    whole.run(7, None)
+
+    def late(self: PipelineFolder, step: int, *given: Any) -> Path:
+        assert gate.wait(60.0)
+        return commit(self, step, *given)
+
+    monkeypatch.setattr(PipelineFolder, "commit", late)
+    folder = tmp_path / "checkpoints"
+    begun, seen = trained(), []
+
+    def look(step: int) -> None:
+        if step == 3:  # that of step 2 is under way, and its weights have changed since
+            seen.extend(one.name for one in folder.glob("step_*"))
+            gate.set()
+
+    begun.run(9, folder, save_interval=2, keep=2, async_save=True, before=look, last=7)
+    begun.pipeline.close()  # waits for the last one
+    assert seen == []
+    assert sorted(one.name for one in folder.iterdir() if one.name != ".lease") == [
+        "step_00000004",
+        "step_00000006",
+    ]
+    for step in (4, 6):
+        later = trained()
+        later.pipeline.load(folder, step=step, state=later.state)
+        losses = [later.pipeline.step(batch_of(step))[0]]
+        assert losses == [whole.losses[step]]
+
+
+def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with the next start, where shared storage was not there before."""
+    whole, outer = trained(), tmp_path / "outer"
+    whole.run(6, None)
+    one = trained()
+    outer.touch()  # no folder can be made in it
+    folders: dict[str, Any] = {"folder": outer / "saved", "local_folder": tmp_path / "disk"}
+    with pytest.raises(CheckpointError, match="iteration 3 was not copied to .*Not a directory"):
+        one.run(3, save_interval=2, **folders)
+    one.pipeline.close()  # tries once more
+    (own,) = (tmp_path / "disk").glob("saved-*/*")
+    assert sorted(path.name for path in own.iterdir()) == ["iter_0000002", "iter_0000003"]
+    outer.unlink()
+    later = trained()
+    later.run(6, **folders)
+    said = capsys.readouterr().out
+    assert "going on with the copy of iteration 3" in said
+    assert said.count("saved checkpoint from iteration       6") == 1
+    assert one.losses | later.losses == whole.losses
+    assert list(later.losses) == [3, 4, 5]
+    assert max(PipelineFolder(outer / "saved").steps()) == 6
+    other = tmp_path / "other"  # which is not where those of the loop go
+    assert later.pipeline.save(other) == other / "step_00000006"
+
+
+def test_a_nodes_disk_that_cannot_be_written_is_passed_by(
+    trained: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, disk, folder = trained(), tmp_path / "disk", tmp_path / "checkpoints"
+    disk.touch()
+    one.run(3, folder, local_folder=disk)
+    assert sorted(PipelineFolder(folder).steps()) == [3]
+    assert f"{disk}: " in caplog.text
+    assert f"the checkpoint of iteration 3 goes to {folder} at once" in caplog.text
+    with pytest.raises(ConfigError, match="local_folder x is where .* give Pipeline.loop folder"):
+        trained().run(3, None, local_folder="x")
+
+
+def test_a_signal_saves_and_ends_the_program(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, handler = trained(), signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(JobEnded) as ended:
+        train(one.pipeline, 3, lambda: os.kill(os.getpid(), signal.SIGUSR1), folder=tmp_path)
+    assert ended.value.code == 0
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".lease"] == ["step_00000004"]
+    said = capsys.readouterr().out
+    assert "successfully saved checkpoint from iteration       4" in said
+    assert "training ends: signal SIGUSR1" in said
+    assert signal.getsignal(signal.SIGUSR1) == handler
+
+
+def test_what_would_lose_or_repeat_samples_is_refused(trained: Any, tmp_path: Path) -> None:
+    one = trained()
+    steps = one.pipeline.loop(9, folder=tmp_path)
+    with pytest.raises(ConfigError, match="outside of the steps"):
+        one.pipeline.step(batch_of(0))
+    assert next(steps) == 0
+    with pytest.raises(ConfigError, match=r"has 4: give Pipeline.step pipeline.share"):
+        one.pipeline.step(batch_of(0, 8))
+    one.pipeline.step(batch_of(0))
+    with pytest.raises(ConfigError, match="called twice in step 0"):
+        one.pipeline.step(batch_of(0))
+    assert next(steps) == 1
+    with pytest.raises(ConfigError, match="step 1 of Pipeline.loop was not trained"):
+        next(steps)
+    with pytest.raises(ConfigError, match="one loop has all steps"):
+        one.pipeline.loop(9)
+    saved = trained()
+    saved.run(1, tmp_path / "own")
+    with pytest.raises(CheckpointError, match="its steps are of 4 samples, those of the script"):
+        trained(8).run(2, tmp_path / "own")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"total_steps": -1}, "total_steps -1: give a whole number from 0 on"),
+        ({"total_steps": 1, "save_interval": 0}, "save_interval 0"),
+        ({"total_steps": 1, "keep": 1.5}, "keep 1.5"),
+        ({"total_steps": 1, "state": {"x": 3}}, r"state\['x'\] is a int"),
+    ],
+)
+def test_settings_that_are_none_are_refused(
+    options: dict[str, Any], said: str, trained: Any
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trained().pipeline.loop(**options)
+
+
+def test_a_job_tells_where_to_save_and_hears_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = {
+        "checkpoints": str(tmp_path / "c"),
+        "progress": str(tmp_path / "p"),
+        "model": str(tmp_path / "model.json"),
+        "epoch": 1,
+        "signature": "",
+        "pipeline_size": 0,
+        "replicas": 0,
+        "micro_batch_size": 0,
+        "partition": [],
+    }
+    monkeypatch.setenv("MEGATRON_ADAPTIVE_JOB", json.dumps(order))
+    with pytest.raises(JobEnded) as ended:
+        Training()
+    assert ended.value.code == 79
+    signature = json.loads((tmp_path / "model.json").read_text())["signature"]
+    order |= {"signature": signature, "pipeline_size": 1, "replicas": 1, "micro_batch_size": 2}
+    monkeypatch.setenv("MEGATRON_ADAPTIVE_JOB", json.dumps({**order, "partition": [2]}))
+    one = Training()
+    try:
+        assert one.pipeline.partition == (2,)
+        with pytest.raises(ConfigError, match="outside of Pipeline.loop"):
+            one.pipeline.step(batch_of(0))
+        one.run(3, tmp_path / "unused", save_interval=2)
+        lines = [json.loads(line) for line in (tmp_path / "p" / PROGRESS_NAME).open()]
+        assert lines[0]["total_iterations"] == 3
+        assert {line["saved"] for line in lines if "saved" in line} == {2, 3}
+        assert lines[-1]["ended"] == "all iterations are done"
+        assert not (tmp_path / "unused").exists()
+    finally:
+        one.pipeline.close()

@@ -1,0 +1,197 @@
+"""The shape of a job whose processes are there: against every shape there is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
+from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.job_shape import Running, choose_option, least_largest
+from megatron.adaptive.planner.model_description import LayerKind, Model, Precision
+from megatron.adaptive.planner.plan import Plan, place_ranks
+from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
+
+FAST = LinkSpeed(bytes_per_s=1e10, latency_s=1e-6)
+
+
+def partitions(count: int, stages: int) -> list[tuple[int, ...]]:
+    every = itertools.product(range(1, count + 1), repeat=stages)
+    return [one for one in every if sum(one) == count]
+
+
+def test_the_largest_stage_is_the_least_possible_and_squares_break_ties() -> None:
+    dice = random.Random(7)
+    for _ in range(60):
+        count, stages = dice.randint(2, 7), dice.randint(1, 4)
+        costs = []
+        for _ in range(min(stages, count)):
+            weights = [dice.randint(0, 6) for _ in range(count)]
+            table = np.full((count + 1, count + 1), np.inf)
+            for begin, end in itertools.combinations(range(count + 1), 2):
+                if dice.random() > 0.15:
+                    table[begin, end] = sum(weights[begin:end])
+            costs.append(table)
+
+        def value(partition: Any, costs: Any = costs) -> tuple[float, float]:
+            ends = list(itertools.accumulate(partition))
+            parts = [c[e - p, e] for c, p, e in zip(costs, partition, ends, strict=True)]
+            return max(parts), sum(one * one for one in parts)
+
+        best = min(value(one) for one in partitions(count, len(costs)))
+        found = least_largest(costs)
+        if best[0] == np.inf:
+            assert found is None
+        else:
+            assert found is not None
+            assert value(found) == pytest.approx(best)
+
+
+def job(
+    *,
+    pieces: int = 6,
+    gpus: tuple[int, ...] = (4,),
+    memory: float = 1e12,
+    batch: int = 16,
+    schedule: str = "1f1b",
+    parameters: float = 1e6,
+    slow: dict[str, float] | None = None,
+    chunks: int = 1,
+) -> Running:
+    """A job on nodes of so many GPUs; microbatches of 1 take longer than half of those of 2."""
+    kinds = [
+        LayerKind(
+            name=f"cut-{n}", parameters=parameters, output_elements=1000.0,
+            activation_bytes=1e4, workspace_bytes=1e3 * n,
+        )
+        for n in range(pieces)
+    ]  # fmt: skip
+    model = Model(
+        name="pieces",
+        kinds={one.name: one for one in kinds},
+        layers=tuple(one.name for one in kinds),
+        precision=Precision.named("fp32"),
+    )
+    names = [f"type{number}" for number in range(len(gpus))]
+    layers = {
+        (kind.name, name, 1, size): LayerTimes(
+            forward_s=(slow or {}).get(name, 1.0) * 1e-4 * (1 + number % 3) * (size + 1),
+            backward_input_s=(slow or {}).get(name, 1.0) * 2e-4 * (1 + number % 3) * (size + 1),
+            kept_bytes=1e4 * size,
+        )
+        for number, kind in enumerate(kinds)
+        for name in names
+        for size in (1, 2, 4)
+    }
+    groups = tuple(
+        NodePool(
+            type=NodeType(name=name, gpu=name, gpus=count, memory_bytes=memory, intra=FAST), count=1
+        )
+        for name, count in zip(names, gpus, strict=True)
+    )
+    profile = Profile(layers=layers)
+    return Running(
+        model=model, cluster=Cluster(groups=groups, network=FAST), order=tuple(range(len(gpus))),
+        batch=batch, schedule=schedule, chunks=chunks, whole=profile, split=None,
+    )  # fmt: skip
+
+
+def seconds_of(running: Running, size: int, micro_batch: int, partition: tuple[int, ...]) -> float:
+    dp = running.cluster.num_gpus // size
+    places = place_ranks(
+        running.cluster, running.order, tp=1, dp=dp, pp=size, micro_batch=micro_batch
+    )
+    plan = Plan(
+        tp=1, dp=dp, pp=size, micro_batch=micro_batch, global_batch=running.batch,
+        partition=partition, places=places, schedule=running.schedule,
+    )  # fmt: skip
+    return predict(plan, PlanInputs(running.model, running.cluster, running.whole)).seconds
+
+
+@pytest.mark.parametrize("batch", [4, 12, 16])
+def test_no_shape_with_balanced_stages_is_faster(batch: int) -> None:
+    running = job(batch=batch)
+    found = choose_option(running, most=4)
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    best = found[0]
+    assert best.seconds == pytest.approx(
+        seconds_of(running, best.pipeline_size, best.micro_batch_size, best.partition)
+    )
+    for size, micro_batch in itertools.product((1, 2, 4), (1, 2, 3, 4)):
+        if batch % (4 // size * micro_batch):
+            continue
+        only = choose_option(running, pipeline_sizes=(size,), micro_batches=(micro_batch,))
+        assert only[0].seconds >= best.seconds
+        assert (only[0].pipeline_size, only[0].micro_batch_size) == (size, micro_batch)
+
+
+def test_memory_is_a_limit() -> None:
+    whole = choose_option(job(parameters=1e8), pipeline_sizes=(1,), micro_batches=(1,))[0]
+    # Six pieces of 1.6 GB with Adam.
+    assert whole.needed_bytes == pytest.approx(6 * 1.6e9, rel=1e-2)
+    limit = whole.needed_bytes * 0.6
+    found = choose_option(job(parameters=1e8, memory=limit), most=4)
+    assert all(one.pipeline_size > 1 and one.needed_bytes <= limit for one in found)
+    less = choose_option(job(parameters=1e8, memory=3.3e9), most=4)
+    assert {one.pipeline_size for one in less} == {4}
+    assert max(less[0].partition) == 2
+
+
+def test_a_stage_that_keeps_much_gets_fewer_pieces() -> None:
+    # With 8 microbatches of 1, the first rank of 1F1B holds two, the second one.
+    running = job(gpus=(2,), batch=8, parameters=0.0, memory=1.01e5)
+    best = choose_option(running, pipeline_sizes=(2,), micro_batches=(2,))[0]
+    assert best.fits
+    assert best.partition[0] * 2 * 2e4 <= 1.01e5
+    assert best.partition[0] < best.partition[1]
+
+
+def test_a_lower_cap_of_a_rule_needs_less() -> None:
+    running = job(schedule="adaptive", parameters=0.0)
+    sizes: dict[str, Any] = {"pipeline_sizes": (4,), "micro_batches": (1,)}
+    free = choose_option(running, **sizes)[0]
+    capped = choose_option(replace(running, cap=2.0), **sizes)[0]
+    assert capped.needed_bytes < free.needed_bytes / 2
+
+
+def test_slow_nodes_get_less() -> None:
+    running = job(gpus=(2, 2), slow={"type1": 3.0})
+    best = choose_option(running, pipeline_sizes=(2,), micro_batches=(1,))[0]
+    assert best.partition[0] > best.partition[1]
+    turned = choose_option(replace(running, order=(1, 0)), pipeline_sizes=(2,), micro_batches=(1,))[
+        0
+    ]
+    assert turned.partition[0] < turned.partition[1]
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved", "adaptive"])
+def test_every_schedule_has_a_shape(schedule: str) -> None:
+    running = job(schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
+    found = choose_option(running, pipeline_sizes=(2,), most=4)
+    assert len(found[0].partition) == running.placement(2).num_stages
+    assert found[0].fits
+    assert str(found[0]).startswith("2 pipelines of 2 processes, microbatches of")
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted", "words"),
+    [
+        ({"batch": 2}, {"pipeline_sizes": (1,)}, ["2 samples", "4 processes", "pipeline_size"]),
+        ({"pieces": 3}, {"pipeline_sizes": (4,)}, ["3 segments", "mark more cut points"]),
+        ({"memory": 1e6}, {}, ["fits into memory", "0.001 GB", "smaller batch_size"]),
+    ],
+)
+def test_what_is_impossible_is_named(
+    options: dict[str, Any], wanted: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as told:
+        choose_option(job(**options), most=4, **wanted)
+    for word in words:
+        assert word in str(told.value)
+    assert "\n" not in str(told.value)

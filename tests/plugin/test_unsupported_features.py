@@ -1,0 +1,181 @@
+"""What is refused of a model, with its line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive import accelerator
+from megatron.adaptive.errors import ConfigError
+
+accelerator.install()
+
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron.adaptive.plugin.settings import Settings  # noqa: E402
+from megatron.adaptive.plugin.unsupported_features import check_model, why_not_by_default  # noqa: E402
+
+from ..engine.te_layers import TELinear  # noqa: E402
+
+
+class Chunk(torch.nn.Module):
+    """A model chunk as far as its kind goes."""
+
+    def __init__(self, kind: Any = ModelType.encoder_or_decoder, **attributes: Any) -> None:
+        super().__init__()
+        self.model_type = kind
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+class FullyShardedDataParallel(Chunk):
+    """As far as its name goes."""
+
+
+def configuration(**changes: Any) -> Any:
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def check(config: Any = None, *chunks: Any, replicas: int = 1, **settings: Any) -> None:
+    check_model(
+        config or configuration(), chunks or [Chunk()], Settings(**settings), replicas=replicas
+    )
+
+
+def test_weights_in_parts() -> None:
+    with pytest.raises(
+        ConfigError, match="^gtp_weight_remat_size=2 of the model: parts of weights"
+    ):
+        check(configuration(gtp_weight_remat_size=2))
+
+
+def test_groups_of_another_job_than_ours() -> None:
+    line = "^chunk 0 was built with a pipeline group that is not parallel_state's"
+    with pytest.raises(ConfigError, match=line):
+        check(None, Chunk(pg_collection=SimpleNamespace(pp=None)))
+
+
+def test_what_is_not_refused() -> None:
+    check()
+    check(configuration(fp8="hybrid", fp8_recipe="delayed"))
+    check(configuration(fp8="hybrid", fp8_recipe="delayed"), replicas=2, schedule="1f1b")
+    check(configuration(fp8="hybrid", fp8_recipe="tensorwise"), replicas=2)
+    check(configuration(variable_seq_lengths=True, deallocate_pipeline_outputs=True))
+    check(configuration(recompute_granularity="full"), schedule="varuna")
+    check(configuration(num_moe_experts=8, expert_model_parallel_size=4), replicas=4)
+    check(None, Chunk(), Chunk(), schedule="interleaved")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("cuda_graph_impl", "local", "a CUDA graph replays the order it was captured in"),
+        ("hybrid_context_parallel", True, "it has a loop of its own"),
+        (
+            "delay_wgrad_compute",
+            True,
+            "weight gradients are the engine's to delay, see split_backward",
+        ),
+    ],
+)
+def test_parts_of_megatron_cores_own_loop(name: str, value: Any, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(configuration(**{name: value}))
+    assert str(caught.value) == (
+        f"{name}={value} of the model: {reason}; turn it off or use schedule megatron"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "schedule", "reason"),
+    [
+        ({}, "1f1b", "schedule 1f1b needs .*in the others no action begins beside another"),
+        ({"moe_token_dispatcher_type": "flex"}, "adaptive", "flex needs .*cannot be left"),
+        ({"recompute_modules": ["moe"]}, "adaptive", "layers of experts recomputed"),
+    ],
+)
+def test_exchanges_that_nothing_can_hide(
+    changes: dict[str, Any], schedule: str, reason: str
+) -> None:
+    asked = {"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "alltoall"}
+    check(configuration(**asked))
+    with pytest.raises(ConfigError, match=f"^(--)?overlap.moe.expert.parallel.comm .*{reason}"):
+        check(configuration(**{**asked, **changes}), schedule=schedule)
+
+
+def test_delayed_scaling_across_replicas() -> None:
+    with pytest.raises(ConfigError, match="^fp8_recipe=delayed .* schedule adaptive and 2 data-p"):
+        check(configuration(fp8="hybrid", fp8_recipe="delayed"), replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "line"),
+    [
+        (
+            Chunk(SimpleNamespace(name="encoder_and_decoder")),
+            "model type encoder_and_decoder of chunk 0: one tensor goes from stage to stage here",
+        ),
+        (Chunk(add_encoder=True), "chunk 0 is a Chunk, an encoder with a decoder: one tensor goes"),
+        (Chunk(modality_submodules={}), "chunk 0 is a Chunk, a model of several modalities: one"),
+        (FullyShardedDataParallel(), "chunk 0 is a FullyShardedDataParallel: replicas gather"),
+    ],
+)
+def test_models(chunk: Any, line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        check(None, chunk)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "settings", "line"),
+    [
+        (
+            1,
+            {"schedule": "breadth-first"},
+            "--pipeline-schedule breadth-first with .*-rank 1 needs",
+        ),
+        (3, {"schedule": "zb-h1"}, "--pipeline-schedule zb-h1 with .*-rank 3 needs"),
+        (
+            1,
+            {"schedule": "varuna"},
+            "--pipeline-schedule varuna needs --recompute-granularity full: it",
+        ),
+    ],
+)
+def test_schedules(chunks: int, settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        check(None, *[Chunk() for _ in range(chunks)], **settings)
+
+
+def test_a_model_that_was_built_in_another_placement() -> None:
+    line = "^the model's chunks lie in a loop, and schedule hinted was given with placement v: call"
+    with pytest.raises(ConfigError, match=line):
+        check(
+            configuration(pipeline_model_parallel_size=2),
+            *(Chunk(), Chunk()),
+            schedule="hinted",
+            placement="v",
+        )
+
+
+def test_where_splitting_may_cost_more_than_it_gains() -> None:
+    def why(config: Any, *chunks: Any, replicas: int = 2) -> str | None:
+        return why_not_by_default(config, chunks, replicas=replicas)
+
+    overlapped = configuration(no_sync_func=[])
+    assert why(configuration()) is None
+    assert why(overlapped, replicas=1) is None
+    assert why(overlapped) == "gradients are reduced while the last backward still runs"
+    full = configuration(recompute_granularity="full")
+    assert why(full) == "full recomputation keeps less than weight gradients need"
+    config = configuration()
+    layer = TELinear(2, 2, config=config, bias=True, skip_bias_add=True)
+    assert why(config, Chunk(layer=layer)) == (
+        "layers of Transformer Engine may keep gathered inputs"
+    )

@@ -1,0 +1,75 @@
+"""Names: what is known, and that an unknown name lists it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.catalog import (
+    is_rule,
+    make_policies,
+    make_schedule,
+    placement_for,
+    policy_names,
+    schedule_names,
+    splits_backward,
+)
+from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
+
+STATIC = (
+    "1f1b",
+    "breadth-first",
+    "combined-1f1b",
+    "dualpipe-v",
+    "forward-only",
+    "gpipe",
+    "interleaved",
+    "interleaved-zb",
+    "v-half",
+    "varuna",
+    "zb-h1",
+    "zb-v",
+)
+
+
+def test_names() -> None:
+    assert schedule_names() == STATIC
+    rules = set(policy_names()) - set(STATIC)
+    assert rules >= {"adaptive", "bfc", "dfc"}
+    assert policy_names() == tuple(sorted((*STATIC, *rules)))
+    assert all(is_rule(name) and not splits_backward(name) for name in rules)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "num_chunks"),
+    [
+        ("1f1b", "loop", 1),
+        ("zb-h1", "loop", 1),
+        ("varuna", "loop", 1),
+        ("zb-v", "v", 2),
+        ("v-half", "v", 2),
+        ("dualpipe-v", "v", 2),
+        ("combined-1f1b", "loop", 3),
+        ("interleaved", "loop", 3),
+        ("breadth-first", "loop", 3),
+        ("gpipe", "loop", 3),
+        ("adaptive", "loop", 3),
+    ],
+)
+def test_placements(name: str, kind: PlacementKind, num_chunks: int) -> None:
+    expected = Placement(num_ranks=4, num_chunks=num_chunks, kind=kind)
+    assert placement_for(name, 4, 3) == expected
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    placement = Placement(num_ranks=2, num_chunks=1)
+    with pytest.raises(ScheduleError, match=f"'2f2b'.*{', '.join(STATIC)}"):
+        make_schedule("2f2b", placement, 4)
+    for ask in (
+        lambda: make_policies("greedy", placement, 4),
+        lambda: placement_for("greedy", 2, 1),
+        lambda: splits_backward("greedy"),
+        lambda: is_rule("greedy"),
+    ):
+        with pytest.raises(ScheduleError, match="unknown policy 'greedy'.*1f1b, adaptive, bfc"):
+            ask()

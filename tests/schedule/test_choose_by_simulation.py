@@ -1,0 +1,155 @@
+"""The choice of ``auto``: rules where they gain, fixed orders where not, within memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule import choose_by_simulation
+from megatron.adaptive.schedule.catalog import make_candidate
+from megatron.adaptive.schedule.choose_by_simulation import (
+    ScheduleChoice,
+    candidates,
+    choose,
+    evaluate,
+)
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
+from tests.multiprocess.launch import wait_until
+
+
+def pick(
+    *,
+    sigma: float = 0.0,
+    most: float = 32.0,
+    chunks: int = 2,
+    splittable: bool = True,
+    until_s: float = math.inf,
+) -> ScheduleChoice:
+    times = StageTimes.equal(4 * chunks, forward_s=0.01, backward_s=0.01, weight_s=0.01)
+    return choose(
+        StageProfile(times=times, action_sigma=sigma),
+        placement=Placement(num_ranks=4, num_chunks=chunks, kind="v" if chunks == 2 else "loop"),
+        num_microbatches=16,
+        most=most,
+        splittable=splittable,
+        until_s=until_s,
+    )
+
+
+def test_quiet_stages_get_the_best_fixed_order() -> None:
+    choice = pick()
+    assert choice.best.name == "zb-v"
+    assert "auto takes zb-v" in choice.reason
+
+
+def test_under_jitter_a_rule_with_split_backwards_wins() -> None:
+    choice = pick(sigma=0.4)
+    assert choice.best.name in ("adaptive", "hinted")
+    assert choice.best.weight_pieces > 0
+    assert "best fixed order dualpipe-v" in choice.reason
+    assert "spread of an action 0.40" in choice.reason
+
+
+def test_lengths_are_part_of_the_choice() -> None:
+    times = StageTimes.equal(8, forward_s=0.01, backward_s=0.01, weight_s=0.01)
+    factors = tuple(4.0 if at % 5 == 0 else 0.5 for at in range(16))
+    choice = choose(
+        StageProfile(times=times, microbatch_factors=(factors,)),
+        placement=Placement(num_ranks=4, num_chunks=2, kind="v"),
+        num_microbatches=16,
+        most=6.0,
+        splittable=True,
+    )
+    assert choice.best.name in ("adaptive", "hinted")
+    assert "the longest microbatch takes 4 times" in choice.reason
+    tried = {(o.candidate.name, o.candidate.shares) for o in choice.outcomes}
+    assert {("adaptive", True), ("adaptive", False), ("zb-v", True)} <= tried
+
+
+def test_little_memory_is_kept() -> None:
+    for most in (2.5, 4.0):
+        choice = pick(sigma=0.3, most=most)
+        chosen = next(o for o in choice.outcomes if o.candidate == choice.best)
+        assert chosen.peak_units <= most
+    assert pick(sigma=0.0, most=4.0).best.name == "zb-v"
+
+
+def test_whole_backwards_where_they_cannot_be_split() -> None:
+    choice = pick(sigma=0.3, splittable=False)
+    assert all(outcome.candidate.weight_pieces == 0 for outcome in choice.outcomes)
+
+
+def test_time_ends_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = []
+
+    def evaluate_slowly(*given: Any) -> choose_by_simulation.CandidateOutcome:
+        outcome = evaluate(*given)
+        simulated.append(outcome.candidate)
+        wait_until(lambda: time.monotonic() >= until_s or len(simulated) < 3, lambda: "", 60.0)
+        return outcome
+
+    monkeypatch.setattr(choose_by_simulation, "evaluate", evaluate_slowly)
+    until_s = time.monotonic() + 5.0
+    choice = pick(until_s=until_s)
+    assert len(choice.outcomes) == len(simulated) == 3
+    assert choice.best in simulated
+    assert choice.reason.endswith("; the time limit ended the simulation of others")
+    with pytest.raises(ScheduleError, match="no schedule was simulated in time"):
+        pick(until_s=time.monotonic())
+
+
+def test_one_chunk_has_its_own_schedules() -> None:
+    found = candidates(Placement(num_ranks=4, num_chunks=1), 16, most=8.0, splittable=True)
+    assert {"1f1b", "zb-h1", "adaptive", "hinted"} == {c.name for c in found}
+
+
+def test_no_memory_at_all_is_an_error() -> None:
+    with pytest.raises(ScheduleError, match="memory for 0.5 microbatches"):
+        pick(most=0.5)
+
+
+EQUAL = StageProfile(times=StageTimes.equal(8, forward_s=0.5, backward_s=0.5, weight_s=0.5))
+
+
+def test_what_a_name_stands_for() -> None:
+    adaptive = make_candidate("adaptive", 4, 2, 16)
+    assert adaptive.placement == Placement(num_ranks=4, num_chunks=2, kind="v")
+    assert (adaptive.weight_pieces, adaptive.cap) == (4, 6.0)
+    assert str(adaptive) == "adaptive (v, 2 chunks, W in 4, cap 6)"
+    static = make_candidate("1f1b", 4, 2, 16)
+    assert (static.placement.num_chunks, static.weight_pieces, static.cap) == (1, 0, None)
+    assert str(static) == "1f1b (loop, 1 chunk)"
+    assert make_candidate("zb-v", 4, 2, 16).weight_pieces == 1
+    chosen = make_candidate("adaptive", 4, 2, 16, placement_kind="loop", cap=3, weight_pieces=0)
+    assert (chosen.placement.kind, chosen.cap, chosen.weight_pieces) == ("loop", 3, 0)
+
+
+def test_one_and_two_chunks_get_the_same_work() -> None:
+    spread = StageProfile(times=EQUAL.times, action_sigma=0.3)
+    work = []
+    for name in ("1f1b", "interleaved", "zb-v"):
+        outcome = evaluate(make_candidate(name, 4, 2, 16), 16, spread, [5])
+        work.append(int(outcome.example.workload.durations_ps.sum()))
+    assert max(work) - min(work) < 1000  # picoseconds of rounding
+
+
+def test_figures_of_known_schedules() -> None:
+    one = evaluate(make_candidate("1f1b", 4, 2, 16), 16, EQUAL, [0])
+    assert one.mean_s == pytest.approx((16 + 3) * 3)
+    assert one.peak_units == 4
+    assert one.bubble_fraction == pytest.approx(3 / 19)
+    assert evaluate(make_candidate("zb-v", 4, 2, 16), 16, EQUAL, [0]).mean_s == pytest.approx(
+        16 * 3 + 3 * 0.5
+    )
+
+
+def test_unknown_names_and_no_draws() -> None:
+    with pytest.raises(ScheduleError, match="unknown policy 'best'"):
+        make_candidate("best", 4, 2, 16)
+    with pytest.raises(ScheduleError, match="no seeds"):
+        evaluate(make_candidate("1f1b", 4, 2, 16), 16, EQUAL, [])

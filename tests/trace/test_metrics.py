@@ -1,0 +1,201 @@
+"""Figures of a run: small ones by hand, large ones against the simulator that made them."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace import metrics as figures_module
+from megatron.adaptive.trace.metrics import (
+    PARTS,
+    WAIT_CAUSES,
+    RunFigures,
+    compute_ns,
+    rank_figures,
+    run_figures,
+)
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.trace_format import KINDS, Span, trace_file_name
+from tests.trace.conftest import make_header, table_of, write_spans
+
+#   time     0    10   20   30   40   50   60   70
+#   actions  F0---|    |F1--|B0--------|    W0--|       of iteration 3
+MS = 1_000_000
+SPANS = (
+    Span("data", -1, 0, 2, 5, 3),
+    Span("wait", 0, 1, 10, 20, 3, of="F", reason="input", peer=1),
+    Span("wait", 0, 0, 50, 60, 3, of="W", reason="memory"),
+    Span("receive", 0, 1, 19, 20, 3, bytes=8, peer=1, of="F", reason="seen"),
+    Span("send", 0, 0, 10, 11, 3, bytes=16, peer=1, of="F"),
+    Span("F", 0, 0, 0, 10, 3, bytes=16, in_flight_bytes=100, queue_depth=1),
+    Span("F", 0, 1, 20, 30, 3, bytes=24, in_flight_bytes=200),
+    Span("B", 0, 0, 30, 50, 3, in_flight_bytes=200),
+    Span("W", 0, 0, 60, 70, 3, piece=1),
+    Span("optimizer", -1, -1, 80, 95, 3),
+    Span("F", 0, 0, 100, 140, 4),
+    Span("checkpoint", -1, -1, 96, 99, 3),
+)
+
+
+def test_figures_of_a_rank_by_hand() -> None:
+    figures = rank_figures(table_of(SPANS), 1)
+    assert figures.iterations.tolist() == [3, 4]
+    assert (figures.start_ns.tolist(), figures.end_ns.tolist()) == ([0, 100], [70, 140])
+    assert (figures.num_actions.tolist(), figures.busy_ns.tolist()) == ([4, 1], [50, 40])
+    by_cause = dict(zip(WAIT_CAUSES, figures.wait_ns[0].tolist(), strict=True))
+    assert by_cause == {"unknown": 0, "input": 10, "memory": 10, "order": 0, "group": 0}
+    by_kind = dict(zip(KINDS, figures.kind_ns[0].tolist(), strict=True))
+    assert [by_kind[k] for k in ("F", "data", "optimizer", "checkpoint")] == [20, 3, 15, 3]
+    assert figures.count[:, 0].tolist() == [[2, 1, 1], [1, 0, 0]]
+    assert figures.mean_ns[0, 0].tolist() == [10, 20, 10]
+    assert figures.median_ns[0, 0].tolist() == [8.5, 20, 10]  # 7 and 10 without the data
+    assert figures.mad_ns[0, 0].tolist() == [1.5, 0, 0]
+    assert np.isnan(figures.mean_ns[1, 0, 1])
+    assert figures.peak_microbatches.tolist() == [2, 1]
+    assert figures.peak_in_flight_bytes.tolist() == [200, 0]
+    assert figures.transfer_bytes[0] == 40
+
+
+def test_overlapping_actions_are_busy_once_and_iterations_do_not_overlap() -> None:
+    spans = [Span("F", 0, 0, 0, 6, 1), Span("F", 0, 1, 2, 4, 1), Span("B", 0, 0, 5, 8, 1)]
+    spans += [Span("F", 0, 0, 3, 5, 2)]  # by a clock that was set back
+    assert rank_figures(table_of(spans), 1).busy_ns.tolist() == [8, 2]
+
+
+def test_reading_counts_only_where_it_lies_within_an_action() -> None:
+    spans = [Span("data", -1, 0, 1, 4, 1), Span("F", 0, 0, 0, 10, 1)]
+    spans += [
+        Span("data", -1, 1, 11, 14, 1),
+        Span("data", -1, 2, 18, 22, 1),
+        Span("B", 0, 0, 15, 20, 1),
+    ]
+    assert compute_ns(table_of(spans)).tolist() == [3, 7, 3, 4, 5]
+
+
+def test_steps_are_those_of_each_pipeline(tmp_path: Path) -> None:
+    # Ranks 0 and 2 are one pipeline, 1 and 3 the other; rank 3 wrote only the first iteration.
+    for rank in range(4):
+        header = make_header(rank, 2, world_size=4, pp_rank=rank // 2, dp_rank=rank % 2)
+        begin = 100 * (rank % 2) + 10 * (rank // 2)
+        spans = [
+            Span("wait", 0, 0, begin - 30, begin, 1, of="F", reason="input"),
+            Span("F", 0, 0, begin, begin + 20, 1),
+            Span("F", 0, 0, begin + 1000, begin + 1030, 2),
+        ]
+        write_spans(tmp_path, header, spans[: 2 if rank == 3 else 3])
+    figures = run_figures(read_run(tmp_path))
+    assert figures.ranks.tolist() == [0, 1, 2, 3]
+    assert figures.step_ns.tolist() == [[30] * 4, [40, 30, 40, 30]]
+    assert figures.bubble_fraction[0].tolist() == pytest.approx([1 / 3] * 4)
+    assert np.isnan(figures.bubble_fraction[1, 3])
+    parts_ns = np.nan_to_num(figures.parts_ms) * 1e6
+    before, after = (parts_ns[..., list(PARTS).index(one)] for one in ("before", "after"))
+    assert before == pytest.approx(np.array([[0, 0, 10, 10], [0, 0, 10, 0]]))
+    assert after == pytest.approx(np.array([[10, 10, 0, 0], [10, 0, 0, 0]]))
+    # Waiting before the step begins is no part of it.
+    assert figures.wait_ns[0, :, 1].tolist() == [30] * 4
+    assert figures.parts_ms[0, :, 1].tolist() == [0] * 4
+    only = run_figures(read_run(tmp_path), [2, 77], ranks=[1, 3])
+    assert (only.iterations.tolist(), only.ranks.tolist()) == ([2], [1, 3])
+    assert only.num_actions.tolist() == [[1, 0]]
+
+
+def test_handing_a_result_over_is_no_work() -> None:
+    table = table_of(
+        [
+            Span("F", 0, 0, 0, 2_000_000, 1),
+            Span("send", 0, 0, 1_600_000, 1_990_000, 1, of="F", peer=1),
+            # On a device an action has its own times: what the host sends meanwhile is not of it.
+            Span("F", 0, 1, 3_000_000, 5_000_000, 1),
+            Span("send", 0, 1, 3_100_000, 3_200_000, 1, of="F", peer=1),
+        ]
+    )
+    assert compute_ns(table).tolist() == [1_610_000, 390_000, 2_000_000, 100_000]
+    figures = rank_figures(table, 1)
+    assert figures.busy_ns.tolist() == [3_610_000]
+    assert figures.mean_ns[0, 0, 0] == 2_000_000
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        SyntheticRun(num_ranks=4, replicas=2, iterations=3),
+        SyntheticRun(num_ranks=3, num_chunks=2, schedule="interleaved", num_microbatches=6),
+        SyntheticRun(num_ranks=4, num_chunks=2, schedule="zb-v", hosts=4, clock_offset_s=3.0),
+    ],
+)
+def test_bubbles_are_those_of_the_simulator(tmp_path: Path, run: SyntheticRun) -> None:
+    truth = write_synthetic(tmp_path, run)
+    figures = run_figures(read_run(tmp_path))
+    # Spans are whole nanoseconds; clocks of several hosts are fitted.
+    limit = 1e-5 if run.hosts == 1 else 5e-4
+    assert np.abs(figures.bubble_fraction - truth.bubble_fraction).max() < limit
+    idle = figures.bubble_fraction * figures.step_ns
+    known = 1e6 * figures.parts_ms[..., 1:-1].sum(axis=2)
+    if run.hosts == 1:
+        assert known == pytest.approx(idle, abs=2000)
+
+
+def assert_equal(one: RunFigures, other: RunFigures) -> None:
+    for name in RunFigures.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+
+
+def test_several_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_synthetic(tmp_path, SyntheticRun(replicas=2, iterations=3))
+    run = read_run(tmp_path)
+    alone = run_figures(run, workers=1)
+    assert_equal(alone, run_figures(run, workers=2))
+    monkeypatch.setattr(figures_module, "SERIAL_BYTES", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert_equal(alone, run_figures(run))
+
+
+def test_damage_is_named_whoever_reads(tmp_path: Path) -> None:
+    write_synthetic(tmp_path, SyntheticRun(iterations=2))
+    path = tmp_path / trace_file_name(2)
+    text = path.read_text()
+    path.write_text(text.replace("\n[", "\n(", 3).replace("\n(", "\n[", 2))
+    for workers in (1, 2):
+        with pytest.raises(TraceError, match=r"trace_rank_00002\.jsonl:5 is no span"):
+            run_figures(read_run(tmp_path), workers=workers)
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Path:
+    """Two ranks; the second one works from 4 ms to 11 ms of a step of 12 ms."""
+    rows = (
+        (
+            Span("F", 0, 0, 0, 3 * MS, 1),
+            Span("wait", 0, 0, 3 * MS, 9 * MS, 1, of="B", reason="input"),
+            Span("B", 0, 0, 10 * MS, 12 * MS, 1),
+        ),
+        (
+            Span("wait", 0, 0, -1 * MS, 4 * MS, 1, of="F", reason="input"),
+            Span("F", 0, 0, 4 * MS, 6 * MS, 1),
+            Span("wait", 0, 0, 6 * MS, 7 * MS, 1, of="B", reason="order"),
+            Span("wait", 0, 0, 7 * MS, 8 * MS, 1, of="B", reason="memory"),
+            Span("B", 0, 0, 8 * MS, 11 * MS, 1),
+        ),
+    )
+    for rank, row in enumerate(rows):
+        header = make_header(rank, num_microbatches=1)
+        moved = [
+            Span(s.action, 0, 0, s.start_ns + 10**9, s.end_ns + 10**9, 1, of=s.of, reason=s.reason)
+            for s in row
+        ]
+        write_spans(tmp_path / "traces", header, moved, num_microbatches=1)
+    return tmp_path / "traces"
+
+
+def test_the_parts_of_a_step_add_up_to_it(two_ranks: Path) -> None:
+    parts = run_figures(read_run(two_ranks)).parts_ms
+    found = [dict(zip(PARTS, row, strict=True)) for row in parts[0].tolist()]
+    nothing = dict.fromkeys(PARTS, 0.0)
+    assert found[0] == {**nothing, "busy": 5, "input": 6, "rest": 1}
+    # The wait for the first input is the time before the first action, not a wait besides.
+    assert found[1] == {**nothing, "busy": 5, "order": 1, "memory": 1, "before": 4, "after": 1}
+    assert np.allclose(parts.sum(axis=-1), 12)

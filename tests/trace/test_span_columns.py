@@ -1,0 +1,95 @@
+"""Columns of spans: from objects and back, waits put down to actions, sends with receives."""
+
+from megatron.adaptive.trace.span_columns import KIND, match_messages, wait_before
+from megatron.adaptive.trace.trace_format import Span
+from tests.trace.conftest import table_of
+
+SPANS = (
+    Span("wait", 1, 3, 10, 40, 7, of="B", peer=2, reason="input"),
+    Span("B", 1, 3, 40, 90, 7, wait_ns=30, bytes=64, in_flight_bytes=128, queue_depth=1),
+    Span("W", 0, 3, 95, 99, 7, piece=2, reason="filler"),
+    Span("send", 0, 3, 91, 92, 8, bytes=64, peer=0, of="B"),
+    Span("checkpoint", -1, -1, 200, 900, 8),
+)
+
+
+def test_spans_survive_the_table() -> None:
+    table = table_of(SPANS)
+    assert table.spans() == SPANS
+    assert table.duration_ns.tolist() == [30, 50, 4, 1, 700]
+    assert len(table) == 5
+
+
+def test_a_wait_belongs_to_the_action_it_names() -> None:
+    # Two waits for one action, one for another iteration's, one for an action that is not there.
+    rows = (
+        Span("F", 0, 1, 0, 5, 1),
+        Span("B", 0, 1, 50, 60, 1),
+        Span("wait", 0, 1, 20, 25, 1, of="B"),
+        Span("wait", 0, 1, 30, 33, 1, of="B"),
+        Span("wait", 0, 1, 70, 71, 2, of="F"),
+        Span("wait", 0, 9, 80, 90, 1, of="F"),
+        Span("F", 0, 1, 71, 75, 2),
+    )
+    assert wait_before(table_of(rows)).tolist() == [0, 8, 0, 0, 0, 0, 1]
+
+
+def test_pieces_are_distinguished() -> None:
+    rows = [Span("W", 0, 0, 10 * piece, 10 * piece + 5, 1, piece=piece) for piece in range(3)]
+    rows.append(Span("wait", 0, 0, 15, 20, 1, of="W", piece=2))
+    assert wait_before(table_of(rows)).tolist() == [0, 0, 5, 0]
+
+
+def end(kind: str, of: str, microbatch: int, peer: int, at: int, **more: object) -> Span:
+    values: dict[str, object] = {"bytes": 8, "peer": peer, "of": of, **more}
+    return Span(kind, 0, microbatch, at, at + 5, 1, **values)  # type: ignore[arg-type]
+
+
+def test_both_ends_of_each_message() -> None:
+    tables = {
+        4: table_of(
+            [
+                end("send", "F", 0, 7, 10),
+                end("send", "F", 1, 7, 20),
+                end("receive", "B", 0, 7, 90, reason="found"),
+                end("send", "F", 2, 7, 30),  # never arrived
+                Span("F", 0, 0, 0, 10, 1),
+            ]
+        ),
+        7: table_of(
+            [
+                end("receive", "F", 1, 4, 26, reason="seen"),
+                end("receive", "F", 0, 4, 17, reason="seen"),
+                end("send", "B", 0, 4, 60),
+                end("receive", "F", 5, 3, 40, reason="seen"),  # of a rank without a trace
+            ]
+        ),
+    }
+    found = match_messages(tables)
+    assert len(found) == 3
+    rows = zip(
+        *(found.source, found.target, found.of, found.microbatch, found.sent_ns),
+        *(found.arrived_ns, found.taken_ns, found.seen),
+        strict=True,
+    )
+    assert [tuple(map(int, row)) for row in rows] == [
+        (7, 4, KIND["B"], 0, 60, 90, 95, 0),
+        (4, 7, KIND["F"], 1, 20, 26, 31, 1),
+        (4, 7, KIND["F"], 0, 10, 17, 22, 1),
+    ]
+    assert found.bytes.tolist() == [8, 8, 8]
+
+
+def test_iterations_are_distinguished() -> None:
+    tables = {
+        rank: table_of(
+            [
+                Span(kind, 0, 0, 100 * i + rank, 100 * i + rank, i, peer=1 - rank, of="F")
+                for i in (1, 2)
+            ]
+        )
+        for rank, kind in enumerate(("send", "receive"))
+    }
+    found = match_messages(tables)
+    assert (found.arrived_ns - found.sent_ns).tolist() == [1, 1]
+    assert found.iteration.tolist() == [1, 2]
