@@ -16,8 +16,7 @@ counts positions from there, so that its own V begins at position 0 as everywher
 - The layers of each stage are those that megatron-core's loop gives it, in another place. Layer
   numbers, and with them names in checkpoints, follow from :class:`PlacedLayout`.
 - Both copies of a tied embedding are on one rank; :mod:`megatron.adaptive.gpt.model_placement` says
-what
-  that asks for. In a checkpoint they are one tensor of two names on a rank.
+  what that asks for. In a checkpoint they are one tensor of two names on a rank.
 - A forward that asks whether its rank is the first, without saying which chunk is meant, gets the
   answer for the chunk that runs: a batch's tokens are for one, its labels for the other.
 """

@@ -280,8 +280,8 @@ class RankState:
             return f"{self.next_action(number, chunk)} comes before it"
         if number and action.microbatch >= lane_count(s, number - 1 + rank_kernel.DONE, chunk):
             of = Action(KINDS[number - 1], chunk, action.microbatch)
-            return f"its own {'forward' if number == rank_kernel.B else 'backward'} {of} has not
-            finished"
+            before = "forward" if number == rank_kernel.B else "backward"
+            return f"its own {before} {of} has not finished"
         if s[rank_kernel.BUSY + number]:
             return f"another {action.kind} is under way"
         if rank_kernel.is_ready(s, number, chunk):
