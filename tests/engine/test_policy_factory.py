@@ -1,6 +1,6 @@
 """A cap that counts the positions of unequal microbatches, as the trainer deals and takes them.
 
-``python tests/engine/test_orders.py`` runs four thousand random steps, the tests a tenth.
+``python tests/engine/test_policy_factory.py`` runs four thousand random steps, the tests a tenth.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
         assert "machine n9 is left out: ssh: Could not resolve hostname n9" in log.read_text()
         here = [one for one in lab.processes("n2") if "python" in one.name()]
         # What watches for hangs has nothing of the environment.
-        far = [one.environ() for one in here if "hang.py" not in str(one.cmdline())]
+        far = [one.environ() for one in here if "hang_watch.py" not in str(one.cmdline())]
         assert far
         assert {one.get("OMP_NUM_THREADS") for one in far} == {"1"}
         assert {one.get("HF_TOKEN") for one in far} == {"it's a secret"}

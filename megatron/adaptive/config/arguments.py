@@ -1,7 +1,7 @@
 """The trainer's command line: Megatron-LM's flags and our own, made from the groups' fields.
 
 Owns the parser, defaults that depend on other flags, and pairs of flags that exclude each other.
-Rules between values are in ``check.py``, flags that are refused in ``refused.py``.
+Rules between values are in ``flag_checks.py``, flags that are refused in ``unsupported_flags.py``.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def parse(
         installed: optional packages, looked up by default.
 
     Returns:
-        A configuration that fulfils every rule of ``check.py``.
+        A configuration that fulfils every rule of ``flag_checks.py``.
 
     Raises:
         ConfigError: anything is wrong; one line with the value, the rule and the remedy.
