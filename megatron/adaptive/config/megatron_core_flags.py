@@ -2,8 +2,8 @@
 
 Owns the reading of its configuration classes, from their source: importing them would import
 torch. A setting is a flag here unless a group of our own has it, the trainer sets it itself
-(``_OWN``), ``unsupported_flags.py`` refuses its flag, or its type is not one of a command line. Names are
-Megatron-LM's. Rules between these settings are megatron-core's own.
+(``_OWN``), ``unsupported_flags.py`` refuses its flag, or its type is not one of a command line.
+Names are Megatron-LM's. Rules between these settings are megatron-core's own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Watches the ranks of a machine from a process of its own, and names the one that others wait for.
 
-``python -I -S hang_watch.py FOLDER``, started by a machine's first rank (``engine/hang_guard.py``), needs
-only Python's library: it costs milliseconds and little memory. Who hangs is asked for nothing::
+``python -I -S hang_watch.py FOLDER``, started by a machine's first rank (``engine/hang_guard.py``),
+needs only Python's library: it costs milliseconds and little memory. Who hangs is asked for
+nothing::
 
     rank 0   a thread, each second ──> now_rank_00000.json ──┐
     rank 1   the same ───────────────> now_rank_00001.json ──┼─> this process: does nothing move?
