@@ -59,6 +59,7 @@ check 'ruff check' tool ruff check .
 check 'mypy' tool mypy
 check 'import-linter' tool lint-imports --no-logo
 check 'size' "$python" scripts/size.py
+check 'words' "$python" scripts/words.py
 check 'shellcheck' shell_scripts
 check 'clang-format' cpp_format
 NO_MKDOCS_2_WARNING=1 check 'documentation as a site' tool mkdocs build --strict -q -d "$work/site"

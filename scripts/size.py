@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -30,9 +29,6 @@ PACKAGE = "megatron/adaptive"
 CODE = (".py", ".js")
 SMALL_FILE_LINES = 170
 LONG_FILE_LINES = 800
-# Docstrings that begin with a noun clause, and a word that stands for report, name, give, mean, ...
-RIDDLE = re.compile(r'^\s*r?"""(?:What|Who|Which|How|Why|Where|See)\b', re.MULTILINE)
-TOLD = re.compile(r"\b(?:told|tells?)\b", re.IGNORECASE)
 
 
 @dataclass
@@ -170,10 +166,6 @@ def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
     return {name: sorted(paths) for name, paths in sorted(places.items()) if len(paths) > 1}
 
 
-def _count(pattern: re.Pattern[str], paths: list[str]) -> int:
-    return sum(len(pattern.findall((ROOT / path).read_text())) for path in paths)
-
-
 def measure() -> dict[str, object]:
     """Measures the checkout and returns all figures."""
     paths = tracked_files()
@@ -203,8 +195,6 @@ def measure() -> dict[str, object]:
             for path in paths
             if path.endswith((".py", ".js", ".cc", ".h", ".sh")) and lines[path] > LONG_FILE_LINES
         ],
-        "riddle_docstrings": _count(RIDDLE, package),
-        "tell_and_told": _count(TOLD, package),
         "folders": {name: (folders[name], files[name]) for name in sorted(folders)},
         "top_folders": dict(sorted(tops.items())),
     }

@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Lists words of the package that a stranger would stumble over, and fails if there are any.
+
+Checks docstrings, glosses (the lines below ``Args:`` and ``Attributes:``), comments and names
+against the rules of CONTRIBUTING.md, as far as a program can::
+
+    python scripts/words.py            # counts by rule, and status 1 if a count is above its limit
+    python scripts/words.py PATH ...   # each place in these files or folders
+
+Limits are in pyproject.toml ([tool.words]).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "megatron/adaptive"
+
+NAMELESS = "of that what where as likewise by from in at who whose whom which how with to on and"
+"""First words of a gloss, comment or attribute docstring that does not name its subject."""
+EMPTY_NAMES = frozenset(
+    "one found place given at words own what whom ours theirs mine known wanted told heed".split()
+)
+"""Names of variables and parameters that do not say what they hold."""
+DIALECT = re.compile(
+    r"\b(likewise|as given|so (?:many|much) (?:as|of)|of whom|heed(?:s|ed)?|anew|shall|told|tells?"
+    r"|what it|what is there|goes on|who it is|and nothing else|it is that)\b",
+    re.IGNORECASE,
+)
+"""Turns of phrase that readers of this project had to read twice."""
+GLOSS = re.compile(
+    r"^(?P<indent>\s+)(?P<name>\*{0,2}[\w\[\], *]+?)(?: \([^)]*\))?: (?P<text>\S.*)$"
+)
+SECTIONS = ("Args:", "Attributes:")
+HEADING = re.compile(r"^\s*[A-Z]\w+:$")
+
+
+@dataclass(frozen=True)
+class Stumble:
+    """A place in the text, and the rule that it breaks.
+
+    Attributes:
+        rule: Name of the rule, as in pyproject.toml.
+        path: Path of the file.
+        line: Number of the line, from 1.
+        text: Words in question.
+    """
+
+    rule: str
+    path: Path
+    line: int
+    text: str
+
+
+def _begins_nameless(text: str) -> bool:
+    first = re.match(r"[A-Za-z]+", text)
+    return first is not None and first[0].lower() in NAMELESS.split()
+
+
+def _docstring_stumbles(path: Path, node: ast.Constant, *, is_attribute: bool) -> Iterator[Stumble]:
+    lines = str(node.value).splitlines()
+    if is_attribute and lines and _begins_nameless(lines[0].strip()):
+        yield Stumble("nameless_comments", path, node.lineno, lines[0].strip())
+    indent: int | None = None
+    is_in_section = False
+    for number, line in enumerate(lines):
+        place = node.lineno + number
+        if match := DIALECT.search(line):
+            yield Stumble("dialect", path, place, f"{match[0]}: {line.strip()}")
+        if HEADING.match(line):
+            is_in_section = line.strip() in SECTIONS
+            indent = None
+            continue
+        gloss = GLOSS.match(line)
+        if not is_in_section or gloss is None:
+            continue
+        indent = len(gloss["indent"]) if indent is None else indent
+        if len(gloss["indent"]) == indent and _begins_nameless(gloss["text"]):
+            yield Stumble("nameless_glosses", path, place, line.strip())
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
+    """Yields string statements, and whether each describes a variable above it."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        for index, child in enumerate(body):
+            if not (isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)):
+                continue
+            if isinstance(child.value.value, str):
+                follows = index > 0 and isinstance(body[index - 1], (ast.Assign, ast.AnnAssign))
+                yield child.value, follows
+
+
+def _comment_stumbles(path: Path, text: str) -> Iterator[Stumble]:
+    """Checks comments; of several lines only the first begins a sentence for sure."""
+    last_line = -1
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        comment = token.string.lstrip("# ")
+        line = token.start[0]
+        is_first = line != last_line + 1
+        is_alone = not token.line[: token.start[1]].strip()
+        last_line = line if is_alone else -1
+        if is_first and _begins_nameless(comment):
+            yield Stumble("nameless_comments", path, line, comment)
+        if match := DIALECT.search(comment):
+            yield Stumble("dialect", path, line, f"{match[0]}: {comment}")
+
+
+def _name_stumbles(path: Path, tree: ast.Module) -> Iterator[Stumble]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.arg in EMPTY_NAMES:
+            yield Stumble("empty_names", path, node.lineno, node.arg)
+        if (
+            isinstance(node, ast.Name)
+            and isinstance(node.ctx, ast.Store)
+            and node.id in EMPTY_NAMES
+        ):
+            yield Stumble("empty_names", path, node.lineno, node.id)
+
+
+def stumbles(path: Path) -> list[Stumble]:
+    """Returns the places in a Python file that break a rule, in the order of lines."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    found = list(_name_stumbles(path, tree))
+    for constant, is_attribute in _docstrings(tree):
+        found += _docstring_stumbles(path, constant, is_attribute=is_attribute)
+    found += _comment_stumbles(path, text)
+    return sorted(found, key=lambda stumble: (stumble.line, stumble.rule))
+
+
+def main() -> int:
+    """Prints counts or places; returns 1 if a count is above its limit."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", type=Path, help="list the places in these paths")
+    options = parser.parse_args()
+    roots = options.paths or [PACKAGE]
+    files = [file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py"))]
+    listed = [stumble for file in sorted(files) for stumble in stumbles(file)]
+    if options.paths:
+        for stumble in listed:
+            print(f"{stumble.path}:{stumble.line}: {stumble.rule}: {stumble.text}")
+    limits = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["words"]
+    counts = Counter(stumble.rule for stumble in listed)
+    status = 0
+    for rule, limit in limits.items():
+        print(f"{rule.replace('_', ' '):<31} {counts[rule]:7,} of {limit:,}")
+        if counts[rule] > limit:
+            print(f"error: {rule} is above its limit: say it in plain words", file=sys.stderr)
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
