@@ -430,7 +430,7 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 .* unknown"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized weights.*dequantize the model"),
         ("llama", {"model_type": "lama"}, "nearest is llama, which has all its keys: write llama"),
-        ("llama", {"model_type": "qwen2_vl", "vision_config": {"a": 1}}, "text part are not apart"),
+        ("llama", {"model_type": "qwen2_vl", "vision_config": {"a": 1}}, "does not separate the keys of its text"),
         (
             "llama",
             {"model_type": "mpt", "alibi": True},

@@ -324,7 +324,7 @@ def test_a_recipe_is_a_command_line() -> None:
         ({}, ["num_layrs=3"], "the command line: num_layrs is not a setting"),
         ({"yaml_cfg": "x"}, [], "this trainer refuses it"),
         ({"model": {}}, [], "model is not a setting"),
-        ({"seed": {"x": 1}}, [], "seed holds keys"),
+        ({"seed": {"x": 1}}, [], "seed has keys below it"),
         ({"swiglu": 7}, [], "swiglu is 7: it must be true or false"),
         ({}, ["nodes=many"], "nodes is many"),
         ({"variants": []}, [], "variants holds"),

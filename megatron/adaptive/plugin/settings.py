@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.flag_rules import ORDER, Given
+from megatron.adaptive.config.flag_rules import ORDER, GivenFlags
 from megatron.adaptive.config.flags import FieldSpec, assign, check_values, fields_of, flag
 from megatron.adaptive.config.model import RecomputeConfig
 from megatron.adaptive.config.parallel import AUTO, ParallelConfig, TransportConfig
@@ -122,7 +122,7 @@ class Settings:
             ConfigError: the first rule that is broken.
         """
         own = {spec.dest: getattr(self, name) for name, spec in _flags().items()}
-        Given(own | model, _specs()).require(ORDER)
+        GivenFlags(own | model, _specs()).require(ORDER)
 
     @property
     def kind(self) -> PlacementKind:
