@@ -378,7 +378,7 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
     [
         (_miss_a_shard, "model-00002-of-00002.safetensors is missing, and 1 tensors are in it"),
         (_cut, "model.safetensors is cut or damaged .*copy it again"),
-        (_lengthen, "model.safetensors is cut or damaged .*behind them nothing may follow"),
+        (_lengthen, "model.safetensors is cut or damaged .*nothing may follow them"),
         (_overlap, "model.safetensors is cut or damaged .* overlaps .*copy it again"),
         (_pickle, "pytorch_model-00001-of-00001.bin, a pickle, .* save_pretrained"),
         (_edit(lambda t: t.update({_QUERY: t[_QUERY][:8].clone()})), r"q_proj.weight with shape"),

@@ -147,10 +147,10 @@ PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of | siz
 --mtp-num-layers 1 => --position-embedding-type learned_absolute | --mtp-num-layers 1 | rope
 --mtp-num-layers 0 => --mtp-num-layers | at least 1
 --heterogeneous-layers-config-path /no/file => /no/file: No such file | block_configs
---heterogeneous-layers-config-encoded-json {} => layer 1 has another form | KeyError
---heterogeneous-layers-config-encoded-json [ => layer 1 has another form | JSONDecodeError
+--heterogeneous-layers-config-encoded-json {} => layer 1 does not have the format | KeyError
+--heterogeneous-layers-config-encoded-json [ => layer 1 does not have the format | JSONDecodeError
 UNLIKE{"attention":{"num_query_groups":2,"no_op":1},"ffn":{"ffn_hidden_size":8}}]}
-    => layer 1 | num_query_groups 2 of what is replaced
+    => layer 1 | num_query_groups 2 of a replaced block
 UNLIKE{"attention":{"num_query_groups":2},"ffn":{"ffn_hidden_size":8}}]}
     => describes 1 layers | --num-layers 4
 UNLIKE{"attention":{"num_query_groups":1},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1
@@ -163,12 +163,12 @@ PP2 --pipeline-model-parallel-layout Ett|ttmL @2 => 1 layers | (m) | make them e
 PP2 MTP --pipeline-model-parallel-layout Et|t|ttm|L @2
     => Et|t|ttm|L in a v | stage 2 | last stage of all
 PP2 MTP --pipeline-schedule interleaved --pipeline-model-parallel-layout Et|tttm||L @2
-    => in a loop | stage 1 | any rank but the first
+    => in a loop | stage 1 | any rank except the first
 PP2 --pipeline-model-parallel-layout Ett|ttt|L @2 => has 3 stages | pipeline 2 x chunks
 PP2 --model-chunks 2 --pipeline-model-parallel-layout Ett|ttL @2 => 2 stages | pipeline 2 x chunks 2
 PP2 --pipeline-model-parallel-layout Ett|tttL @2 => 5 transformer layers (t) | --num-layers 4
-PP2 --decoder-first-pipeline-num-layers 5 @2 => 5 | --num-layers 4 | do not come out even
-PP2 --account-for-embedding-in-pipeline-split @2 => --account | --num-layers 4 | 5 layers over 2
+PP2 --decoder-first-pipeline-num-layers 5 @2 => 5 | --num-layers 4 | do not divide evenly
+PP2 --account-for-embedding-in-pipeline-split @2 => --account | --num-layers 4 | 5 layers do not divide evenly over 2
 PP2 --model-chunks 2 --decoder-last-pipeline-num-layers 2 @2 => 2 with the stages in a V | loop
 PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --sequence-parallel
 --moe-grouped-gemm => --moe-grouped-gemm needs --num-experts
@@ -177,7 +177,7 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --moe-router-topk 5 => --moe-router-topk 5 is above --num-experts 4
 --num-experts 4 --moe-expert-capacity-factor 0 => --moe-expert-capacity-factor 0 | above 0
 --num-experts 4 --moe-layer-freq [1]*3 => --moe-layer-freq [1]*3 has 3 entries | --num-layers 4
---num-experts 4 --moe-layer-freq 0 => --moe-layer-freq 0 | 1 at least
+--num-experts 4 --moe-layer-freq 0 => --moe-layer-freq 0 | at least 1
 --num-experts 4 --moe-aux-loss-coeff 0.1 0.2 => 0.1 0.2 | as many
 --num-experts 4 --moe-token-dispatcher-type flex => flex needs DeepEP | alltoall
 --num-experts 4 --variable-seq-lengths => allgather | alltoall
@@ -192,12 +192,12 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
     => --expert-tensor-parallel-size 2 | make the first two equal
 --num-experts 4 --overlap-moe-expert-parallel-comm
     => --overlap-moe-expert-parallel-comm with --expert-model-parallel-size 1 | above 1
-SPREAD @2 => --moe-token-dispatcher-type allgather | cannot be left | alltoall
+SPREAD @2 => --moe-token-dispatcher-type allgather | cannot pause | alltoall
 --num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1
     --global-batch-size 8 --balance-replicas speed @2 => global_aux_loss | same number
 EXCHANGE --pipeline-schedule 1f1b @2 => --pipeline-schedule 1f1b | combined-1f1b
 EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
-EXCHANGE PP2 --repartition auto @4 => --repartition auto | runs there meanwhile
+EXCHANGE PP2 --repartition auto @4 => --repartition auto | other work that runs
 EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | while a forward pauses
 EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
     --disable-bias-linear @2 => --moe-shared-expert-overlap | drop one
