@@ -125,9 +125,10 @@ class DataConfig(TokenizerConfig):
         "assistant's words count in the loss."
     )
     num_workers: Natural | None = flag(
-        "Data loading processes of each rank that needs data; by default 2 on a GPU, and none on a "
-        "CPU, because they would take the rank's cores.",
+        "Number of data loading processes of each rank that needs data; on a CPU they would take "
+        "the rank's cores.",
         unit="PROCESSES",
+        derived="2 on a GPU, 0 on a CPU",
     )
     dataloader_type: str = flag(
         "No effect: samples are always taken in the order to which the dataset shuffled them.",

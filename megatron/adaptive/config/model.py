@@ -29,7 +29,7 @@ _SWIGLU_MULTIPLE = 64
 
 def _fusion(operations: str, off: str) -> Any:
     """Declares a switch that turns a fused kernel off."""
-    text = f"Do not fuse {operations} into one kernel, which is only used if the machine has it."
+    text = f"Do not use a fused kernel for {operations}; without this flag it is used if available."
     return switch(text, off=off)
 
 
@@ -178,8 +178,8 @@ class ModelConfig:
     apply_rope_fusion: bool = _fusion("rotary embedding", "--no-rope-fusion")
     no_persist_layer_norm: bool = switch("Do not use a persistent kernel for LayerNorm.")
     gradient_accumulation_fusion: bool = switch(
-        "Do not add weight gradients directly to the main gradient in the kernel, which is only "
-        "done if the machine supports it.",
+        "Do not add weight gradients to the main gradient in one kernel; without this flag it is "
+        "used if available.",
         off="--no-gradient-accumulation-fusion",
     )
     cross_entropy_loss_fusion: bool = switch("Use a fused kernel for the cross entropy.")

@@ -76,8 +76,7 @@ class CheckpointConfig:
         "and then copied to --save."
     )
     keep_checkpoints: Count | None = flag(
-        "Number of complete checkpoints to keep, the latest ones; by default all are kept.",
-        unit="N",
+        "Number of complete checkpoints to keep, the latest ones.", unit="N", derived="all"
     )
     no_save_optim: bool = switch("Leave the optimizer state out of checkpoints.")
     no_save_rng: bool = switch("Leave random number states out of checkpoints.")

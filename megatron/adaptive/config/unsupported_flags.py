@@ -87,7 +87,7 @@ each split has a separate flag; use --train-data-path, --valid-data-path and --t
     per-split-data-args-path per-dataset-sequences-path
 validation uses --eval-iters batches of one mixed dataset; drop the flag
     full-validation multiple-validation-sets
-samples consist of whole documents; drop the flag
+documents are joined, so that every sample is full; drop the flag
     allow-ambiguous-pad-tokens fim-data
 the batch size does not change; choose --global-batch-size to fit the world size
     decrease-batch-size-if-needed
