@@ -189,7 +189,8 @@ class CudaClock:
             # A larger delay is no drift: the device was never idle during this time.
             if abs(self._least_delay_ns) < _MOST_DRIFT_NS:
                 time_ns -= self._least_delay_ns
-            self._anchor, self._anchor_ns = mark.event, time_ns
+            self._anchor = mark.event
+            self._anchor_ns = time_ns
             self._least_delay_ns = _NO_DELAY_NS
         return time_ns
 

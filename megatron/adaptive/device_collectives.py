@@ -53,14 +53,18 @@ class _Receive:
     """
 
     def __init__(self, work: Any, host: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        self._work, self._host, self._tensors = work, host, tensors
+        self._work = work
+        self._host = host
+        self._tensors = tensors
 
     def wait(self, *limit: datetime.timedelta) -> bool:
         """Waits for the message and copies it to the device in the current stream."""
         answer = bool(self._work.wait(*limit))
         for tensor, host in zip(self._tensors, self._host, strict=True):
             tensor.copy_(host)
-        self._host, self._tensors = [], []  # a second call copies nothing
+        # a second call copies nothing
+        self._host = []
+        self._tensors = []
         return answer
 
     def is_completed(self) -> bool:

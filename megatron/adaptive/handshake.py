@@ -85,7 +85,8 @@ class Session:
     """
 
     def __init__(self, sending: bytes, receiving: bytes) -> None:
-        self._sending, self._receiving = sending, receiving
+        self._sending = sending
+        self._receiving = receiving
         self._sent = self._received = 0
 
     def head(self, payload: bytes | memoryview) -> bytes:
@@ -396,10 +397,13 @@ class Gate:
         report: Callable[[str], None],
     ) -> None:
         self._listening = listening
-        self._secret, self._purpose = secret, purpose
-        self._admit, self._report = admit, report
+        self._secret = secret
+        self._purpose = purpose
+        self._admit = admit
+        self._report = report
         self._waiting: dict[asyncio.Task[Session | None], str] = {}  # address by task, oldest first
-        self._refused, self._reported_s = 0, float("-inf")
+        self._refused = 0
+        self._reported_s = float("-inf")
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = files == resource.RLIM_INFINITY
         self.most = _MOST_WAITING if unlimited else max(1, min(_MOST_WAITING, files // _SHARE))

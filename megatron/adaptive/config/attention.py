@@ -120,7 +120,8 @@ def kernel_for(case: AttentionCase) -> Kernel:
         return Kernel.CAUSAL if case.mask is Mask.CAUSAL else Kernel.MASKED
     if case.device != "cuda":
         return Kernel.SCORES
-    is_flash, is_efficient = _takes_flash(case), _takes_efficient(case)
+    is_flash = _takes_flash(case)
+    is_efficient = _takes_efficient(case)
     has_rows = case.mask is Mask.WINDOW or (case.is_packed and case.mask is Mask.CAUSAL)
     takes_rows = case.has_packed_kernel and is_flash and _is_aligned(case)
     if has_rows and takes_rows and not case.has_dropout:

@@ -30,7 +30,8 @@ class CommandParser(argparse.ArgumentParser):
         **options: Any,
     ) -> None:
         super().__init__(**options, allow_abbrev=False)
-        self._complain, self._otherwise = complain, otherwise
+        self._complain = complain
+        self._otherwise = otherwise
 
     def error(self, message: str) -> NoReturn:
         """Raises an error; for an unknown option it names the nearest one.

@@ -97,7 +97,8 @@ def masked(arguments: Sequence[str]) -> list[str]:
 
 
 def _mask(match: re.Match[str]) -> str:
-    dashes, name = match[1] or "", match[2]
+    dashes = match[1] or ""
+    name = match[2]
     hides = _is_secret_flag(f"-{name}") if dashes else is_secret(name)
     return f"{dashes}{name}={MASK}" if hides else match[0]
 
@@ -190,7 +191,8 @@ class Environment:
                 value = value.split(",")[0]
             return _number(name, value, minimum, maximum) if value else default
 
-        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1, 1, _MOST_RANKS)
+        rank = number("RANK", 0)
+        world_size = number("WORLD_SIZE", 1, 1, _MOST_RANKS)
         for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
             if text(name) and not text(other):
                 raise ConfigError(
@@ -200,15 +202,8 @@ class Environment:
         # Launchers other than torchrun may set no local ids; then all processes count as one node.
         local_rank = number("LOCAL_RANK", rank)
         local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1, _MOST_RANKS)
-        for name, value, limit in (
-            ("RANK", rank, world_size),
-            ("LOCAL_RANK", local_rank, local_world_size),
-        ):
-            if value >= limit:
-                raise ConfigError(
-                    f"environment variable {name} is {value}: it must be below "
-                    f"{name.replace('RANK', 'WORLD_SIZE')} = {limit}; {_LAUNCHER}"
-                )
+        _require_below("RANK", rank, world_size)
+        _require_below("LOCAL_RANK", local_rank, local_world_size)
         return cls(
             rank=rank,
             world_size=world_size,
@@ -270,6 +265,15 @@ def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
     raise ConfigError(
         f"environment variable {name} is {text!r}: it must be a whole number {limit}; {_LAUNCHER}"
     )
+
+
+def _require_below(name: str, rank: int, size: int) -> None:
+    """Refuses a rank that is not below its world size."""
+    if rank >= size:
+        raise ConfigError(
+            f"environment variable {name} is {rank}: it must be below "
+            f"{name.replace('RANK', 'WORLD_SIZE')} = {size}; {_LAUNCHER}"
+        )
 
 
 _FILES_OF_RANK = 128

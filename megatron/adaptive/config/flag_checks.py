@@ -249,7 +249,8 @@ def _require_whole(world_size: int, sizes: Mapping[str, int], remedy: str) -> No
 
 def _shape(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> Rules:
     model = config.model
-    heads, tensor = model.num_attention_heads, config.parallel.tensor_model_parallel_size
+    heads = model.num_attention_heads
+    tensor = config.parallel.tensor_model_parallel_size
     yield (
         model.transformer_impl == "transformer_engine" and not installed.transformer_engine,
         "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: "
@@ -273,16 +274,19 @@ def _shape(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> Ru
 
 
 def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> Rules:
-    core, experts = config.core, config.core.num_moe_experts
+    core = config.core
+    experts = config.core.num_moe_experts
     if experts is None:
         return
-    groups, best = core.moe_router_num_groups, config.model.moe_router_group_best
+    groups = core.moe_router_num_groups
+    best = config.model.moe_router_group_best
     yield (
         best is not None and (groups is None or best > experts // groups or core.moe_router_fusion),
         f"{flags.moe_router_group_best} needs groups of at least as many experts "
         "(--moe-router-num-groups) and no --moe-router-fusion: change one of them",
     )
-    pattern, layers = parse_pattern(core.moe_layer_freq), config.model.num_layers
+    pattern = parse_pattern(core.moe_layer_freq)
+    layers = config.model.num_layers
     if isinstance(pattern, list):
         yield (
             len(pattern) != layers or not {*pattern} <= {0, 1},
@@ -291,7 +295,8 @@ def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> 
         )
     else:
         yield pattern < 1, f"{flags.moe_layer_freq}: give at least 1, or a list of 0 and 1"
-    kinds, weights = core.moe_router_load_balancing_type, core.moe_aux_loss_coeff
+    kinds = core.moe_router_load_balancing_type
+    weights = core.moe_aux_loss_coeff
     yield (
         len(kinds) != len(weights),
         f"{flags.moe_router_load_balancing_type} with {flags.moe_aux_loss_coeff}: give as many "
@@ -307,7 +312,8 @@ def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> 
 def _expert_ranks(config: TrainerConfig, flags: GivenFlags) -> Rules:
     """Yields rules about the ranks over which experts are distributed."""
     parallel = config.parallel
-    spread, tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    spread = parallel.expert_model_parallel_size
+    tensor = parallel.expert_tensor_parallel_size
     if config.core.num_moe_experts is None:
         return
     tensor = tensor or parallel.tensor_model_parallel_size
@@ -354,7 +360,8 @@ def _batch(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
     """Yields rules about packed documents."""
-    parallel, pack = config.parallel, config.data.pack_to
+    parallel = config.parallel
+    pack = config.data.pack_to
     if pack is None:
         return
     unit = parallel.data_parallel_size * config.microbatch_group
@@ -368,7 +375,8 @@ def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
     """Yields rules about microbatch groups, which the interleaved order runs one after another."""
-    schedule, parallel = config.schedule.pipeline_schedule, config.parallel
+    schedule = config.schedule.pipeline_schedule
+    parallel = config.parallel
     if schedule != "interleaved" and not (schedule == "megatron" and parallel.num_chunks > 1):
         return
     pipeline = parallel.pipeline_model_parallel_size
@@ -391,14 +399,17 @@ def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 def _learning_rate(config: TrainerConfig, flags: GivenFlags) -> Rules:
     """Yields rules about the schedule of the learning rate."""
-    optimizer, run = config.optimizer, config.run
+    optimizer = config.optimizer
+    run = config.run
     unit = "iters"
     length = optimizer.lr_decay_iters or run.train_iters or 0
-    warmup, last_part = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
+    warmup = optimizer.lr_warmup_iters
+    last_part = optimizer.lr_wsd_decay_iters
     if run.train_iters is None:
         unit = "samples"
         length = optimizer.lr_decay_samples or run.train_samples or 0
-        warmup, last_part = optimizer.lr_warmup_samples, optimizer.lr_wsd_decay_samples
+        warmup = optimizer.lr_warmup_samples
+        last_part = optimizer.lr_wsd_decay_samples
     yield (
         warmup >= length,
         f"--lr-warmup-{unit} {warmup} does not end before the decay of {length} {unit} does: "

@@ -323,7 +323,8 @@ def spec_of(name: str, hint: Any, default: Any = None, **options: Any) -> FieldS
         (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
     many = typing.get_origin(hint) is tuple
     parts = typing.get_args(hint) if many else (hint,)
-    base, limits = parts[0], Limits()
+    base = parts[0]
+    limits = Limits()
     if typing.get_origin(base) is Annotated:
         base, limits = typing.get_args(base)
     assert base in (int, float, str, bool), f"a flag cannot have the type {hint}"

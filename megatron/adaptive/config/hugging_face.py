@@ -349,7 +349,8 @@ def _arguments(
             if flag == "--softmax-scale":
                 value = value**-0.5
             flags += [flag, str(value)]
-    heads, groups = _number(config, "num_attention_heads", where), config.get("num_key_value_heads")
+    heads = _number(config, "num_attention_heads", where)
+    groups = config.get("num_key_value_heads")
     if groups is not None and groups != heads and not latent:
         flags += ["--group-query-attention", "--num-query-groups", str(groups)]
     if config.get("attention_bias") and "--disable-bias-linear" in flags:
@@ -413,7 +414,8 @@ def _refuse_other_input(document: Mapping[str, Any], where: str) -> None:
     Raises:
         ConfigError: The model also takes images or sound.
     """
-    text, kind = _text_part(document), document["model_type"]
+    text = _text_part(document)
+    kind = document["model_type"]
     if kind in _FAMILIES or (text is None and not any(document.get(key) for key in _OTHER_INPUT)):
         return
     part = str(kind if text is None else text.get("model_type"))
@@ -655,7 +657,8 @@ def _kind_of_rotation(config: Mapping[str, Any]) -> str:
 def _rotation(config: Mapping[str, Any], *, latent: bool) -> list[str]:
     """Returns the flags that scale rotary frequencies; none if they are unscaled or unsupported."""
     scaling = _scaling(config)
-    kind, factor = _kind_of_rotation(config), scaling.get("factor")
+    kind = _kind_of_rotation(config)
+    factor = scaling.get("factor")
     if latent and kind == "yarn":
         longest = config["max_position_embeddings"]
         flags = ["--rope-type", "yarn", "--rotary-scaling-factor", str(factor)]
@@ -727,8 +730,10 @@ def _number(config: Mapping[str, Any], key: str, where: str) -> int:
 
 def _experts(config: Mapping[str, Any], layers: int, where: str) -> list[str]:
     """Returns the flags for layers with experts, for the shared expert and for the router."""
-    first, every = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    first = config.get("first_k_dense_replace", 0)
+    every = config.get("moe_layer_freq", 1)
+    step = config.get("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or ()
     try:
         has = [
             i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense
@@ -748,7 +753,8 @@ def _experts(config: Mapping[str, Any], layers: int, where: str) -> list[str]:
     best = {"noaux_tc": 2, "group_limited_greedy": 1}.get(str(config.get("topk_method")), 0)
     if best == 2:
         flags.append("--moe-router-enable-expert-bias")
-    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    groups = config.get("n_group") or 1
+    chosen = config.get("topk_group") or 1
     if best and groups > 1 and best != config["num_experts_per_tok"] // chosen:
         flags += ["--moe-router-group-best", str(best)]
     return flags
@@ -756,7 +762,8 @@ def _experts(config: Mapping[str, Any], layers: int, where: str) -> list[str]:
 
 def _windows(config: Mapping[str, Any], family: _Family, layers: int, where: str) -> list[str]:
     """Returns the flags for the window of attention and the layers that have it."""
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    window = config.get("sliding_window")
+    kinds = config.get("layer_types")
     if kinds is not None:
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention"):

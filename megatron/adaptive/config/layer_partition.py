@@ -126,7 +126,8 @@ def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
     Raises:
         ConfigError: The JSON has another format.
     """
-    text, model = config.core.heterogeneous_layers_config_encoded_json, config.model
+    text = config.core.heterogeneous_layers_config_encoded_json
+    model = config.model
     layers: list[UnlikeLayer] = []
     try:
         for block in json.loads(text)["block_configs"] if text else ():
@@ -160,7 +161,8 @@ def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
 
 def _unlike(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
     """Yields rules about layers of different shapes."""
-    model, layers = config.model, unlike_layers(config)
+    model = config.model
+    layers = unlike_layers(config)
     if layers is None:
         return
     flag = "--heterogeneous-layers-config-path"
@@ -168,7 +170,8 @@ def _unlike(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
         len(layers) != model.num_layers,
         f"{flag} describes {len(layers)} layers, but {flags.num_layers}: make them equal",
     )
-    tensor, heads = config.parallel.tensor_model_parallel_size, model.num_attention_heads
+    tensor = config.parallel.tensor_model_parallel_size
+    heads = model.num_attention_heads
     for number, (groups, width, _) in enumerate(layers, 1):
         yield (
             groups % tensor != 0 or width % tensor != 0 or heads % (groups or heads) != 0,
@@ -186,8 +189,10 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
         flags: The same settings as texts of a command line.
     """
     model = config.model
-    layers, stages = model.num_layers, config.num_stages
-    pipeline, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
+    layers = model.num_layers
+    stages = config.num_stages
+    pipeline = config.parallel.pipeline_model_parallel_size
+    chunks = config.parallel.num_chunks
     shape = f"pipeline {pipeline} x chunks {chunks}"
     partition = config.schedule.partition
     yield (
@@ -220,7 +225,8 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
 
 def _predictions(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
     """Yields rules about layers for multi-token prediction and their stage."""
-    layers, layout = config.model.mtp_num_layers, config.schedule.pipeline_model_parallel_layout
+    layers = config.model.mtp_num_layers
+    layout = config.schedule.pipeline_model_parallel_layout
     letters = "" if layout is None else "".join(parse_layout(layout))
     yield (
         layout is not None and letters.count("m") != (layers or 0),
@@ -229,7 +235,8 @@ def _predictions(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, st
     )
     if layers is None:
         return
-    pipeline, stages = config.parallel.pipeline_model_parallel_size, config.num_stages
+    pipeline = config.parallel.pipeline_model_parallel_size
+    stages = config.num_stages
     kind = config.placement_kind
     yield (
         config.mtp_stage != stages - 1

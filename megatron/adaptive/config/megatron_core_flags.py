@@ -102,7 +102,8 @@ def parse_pattern(text: str) -> int | list[int]:
         if isinstance(node, ast.List):
             return [value(item) for item in node.elts]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-            left, right = value(node.left), value(node.right)
+            left = value(node.left)
+            right = value(node.right)
             return left + right if isinstance(node.op, ast.Add) else left * right
         raise ValueError
 
@@ -170,7 +171,8 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
             continue
         has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         text = str(after.value.value) if has_text else ""  # type: ignore[attr-defined]
-        default, names = item.value, ()
+        default = item.value
+        names = ()
         if isinstance(default, ast.Call):  # the default is a call of dataclasses.field
             arguments = {keyword.arg: keyword.value for keyword in default.keywords}
             default = arguments.get("default")
@@ -202,13 +204,16 @@ def _field_of(setting: _Setting) -> tuple[str, Any, Any] | None:
     options: dict[str, Any] = {}
     base: Any
     if kind.startswith("Literal["):
-        base, options = str, {"choices": tuple(ast.literal_eval(f"({kind[8:-1]},)"))}
+        base = str
+        options = {"choices": tuple(ast.literal_eval(f"({kind[8:-1]},)"))}
     elif kind == "Union[int, list[int]]":
-        base, options = str, {"reader": _pattern, "unit": "N|LIST"}
+        base = str
+        options = {"reader": _pattern, "unit": "N|LIST"}
     elif kind.startswith("Union[") and kind.endswith(("list[str]]", "list[float]]")):
         base = tuple[float, ...] if "float" in kind else tuple[str, ...]
     elif kind == "Tuple[int, int]":
-        base, options = tuple[int, ...], {"reader": _window, "unit": "LEFT,RIGHT"}
+        base = tuple[int, ...]
+        options = {"reader": _window, "unit": "LEFT,RIGHT"}
     elif kind in _TYPES:
         base, options = _TYPES[kind]
     else:

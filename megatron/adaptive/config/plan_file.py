@@ -153,7 +153,8 @@ def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
 
 def _placement(groups: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
     if len(groups) == 1 and not groups[0].get("type"):
-        nodes, processes = groups[0]["nodes"], groups[0]["processes_per_node"]
+        nodes = groups[0]["nodes"]
+        processes = groups[0]["processes_per_node"]
         return {"NNODES": str(nodes), "NPROC_PER_NODE": str(processes)}
     for index, group in enumerate(groups):
         if not group.get("type"):

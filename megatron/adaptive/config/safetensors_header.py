@@ -231,12 +231,14 @@ def _check_cover(entries: Mapping[str, TensorEntry], first: int, size: int) -> N
         first: Offset of the first byte after the header.
         size: Size of the file in bytes.
     """
-    end, before = first, "the header"
+    end = first
+    before = "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != end:
             fault = "overlaps" if entry.begin < end else "leaves a gap after"
             raise ValueError(f"{_short(name)} begins at byte {entry.begin} and {fault} {before}")
-        end, before = entry.end, _short(name)
+        end = entry.end
+        before = _short(name)
     if end != size:
         fault = "nothing may follow them" if end < size else "it is cut"
         raise ValueError(f"it has {size} bytes, and its tensors end at {end}: {fault}")

@@ -215,7 +215,8 @@ def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
 
 
 def _check_list(value: list[Any], schema: Mapping[str, Any], where: str, path: str) -> list[Any]:
-    least, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
+    least = schema.get("minItems", 0)
+    most = schema.get("maxItems", math.inf)
     if not least <= len(value) <= most:
         count = "at least one entry" if most > least else f"{least} entries"
         raise ConfigError(f"{where}: {path} has {len(value)} entries: give {count}")

@@ -64,7 +64,8 @@ class TrainerConfig:
     @property
     def expert_layers(self) -> tuple[bool, ...]:
         """Whether each layer has experts."""
-        pattern, layers = parse_pattern(self.core.moe_layer_freq), range(self.model.num_layers)
+        pattern = parse_pattern(self.core.moe_layer_freq)
+        layers = range(self.model.num_layers)
         if self.core.num_moe_experts is None:
             return (False,) * len(layers)
         return tuple(
@@ -154,7 +155,8 @@ class TrainerConfig:
     @property
     def microbatch_group(self) -> int:
         """Number of which the microbatches of a step must be a multiple, for the schedule."""
-        schedule, parallel = self.schedule.pipeline_schedule, self.parallel
+        schedule = self.schedule.pipeline_schedule
+        parallel = self.parallel
         if schedule in ("combined-1f1b", "interleaved") or (
             schedule == "megatron" and parallel.num_chunks > 1
         ):

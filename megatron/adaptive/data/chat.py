@@ -89,7 +89,9 @@ class ChatTemplate:
     def __init__(
         self, templates: Mapping[str, str], tokens: Mapping[str, str], folder: object
     ) -> None:
-        self._templates, self._tokens, self._folder = templates, tokens, folder
+        self._templates = templates
+        self._tokens = tokens
+        self._folder = folder
 
     def write(self, conversation: Conversation) -> Written:
         """Renders a conversation and finds its taught parts.
@@ -217,7 +219,8 @@ class _Renderer:
             text: Text of the whole conversation.
             plain: Whether the probes are plain text, without tool calls and reasoning.
         """
-        before, rest = self.messages[:number], self.messages[number + 1 :]
+        before = self.messages[:number]
+        rest = self.messages[number + 1 :]
         probes: list[Message] = [
             {"role": TAUGHT_ROLE, "content": probe}
             if plain
@@ -283,7 +286,8 @@ class _Renderer:
             before: Messages before the answer.
             rendered: Text of these messages, and of the beginning of an answer.
         """
-        prompt, so_far = self._try(before, asks=True), self._try(before)
+        prompt = self._try(before, asks=True)
+        so_far = self._try(before)
         if prompt is None:
             return _Prompt(asked="", added="", opened="")
         if so_far is None or not prompt.startswith(so_far):
@@ -376,7 +380,8 @@ class _Marks:
             blocks: Parts of the text rendered so far. The caller must append each part as soon as
                 it is rendered.
         """
-        self._blocks, self._spans = blocks, []
+        self._blocks = blocks
+        self._spans = []
         try:
             yield self._spans
         finally:

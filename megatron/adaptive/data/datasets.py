@@ -122,26 +122,12 @@ def build_datasets(
             edges = config.split_matrix if data.data_path else None
             _check(data, blends, edges, counts, tokenizer.vocab_size)
         if config.split_matrix is not None:
-            # megatron-core builds at least one sample even for a count of 0, and may never end.
+            # megatron-core needs at least one sample even for a count of 0, and may search forever.
             config.split_matrix = [
                 share if count else None
                 for share, count in zip(config.split_matrix, counts, strict=True)
             ]
-        cls: Any = MockGPTDataset if data.mock_data else CachedGPTDataset
-        if data.variable_seq_lengths:
-            cls = DocumentDataset
-        try:
-            with _quiet_megatron_core():
-                builder = BlendedMegatronDatasetBuilder(cls, list(counts), is_built_on_rank, config)
-                train, valid, test = builder.build()
-        except Exception as error:
-            if not _is_too_much(error):
-                raise
-            sizes = ", ".join(f"{n} {c}" for n, c in zip(_SPLIT_NAMES, counts, strict=True))
-            raise DataError(
-                f"the shuffling index of this number of samples ({sizes}) does not fit into "
-                "memory; lower --train-iters or --eval-iters, or raise --eval-interval"
-            ) from None
+        train, valid, test = _built(data, config, counts, is_built_on_rank)
     for name, dataset, count in zip(_SPLIT_NAMES, (train, valid, test), counts, strict=True):
         if here and dataset is not None and len(dataset) < count:
             raise DataError(
@@ -149,6 +135,34 @@ def build_datasets(
                 "weights (0.5 a 0.5 b), which let data repeat, or ask for fewer iterations"
             )
     return train, valid, test
+
+
+def _built(
+    data: DataConfig,
+    config: CachedGPTDatasetConfig,
+    counts: tuple[int, ...],
+    is_built_on_rank: Callable[[], bool],
+) -> Any:
+    """Returns the three datasets that megatron-core builds.
+
+    Raises:
+        DataError: The index of the samples does not fit into memory.
+    """
+    cls: Any = MockGPTDataset if data.mock_data else CachedGPTDataset
+    if data.variable_seq_lengths:
+        cls = DocumentDataset
+    try:
+        with _quiet_megatron_core():
+            builder = BlendedMegatronDatasetBuilder(cls, list(counts), is_built_on_rank, config)
+            return builder.build()
+    except Exception as error:
+        if not _is_too_much(error):
+            raise
+        sizes = ", ".join(f"{n} {c}" for n, c in zip(_SPLIT_NAMES, counts, strict=True))
+        raise DataError(
+            f"the shuffling index of this number of samples ({sizes}) does not fit into memory; "
+            "lower --train-iters or --eval-iters, or raise --eval-interval"
+        ) from None
 
 
 @contextmanager

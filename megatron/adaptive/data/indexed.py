@@ -77,7 +77,8 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
         DataError: A file is missing, truncated, or of another format or version, or the two
             contradict each other; the message names the file and the fault.
     """
-    idx_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    idx_path = Path(f"{prefix}.idx")
+    bin_path = Path(f"{prefix}.bin")
     for path in (idx_path, bin_path):
         if not path.is_file():
             raise DataError(f"{path}: no such file; {_hint_for_missing(str(prefix))}")
@@ -105,7 +106,8 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     if code not in _DTYPES:
         _refuse(idx_path, f"has dtype code {code}, but only integers can be read")
     dtype = np.dtype(_DTYPES[code])
-    size, expected = idx_path.stat().st_size, _HEADER.size + 12 * sequences + 8 * marks
+    size = idx_path.stat().st_size
+    expected = _HEADER.size + 12 * sequences + 8 * marks
     # Multimodal indices have one more byte per sequence, which readers of text ignore.
     if size not in (expected, expected + sequences):
         fault = "is truncated" if size < expected else "has too many bytes"
@@ -122,7 +124,8 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     ends = np.frombuffer(index, "<i8", marks, _HEADER.size + 12 * sequences)
     if int(lengths.min()) < 0:
         _refuse(idx_path, f"sequence {int(lengths.argmin())} has length {int(lengths.min())}")
-    num_tokens, bin_size = int(lengths.sum(dtype=np.int64)), bin_path.stat().st_size
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    bin_size = bin_path.stat().st_size
     if num_tokens * dtype.itemsize != bin_size:
         _refuse(
             bin_path,

@@ -43,7 +43,8 @@ class DocumentDataset(MegatronDataset):  # type: ignore[misc]
         super().__init__(*arguments)
         # The last token of a document is only a label, so a sample is one token shorter.
         lengths = np.asarray(self.dataset.sequence_lengths)[self.indices].astype(np.int64) - 1
-        is_used, longest = lengths > 0, self.config.sequence_length
+        is_used = lengths > 0
+        longest = self.config.sequence_length
         self.num_empty = int((~is_used).sum())
         self.num_cut = int((lengths > longest).sum())
         self._documents = self.indices[is_used]
@@ -78,7 +79,8 @@ class DocumentDataset(MegatronDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
         row = self._row(index)
-        document, length = int(self._documents[row]), int(self._lengths[row])
+        document = int(self._documents[row])
+        length = int(self._lengths[row])
         ids = np.asarray(self.dataset.get(document, 0, length + 1), dtype=np.int64)
         sample = {"tokens": ids[:-1], "labels": ids[1:], "position_ids": np.arange(length)}
         taught = getattr(self.dataset, "is_taught", None)
@@ -137,7 +139,9 @@ class Conversations:
     def __init__(
         self, ids: npt.NDArray[Any], taught: npt.NDArray[Any], ends: npt.NDArray[Any]
     ) -> None:
-        self._ids, self._taught, self._ends = ids, taught, ends
+        self._ids = ids
+        self._taught = taught
+        self._ends = ends
         self.sequence_lengths = np.diff(ends)
 
     def get(self, index: int, offset: int, length: int) -> npt.NDArray[Any]:
@@ -215,7 +219,8 @@ def _conversation(line: str, where: str) -> Conversation:
         messages = fields["messages"]
         extras = [fields.get(name) for name in ("tools", "documents")]
     except (ValueError, TypeError, KeyError):
-        messages, extras = None, []
+        messages = None
+        extras = []
     has_messages = isinstance(messages, list) and messages
     if not has_messages or not all(isinstance(m, dict) and _is_message(m) for m in messages):
         raise DataError(

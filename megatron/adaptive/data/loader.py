@@ -150,7 +150,8 @@ class Batching:
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Returns the microbatches of all replicas, each a list of indices into ``lengths``."""
         if self.pack_to is not None:
-            unit, least = self.replicas * self.group, self.replicas * self.least
+            unit = self.replicas * self.group
+            least = self.replicas * self.least
             return first_fit(lengths, self.pack_to, unit, least)
         size = self.micro_batch_size
         return [list(range(n, n + size)) for n in range(0, len(lengths), size)]
@@ -242,7 +243,8 @@ class Load:
 def length_of(dataset: Any, index: int) -> int:
     """Returns the number of tokens of a sample, also for a blend of several datasets."""
     while hasattr(dataset, "dataset_index"):
-        part, index = dataset.dataset_index[index], dataset.dataset_sample_index[index]
+        part = dataset.dataset_index[index]
+        index = dataset.dataset_sample_index[index]
         dataset = dataset.datasets[part]
     return int(dataset.length_of(index))
 
@@ -280,13 +282,18 @@ class MicrobatchLoader:
         pin_memory: bool = False,
         on_read: OnRead | None = None,
     ) -> None:
-        self._dataset, self._batching, self._dp_rank = dataset, batching, dp_rank
+        self._dataset = dataset
+        self._batching = batching
+        self._dp_rank = dp_rank
         self.consumed_samples = self._first_sample = consumed_samples
-        self._reads, self._pin_memory, self._on_read = reads, pin_memory, on_read
+        self._reads = reads
+        self._pin_memory = pin_memory
+        self._on_read = on_read
         self._read_ahead: Iterator[Arrays] | None = None
         self._read_block = 0
         if num_workers and not batching.varies:
-            left, replicas = len(dataset) - consumed_samples, batching.replicas
+            left = len(dataset) - consumed_samples
+            replicas = batching.replicas
             blocks = max(0, left) // (batching.micro_batch_size * replicas)
             # torch declares a base class as type, but an iterable of index lists suffices.
             order: Any = map(self._samples, range(dp_rank, blocks * replicas, replicas))
@@ -317,7 +324,9 @@ class MicrobatchLoader:
         Raises:
             DataError: The dataset ends within the step.
         """
-        batching, first, dataset = self._batching, self.consumed_samples, self._dataset
+        batching = self._batching
+        first = self.consumed_samples
+        dataset = self._dataset
         count = num_microbatches * batching.replicas
         end = first + count * batching.micro_batch_size
         if end > len(dataset):
@@ -411,8 +420,10 @@ class StepMicrobatches:
         pin_memory: bool = False,
         on_read: OnRead | None = None,
     ) -> None:
-        self._read, self._count = read, count
-        self._pin_memory, self._on_read = pin_memory, on_read
+        self._read = read
+        self._count = count
+        self._pin_memory = pin_memory
+        self._on_read = on_read
         self._ready: list[Microbatch] = []
 
     def __len__(self) -> int:
@@ -466,7 +477,9 @@ class LengthMicrobatches(StepMicrobatches):
         pin_memory: bool = False,
         on_read: OnRead | None = None,
     ) -> None:
-        self._lengths, self._batching, self._sample = lengths, batching, read
+        self._lengths = lengths
+        self._batching = batching
+        self._sample = read
         rows = batching.plan(lengths)
         by_row = [[lengths[sample] for sample in row] for row in rows]
         numbers: Sequence[int] = range(dp_rank, len(rows), batching.replicas)
@@ -493,7 +506,8 @@ class LengthMicrobatches(StepMicrobatches):
         )
 
     def _make(self, samples: Sequence[int]) -> Microbatch:
-        is_packed, lengths = self._batching.pack_to is not None, self._lengths
+        is_packed = self._batching.pack_to is not None
+        lengths = self._lengths
         rows = [list(samples)] if is_packed else [[sample] for sample in samples]
         longest = max(sum(lengths[n] for n in row) for row in rows)
         width = self._batching.row_tokens(longest)

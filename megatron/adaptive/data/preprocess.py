@@ -247,7 +247,8 @@ class _Encoder:
                     rows.append(self._parse(line))
                 except ValueError as error:
                     raise DataError(f"{path}:{line_number}: {error}") from None
-        ids, lengths = [], []
+        ids = []
+        lengths = []
         for column in zip(*rows, strict=True) if rows else [()] * len(self._keys):
             try:
                 tokens = [row for row in self._tokenizer.tokenize_batch(column) if row]

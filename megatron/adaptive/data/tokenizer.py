@@ -71,7 +71,8 @@ class Tokenizer(ABC):
     """
 
     def __init__(self, vocab_size: int, eod: int, **identity: str) -> None:
-        self.vocab_size, self.eod = vocab_size, eod
+        self.vocab_size = vocab_size
+        self.eod = eod
         name = type(self).__name__
         self.unique_identifiers = OrderedDict({"class": name, "size": vocab_size, **identity})
 
@@ -95,13 +96,15 @@ class Tokenizer(ABC):
         ids: list[int] = []
         taught: list[bool] = []
         for message in conversation.messages:
-            role, content = message["role"], message.get("content")
+            role = message["role"]
+            content = message.get("content")
             if role not in _ROLES or not isinstance(content, str):
                 raise DataError(
                     f"without a chat template a message is a text of {', '.join(_ROLES)}, but one "
                     f"is {type(content).__name__} of {role!r}; give a tokenizer with a template"
                 )
-            head, body = self.heading(role), [*self.tokenize(content), self.eod]
+            head = self.heading(role)
+            body = [*self.tokenize(content), self.eod]
             ids += [*head, *body]
             taught += [False] * len(head) + [role == TAUGHT_ROLE] * len(body)
         return ids, taught
@@ -448,7 +451,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             rows than the tokenizer has ids.
         DataError: A file is missing or broken.
     """
-    kind, size, model = config.tokenizer_type, config.vocab_size, config.tokenizer_model or ""
+    kind = config.tokenizer_type
+    size = config.vocab_size
+    model = config.tokenizer_model or ""
     if config.missing:
         raise ConfigError(f"{kind} needs {' and '.join(config.missing)}: add it")
     built: Tokenizer
@@ -459,7 +464,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     elif kind == "HuggingFaceTokenizer":
         built = HuggingFaceTokenizer(model)
     elif kind == "TikTokenizer":
-        special, pattern = config.tiktoken_num_special_tokens, config.tiktoken_pattern
+        special = config.tiktoken_num_special_tokens
+        pattern = config.tiktoken_pattern
         built = TikTokenizer(model, size or _IDS_OF_TIKTOKEN, special, pattern)
     else:
         built = SentencePieceTokenizer(model, begins=kind == "Llama2Tokenizer")
