@@ -234,6 +234,6 @@ def test_nccl_on_a_shared_gpu_is_refused_on_all_ranks(monkeypatch: pytest.Monkey
     refused = agreed(["a", "b", "a"], monkeypatch, "nccl")
     assert {str(one) for one in refused} == {
         "--distributed-backend nccl: ranks 0, 2 share a GPU, and NCCL refuses two ranks on one: "
-        "start 2 ranks, or leave the flag out or use gloo, with which ranks share"
+        "start 2 ranks, or leave the flag out or use gloo, with which ranks can share a GPU"
     }
     assert all(one.backend == "nccl" for one in agreed(["a", "b"], monkeypatch, "nccl"))  # type: ignore[union-attr]

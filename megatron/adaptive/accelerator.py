@@ -390,7 +390,8 @@ def _require_devices(backend: str | None, ranks: int) -> None:
         raise SetupError(
             f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
             f"GPU{'' if count == 1 else 's'}, and NCCL refuses two ranks on one: start at most "
-            f"{count} ranks per node, or leave the flag out or use gloo, with which ranks share"
+            f"{count} ranks per node, or leave the flag out or use gloo, with which ranks can share "
+            "a GPU"
         )
 
 

@@ -96,7 +96,7 @@ class Session:
             ValueError: The payload is longer than :data:`LONGEST`.
         """
         if len(payload) > LONGEST:
-            raise ValueError(f"a message of {len(payload)} bytes: {LONGEST} are the most")
+            raise ValueError(f"a message of {len(payload)} bytes is above the limit of {LONGEST}")
         self._sent += 1
         return _LENGTH.pack(len(payload)) + _mac(self._sending, self._sent, payload)
 
@@ -113,7 +113,7 @@ class Session:
         """
         (length,) = _LENGTH.unpack_from(head)
         if length > LONGEST:
-            raise StrangerError(f"a message of {length} bytes: {LONGEST} are the most")
+            raise StrangerError(f"a message of {length} bytes is above the limit of {LONGEST}")
         return int(length)
 
     def open(self, head: bytes, payload: _Payload) -> _Payload:
@@ -233,7 +233,7 @@ class SealedSocket:
         head = read_exactly(self.socket, HEAD_BYTES)
         length = self.session.length(head)
         if length > most:
-            raise StrangerError(f"a message of {length} bytes: {most} are the most here")
+            raise StrangerError(f"a message of {length} bytes is above the limit of {most} here")
         return self.session.open(head, read_exactly(self.socket, length))
 
     def send_memory(self, *parts: memoryview) -> None:
@@ -362,7 +362,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""Divisor of the process's limit on open files; visitors may take this part of it."""
+"""Visitors may use one in this number of the files that the process may open."""
 _PROVE_S = 5.0
 _CLOSE_S = 1.0
 _REPORT_S = 60.0

@@ -415,7 +415,7 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"attention_bias": True}, "attention_bias True asks for a bias of the output"),
         ("llama", {"mlp_bias": True}, "mlp_bias True asks for"),
         ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5': it must be a number"),
-        ("llama", {"rope_parameters": [1]}, "config.json: a value is of another kind than trans"),
+        ("llama", {"rope_parameters": [1]}, "config.json: a value has another type than trans"),
         (
             "mistral",
             {"sliding_window": "x"},
@@ -430,7 +430,11 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 .* unknown"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized weights.*dequantize the model"),
         ("llama", {"model_type": "lama"}, "nearest is llama, which has all its keys: write llama"),
-        ("llama", {"model_type": "qwen2_vl", "vision_config": {"a": 1}}, "does not separate the keys of its text"),
+        (
+            "llama",
+            {"model_type": "qwen2_vl", "vision_config": {"a": 1}},
+            "does not separate the keys of its text",
+        ),
         (
             "llama",
             {"model_type": "mpt", "alibi": True},

@@ -171,7 +171,7 @@ def test_missing_flags_are_named(kind: str, given: dict[str, str], message: str)
         ("[1, 2]", "do not belong together"),
         ('{"a": -1}', "do not belong together"),
         ("{}", "do not belong together"),
-        (b"\xff\xfe", "is not of a text in UTF-8"),
+        (b"\xff\xfe", "is no valid UTF-8"),
     ],
 )
 def test_broken_vocabularies_are_named(

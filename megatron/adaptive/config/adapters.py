@@ -21,7 +21,7 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
-# Keys of PEFT's file whose values do not change how adapters compute, or are read by name.
+# These keys of PEFT's file do not change what adapters compute, or are read separately.
 _IDLE = frozenset(
     """
     peft_type r lora_alpha lora_dropout target_modules task_type base_model_name_or_path revision

@@ -333,7 +333,9 @@ def _arguments(
         for flag, keys in table.items():
             value = next((v for key in keys if (v := _value(config, key)) is not None), None)
             if value is None and table in needed:
-                raise ConfigError(f"{where}: {' or '.join(keys)} is missing; a model has it")
+                raise ConfigError(
+                    f"{where}: {' or '.join(keys)} is missing, but every model needs it"
+                )
             if value is not None and flag not in _TEXTS:
                 value = _checked(value, flag, next(key for key in keys if key in config), where)
             if value is None:
@@ -451,7 +453,7 @@ def _check_numbers(config: Mapping[str, Any], where: str) -> None:
             kind = "number" if is_whole else "whole number"
             raise ConfigError(f"{where}: {key} of the rotation is {value!r}: it must be a {kind}")
     if _kind_of_rotation(config) != "default" and "factor" not in scaling:
-        raise ConfigError(f"{where}: factor of the rotation is missing; a model has it")
+        raise ConfigError(f"{where}: factor of the rotation is missing, but every model needs it")
 
 
 def _checked(value: Any, flag: str, key: str, where: str) -> int | float:
@@ -485,7 +487,7 @@ def _expected_kinds(where: str) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{where}: a value is of another kind than transformers writes ({error}): restore it"
+            f"{where}: a value has another type than transformers writes ({error}): restore it"
         ) from None
 
 

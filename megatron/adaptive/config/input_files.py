@@ -133,7 +133,7 @@ def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool
     try:
         text = data if isinstance(data, str) else data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not of a text in UTF-8") from None
+        raise ValueError(f"byte {error.start} is no valid UTF-8") from None
     text = text.removeprefix(BYTE_ORDER_MARK)
     options: dict[str, Any] = {"object_pairs_hook": _once} if once else {}
     if strict:
@@ -210,7 +210,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
     try:
         return read_bytes(path, hint, error).decode().removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as caught:
-        raise error(f"{path}: byte {caught.start} is not of a text in UTF-8; {hint}") from None
+        raise error(f"{path}: byte {caught.start} is no valid UTF-8; {hint}") from None
 
 
 def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> bytes:

@@ -114,17 +114,19 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def _entries(file: BinaryIO, size: int) -> dict[str, TensorEntry]:
     head = file.read(8)
     if len(head) < 8:
-        raise ValueError(f"it has {len(head)} bytes, and its header begins with 8")
+        raise ValueError(f"it has {len(head)} bytes, but a header needs at least 8")
     (length,) = struct.unpack("<Q", head)
     if length > min(size - 8, _LONGEST):
-        raise ValueError(f"its header has {length} bytes, the file {size}")
+        raise ValueError(f"its header claims {length} bytes, but the file has {size}")
     raw = file.read(length)
     if len(raw) < length:
         raise ValueError(f"it ends after {8 + len(raw)} bytes")
     document = _parse(raw)
     metadata = document.pop(_METADATA, None)
     if _METADATA in document.repeated or not _is_metadata(metadata):
-        raise ValueError(f"{_METADATA} is {_short(metadata)}, which must be texts by name, once")
+        raise ValueError(
+            f"{_METADATA} is {_short(metadata)}, which must be texts by name and occur once"
+        )
     first = 8 + length
     entries = {name: _entry(name, value, first) for name, value in document.items()}
     _check_cover(entries, first, size)
@@ -141,7 +143,7 @@ def _parse(raw: bytes) -> _Once:
             parse_constant=_refuse,
         )
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {8 + error.start} is not of a text in UTF-8") from None
+        raise ValueError(f"byte {8 + error.start} is no valid UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"its header is no JSON: {error}") from None
     if not isinstance(document, _Once):
@@ -201,7 +203,9 @@ def _entry(name: str, value: Any, first: int) -> TensorEntry:
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"{_short(name)} is of type {_short(dtype)}, which the format lacks")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"{_short(name)} has the shape {_short(shape)} at {_short(offsets)}")
+        raise ValueError(
+            f"{_short(name)} has an invalid shape {_short(shape)} or offsets {_short(offsets)}"
+        )
     bits = BITS[dtype]
     count = 1
     for extent in (*shape, bits):

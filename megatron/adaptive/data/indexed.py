@@ -86,7 +86,7 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
         return _checked(str(prefix), idx_path, bin_path)
     except OSError as error:
         raise DataError(
-            f"{idx_path}: cannot be read ({error.strerror}); let this user read it"
+            f"{idx_path}: cannot be read ({error.strerror}); make it readable for this user"
         ) from None
 
 
@@ -169,7 +169,7 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
         tokens: npt.NDArray[Any] = np.memmap(path, dtype=info.dtype, mode="r")
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read ({error.strerror}); let this user read it"
+            f"{path}: cannot be read ({error.strerror}); make it readable for this user"
         ) from None
     lowest = highest = 0
     for start, stop in pieces(tokens.size, info.dtype.itemsize):

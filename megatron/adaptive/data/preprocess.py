@@ -210,9 +210,6 @@ def _names(paths: Sequence[Path]) -> str:
     return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
-# Reading
-
-
 def _batches(inputs: Iterable[Path]) -> Iterator[_Batch]:
     for path in inputs:
         try:
@@ -223,9 +220,6 @@ def _batches(inputs: Iterable[Path]) -> Iterator[_Batch]:
                     first_line += len(lines)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-# Tokenizing
 
 
 class _Encoder:
@@ -332,9 +326,6 @@ def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-# Writing
 
 
 class _Output:
