@@ -135,9 +135,9 @@ def test_a_message_that_is_not_the_next_one_is_seen(wrong: str) -> None:
     came = {"repeated": first, "dropped": third, "changed": second[:-1] + b"x"}.get(wrong)
     came = came or listener.seal(b"two")
     assert listener.open(first[:head], first[head:]) == b"one"
-    with pytest.raises(StrangerError, match="changed, twice or out of order"):
+    with pytest.raises(StrangerError, match="changed, repeated or reordered"):
         listener.open(came[:head], came[head:])
-    with pytest.raises(StrangerError, match="bytes: "):
+    with pytest.raises(StrangerError, match="above the limit"):
         listener.length(b"\xff" * head)
 
 

@@ -84,7 +84,7 @@ class Accelerator:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks compute on the same GPU; times then include their turns."""
+        """True if other ranks use the same GPU; measured times then include their work."""
         return self.shares > 1
 
     @property
@@ -348,7 +348,7 @@ def agree_on_sharing(
         raise SetupError(
             f"--distributed-backend nccl: ranks {', '.join(map(str, shared))} share a GPU, and "
             f"NCCL refuses two ranks on one: start {len(owners)} ranks, or leave the flag out or "
-            "use gloo, with which ranks share"
+            "use gloo, with which ranks can share a GPU"
         )
     backend = accelerator.asked_backend or ("nccl" if shared is None else "gloo")
     if backend == "gloo":
@@ -390,8 +390,8 @@ def _require_devices(backend: str | None, ranks: int) -> None:
         raise SetupError(
             f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
             f"GPU{'' if count == 1 else 's'}, and NCCL refuses two ranks on one: start at most "
-            f"{count} ranks per node, or leave the flag out or use gloo, with which ranks can share "
-            "a GPU"
+            f"{count} ranks per node, or leave the flag out or use gloo, with which ranks can "
+            "share a GPU"
         )
 
 

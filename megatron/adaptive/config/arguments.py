@@ -265,7 +265,7 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser, whose result lacks the values of absent flags."""
+    """Returns the parser; its result has no values for absent flags."""
     parser = CommandParser(
         complain=_complaint,
         usage="%(prog)s FLAG ...",

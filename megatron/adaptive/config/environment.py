@@ -279,7 +279,7 @@ def _require_below(name: str, rank: int, size: int) -> None:
 _FILES_OF_RANK = 128
 """Open files and connections of a rank that runs alone, with a margin (105 were measured)."""
 _FILES_OF_PEER = 24
-"""Additional ones for each other rank in its groups (150 in total were measured for two ranks)."""
+"""Additional files and connections for each other rank in its groups (two ranks had 150)."""
 _GROUP = 64
 _FILES_AIMED_AT = 65_536
 

@@ -119,7 +119,7 @@ class GivenFlags:
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
-        """Returns how a number is too large or no divisor, empty if it obeys the rule."""
+        """Returns how numbers break a bound or a divisibility, empty if they do not."""
         factors = product.split("*")
         limit = self._values.get(rule.right)
         numbers: list[Any] = [int(n) if n.isdigit() else self._values.get(n) for n in factors]

@@ -1,4 +1,4 @@
-"""Distributes layers over stages: Megatron-LM's flags for it, and rules of the result.
+"""Distributes layers over stages by Megatron-LM's flags, and checks the result.
 
 Layers for multi-token prediction (MTP) are on one stage, by default the last, after all transformer
 layers. They have an embedding lookup like the first stage.

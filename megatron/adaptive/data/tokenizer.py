@@ -100,8 +100,9 @@ class Tokenizer(ABC):
             content = message.get("content")
             if role not in _ROLES or not isinstance(content, str):
                 raise DataError(
-                    f"without a chat template a message must be text of {', '.join(_ROLES)}, but one "
-                    f"is a {type(content).__name__} of {role!r}; give a tokenizer with a template"
+                    "without a chat template a message must be text of "
+                    f"{', '.join(_ROLES)}, but one is a {type(content).__name__} of {role!r}; "
+                    "give a tokenizer with a template"
                 )
             head = self.heading(role)
             body = [*self.tokenize(content), self.eod]
