@@ -253,7 +253,7 @@ def test_an_unreadable_data_args_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert "is empty" in complaint(f"FILES --data-args-path {tmp_path}/empty")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert "not of a text" in complaint(f"FILES --data-args-path {tmp_path}/binary")
+    assert "no valid UTF-8" in complaint(f"FILES --data-args-path {tmp_path}/binary")
 
 
 def test_the_table_has_a_row_for_each_flag() -> None:

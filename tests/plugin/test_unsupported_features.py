@@ -97,7 +97,7 @@ def test_parts_of_megatron_cores_own_loop(name: str, value: Any, reason: str) ->
     ("changes", "schedule", "reason"),
     [
         ({}, "1f1b", "schedule 1f1b needs .*the others never start an action while another runs"),
-        ({"moe_token_dispatcher_type": "flex"}, "adaptive", "flex needs .*cannot be left"),
+        ({"moe_token_dispatcher_type": "flex"}, "adaptive", "flex needs .*cannot pause"),
         ({"recompute_modules": ["moe"]}, "adaptive", "layers of experts recomputed"),
     ],
 )
