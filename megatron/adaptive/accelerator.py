@@ -381,10 +381,10 @@ def _require_devices(backend: str | None, ranks: int) -> None:
     reason = None if torch.cuda.is_available() else why_no_gpu()
     names_gpus = torch.version.cuda is not None and (visible or "").strip() not in ("", "-1")
     if reason is not None and (backend == "nccl" or names_gpus):
-        asked = f"CUDA_VISIBLE_DEVICES={visible}"
+        setting = f"CUDA_VISIBLE_DEVICES={visible}"
         if backend == "nccl":
-            asked = "--distributed-backend nccl"
-        raise SetupError(f"{asked}: there is no GPU to use here: {reason}")
+            setting = "--distributed-backend nccl"
+        raise SetupError(f"{setting}: there is no GPU to use here: {reason}")
     count = torch.cuda.device_count() if reason is None else 0
     if backend == "nccl" and ranks > count and visible is None:  # every rank sees all GPUs
         raise SetupError(

@@ -190,11 +190,11 @@ class Handshake:
         return b""
 
     def _derive(self, other: bytes) -> None:
-        both = self._nonce + other if self._visiting else other + self._nonce
-        self._key = hmac.digest(self._secret, self._purpose + b"\0" + both, "sha256")
+        nonces = self._nonce + other if self._visiting else other + self._nonce
+        self._key = hmac.digest(self._secret, self._purpose + b"\0" + nonces, "sha256")
 
-    def _prove(self, who: str) -> bytes:
-        return self._expand(f"proof of the {who}")
+    def _prove(self, side: str) -> bytes:
+        return self._expand(f"proof of the {side}")
 
     def _expand(self, label: str) -> bytes:
         return hmac.digest(self._key, label.encode(), "sha256")
@@ -492,16 +492,16 @@ class Gate:
             oldest.cancel()
             self._refuse(crowd, "too many came at once")
 
-    def _refuse(self, address: str, why: str) -> None:
+    def _refuse(self, address: str, reason: str) -> None:
         self._refused += 1
         now_s = time.monotonic()
         if now_s - self._reported_s >= _REPORT_S:
-            more = f"; {self._refused} refused by now" if self._refused > 1 else ""
+            total = f"; {self._refused} refused so far" if self._refused > 1 else ""
             self._reported_s = now_s
             with contextlib.suppress(OSError, ValueError):  # the output may be closed
                 self._report(
                     f"warning: a visitor from {address} to port {self.port} ({self._purpose}) is"
-                    f" not of this job and was refused: {why}{more}"
+                    f" not of this job and was refused: {reason}{total}"
                 )
 
 

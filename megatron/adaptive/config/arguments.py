@@ -326,12 +326,12 @@ def _scan(argv: Sequence[str], dest_of: Mapping[str, str], *, last_wins: bool) -
         seen[dest] = name
 
 
-def _why_not_taken(name: str, taken: list[str]) -> str:
+def _why_not_taken(name: str, accepted: list[str]) -> str:
     reason = reason_for(name)
     if reason is not None:
         return f"{name} is a flag of Megatron-LM that this trainer refuses: {reason}"
-    (nearest,) = difflib.get_close_matches(name, [*taken, *refused_flags()], n=1, cutoff=0.0)
-    note = "" if nearest in taken else ", which is refused"
+    (nearest,) = difflib.get_close_matches(name, [*accepted, *refused_flags()], n=1, cutoff=0.0)
+    note = "" if nearest in accepted else ", which is refused"
     return f"{name} is not a flag of this trainer: the nearest is {nearest}{note}; see --help"
 
 

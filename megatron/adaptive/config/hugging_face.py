@@ -691,24 +691,26 @@ def _family(config: Mapping[str, Any], where: str) -> _Family:
     name = config["model_type"]
     if name in _FAMILIES:
         return _FAMILIES[name]
-    near = (difflib.get_close_matches(str(name), _FAMILIES, n=1) or ["llama"])[0]
+    nearest = (difflib.get_close_matches(str(name), _FAMILIES, n=1) or ["llama"])[0]
     raise ConfigError(
-        f"{where}: model_type {name!r} is not known; the nearest is {near}, which"
-        f" {_lacks(config, name, near)}; {', '.join(_read_families())} are read; to plan another"
+        f"{where}: model_type {name!r} is not known; the nearest is {nearest}, which"
+        f" {_lacks(config, name, nearest)}; {', '.join(_read_families())} are read; to plan another"
         " one give its sizes as `layers` of a model file, see plan --schema model"
     )
 
 
-def _lacks(config: Mapping[str, Any], name: str, near: str) -> str:
+def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
     """Describes how an unsupported model differs from the nearest supported family."""
     strange = {key for key, value in config.items() if value}
     strange -= {*_READ, *_WITHOUT_EFFECT, *_ACTIVATION, *_ONLY}
-    strange.difference_update(*_FAMILIES[near].optional.values())
+    strange.difference_update(*_FAMILIES[nearest].optional.values())
     parts = [_DIFFERENCES[name]] if name in _DIFFERENCES else []
     parts += [", ".join(sorted(strange))] if strange else []
     if parts:
         return f"lacks {'; '.join(parts)}"
-    return f"has all its keys: write {near} if its layers and the names of its weights are the same"
+    return (
+        f"has all its keys: write {nearest} if its layers and the names of its weights are the same"
+    )
 
 
 def _read_families() -> list[str]:
@@ -737,11 +739,11 @@ def _experts(config: Mapping[str, Any], layers: int, where: str) -> list[str]:
     step = config.get("decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or ()
     try:
-        has = [
+        have_experts = [
             i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense
             for i in range(layers)
         ]
-        flags = [] if all(has) else ["--moe-layer-freq", _pattern(has)]
+        flags = [] if all(have_experts) else ["--moe-layer-freq", _pattern(have_experts)]
         if shared := config.get("n_shared_experts"):
             width = shared * config["moe_intermediate_size"]
             flags += ["--moe-shared-expert-intermediate-size", str(width)]
@@ -773,24 +775,24 @@ def _windows(config: Mapping[str, Any], family: _Family, layers: int, where: str
                     f"{where}: layer_types has {kind!r}, which the planner does not know: give the"
                     " sizes of these layers as `layers` of a model file, see plan --schema model"
                 )
-        has = [kind == "sliding_attention" for kind in kinds]
+        have_window = [kind == "sliding_attention" for kind in kinds]
     else:
         period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
         period = period or family.window_period
         begin = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
-        has = [i >= begin and (not period or (i + 1) % period != 0) for i in range(layers)]
-    if not window or not any(has) or config.get("use_sliding_window") is False:
+        have_window = [i >= begin and (not period or (i + 1) % period != 0) for i in range(layers)]
+    if not window or not any(have_window) or config.get("use_sliding_window") is False:
         return []
     # megatron-core counts only the tokens before a token, Hugging Face counts the token itself too.
     flags = ["--window-size", f"{window - 1},0"]
-    if all(has):
+    if all(have_window):
         return flags
-    every = has.index(False) + 1
-    is_regular = every > 1 and has == [(i + 1) % every != 0 for i in range(layers)]
-    return [*flags, "--window-attn-skip-freq", str(every) if is_regular else _pattern(has)]
+    every = have_window.index(False) + 1
+    is_regular = every > 1 and have_window == [(i + 1) % every != 0 for i in range(layers)]
+    return [*flags, "--window-attn-skip-freq", str(every) if is_regular else _pattern(have_window)]
 
 
-def _pattern(has: Sequence[bool]) -> str:
+def _pattern(values: Sequence[bool]) -> str:
     """Returns a truth value per layer in the trainer's notation, such as ``[0]*3+[1]*58``."""
-    runs = [(int(value), len(list(group))) for value, group in groupby(has)]
+    runs = [(int(value), len(list(group))) for value, group in groupby(values)]
     return "+".join(f"[{value}]*{count}" for value, count in runs)

@@ -245,16 +245,16 @@ _SETTINGS = tuple(_settings())
 
 
 def _fields() -> tuple[tuple[str, Any, Any], ...]:
-    taken = {spec.dest for kind in OTHERS for spec in fields_of(kind)} | _OWN
+    names_of_fields = {spec.dest for kind in OTHERS for spec in fields_of(kind)} | _OWN
     used = {name for kind in OTHERS for spec in fields_of(kind) for name in spec.names}
     fields = []
     for setting in _SETTINGS:
-        field = None if setting.name in taken else _field_of(setting)
+        field = None if setting.name in names_of_fields else _field_of(setting)
         if field is None or setting.name.startswith("_"):
             continue
         names = field[2].metadata["flag"]["names"]
         if used.isdisjoint(names) and not any(reason_for(name) or is_idle(name) for name in names):
-            taken.add(setting.name)
+            names_of_fields.add(setting.name)
             fields.append(field)
     return tuple(fields)
 

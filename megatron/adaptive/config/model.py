@@ -269,10 +269,10 @@ class RecomputeConfig:
             assign(self, "recompute_num_layers", self.recompute_num_layers or 1)
 
 
-def _shape(layers: int, hidden: int, heads: int, length: int, more: str = "") -> str:
+def _shape(layers: int, hidden: int, heads: int, length: int, other_flags: str = "") -> str:
     return (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
-        f"--seq-length {length} --max-position-embeddings {length} {more}"
+        f"--seq-length {length} --max-position-embeddings {length} {other_flags}"
     )
 
 

@@ -101,7 +101,7 @@ def build_datasets(
     if not any(counts):
         return None, None, None
     blends, source = _blends(data, counts)
-    here = is_built_on_rank()
+    needs_samples = is_built_on_rank()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core warns about pad tokens
         config = CachedGPTDatasetConfig(
@@ -118,7 +118,7 @@ def build_datasets(
             sft=data.sft,
             **source,
         )
-        if here:
+        if needs_samples:
             edges = config.split_matrix if data.data_path else None
             _check(data, blends, edges, counts, tokenizer.vocab_size)
         if config.split_matrix is not None:
@@ -129,7 +129,7 @@ def build_datasets(
             ]
         train, valid, test = _built(data, config, counts, is_built_on_rank)
     for name, dataset, count in zip(_SPLIT_NAMES, (train, valid, test), counts, strict=True):
-        if here and dataset is not None and len(dataset) < count:
+        if needs_samples and dataset is not None and len(dataset) < count:
             raise DataError(
                 f"the {name} data holds {len(dataset)} samples, but {count} are needed; give "
                 "weights (0.5 a 0.5 b), which let data repeat, or ask for fewer iterations"

@@ -335,11 +335,11 @@ class MicrobatchLoader:
                 f"{first} to {end - 1}; build the data for more iterations"
             )
         self.consumed_samples = end
-        more: Any = {"pin_memory": self._pin_memory, "on_read": self._on_read}
+        options: Any = {"pin_memory": self._pin_memory, "on_read": self._on_read}
         if batching.varies:
             lengths = [length_of(dataset, number) for number in range(first, end)]
             read = (lambda number: dataset[first + number]) if self._reads else None
-            return LengthMicrobatches(lengths, batching, self._dp_rank, read, deal=deal, **more)
+            return LengthMicrobatches(lengths, batching, self._dp_rank, read, deal=deal, **options)
         numbers: Sequence[int] = range(self._dp_rank, count, batching.replicas)
         if deal is not None:
             numbers = deal([EQUAL] * count)[self._dp_rank]
@@ -350,7 +350,7 @@ class MicrobatchLoader:
                 raise RuntimeError("a microbatch of an earlier step was requested in a later step")
             return self._fetch(before + numbers[index])
 
-        return StepMicrobatches(fetch, len(numbers), **more)
+        return StepMicrobatches(fetch, len(numbers), **options)
 
     def close(self) -> None:
         """Ends the data workers, if there are any. The loader then reads in this process."""

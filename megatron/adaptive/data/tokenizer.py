@@ -207,10 +207,10 @@ def _check_merges(
     if ids[0] != 0 or ids[-1] != len(ids) - 1:
         lacking = next(expected for expected, number in enumerate([*ids, -1]) if expected != number)
         raise DataError(f"{vocab_file}: no token has the id {lacking}, and others have larger ones")
-    made = [vocab.get(left + right, -1) for left, right in merges]
+    merged_ids = [vocab.get(left + right, -1) for left, right in merges]
     if len(set(merges)) != len(merges):  # different rules may make one token
         raise DataError(f"{merge_file}: a rule occurs twice; the files are damaged")
-    has_rule = set(made)
+    has_rule = set(merged_ids)
     alone = [
         token
         for token, number in vocab.items()
@@ -221,9 +221,9 @@ def _check_merges(
             f"{vocab_file} has {alone[0]!r} ({len(alone)} such), which no rule of {merge_file}"
             " makes: they are damaged, or do not belong together"
         )
-    rising = sum(after > before for before, after in itertools.pairwise(made))
-    if _MOSTLY * (len(made) - 1) <= rising < len(made) - 1:
-        index = next(n for n in range(1, len(made)) if made[n] < made[n - 1])
+    rising = sum(after > before for before, after in itertools.pairwise(merged_ids))
+    if _MOSTLY * (len(merged_ids) - 1) <= rising < len(merged_ids) - 1:
+        index = next(n for n in range(1, len(merged_ids)) if merged_ids[n] < merged_ids[n - 1])
         raise DataError(
             f"{merge_file}: rule {index + 1} ({' '.join(merges[index])}) is out of place, as ids of"
             f" {vocab_file} follow the other rules; the files are damaged"
