@@ -362,7 +362,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""Visitors may use one in this number of the files that the process may open."""
+"""The limit on open files, divided by this number, is the limit on visitors."""
 _PROVE_S = 5.0
 _CLOSE_S = 1.0
 _REPORT_S = 60.0

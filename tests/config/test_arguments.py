@@ -270,6 +270,13 @@ def test_the_table_has_a_row_for_each_flag() -> None:
     assert rate == "required"
 
 
+def test_help_names_a_default_only_if_there_is_one() -> None:
+    text = " ".join(make_parser().format_help().split())
+    assert re.search(r"\(default: none\)", text, re.IGNORECASE) is None
+    assert "Highest learning rate. (required)" in text
+    assert "Lowest learning rate after the warm-up. (default: 0)" in text
+
+
 def test_help_lists_the_flags_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(["--help"], world_size=1, installed=BARE)

@@ -154,7 +154,7 @@ class TrainerConfig:
 
     @property
     def microbatch_group(self) -> int:
-        """Number of which the microbatches of a step must be a multiple, for the schedule."""
+        """Number by which the schedule requires the microbatches of a step to be divisible."""
         schedule = self.schedule.pipeline_schedule
         parallel = self.parallel
         if schedule in ("combined-1f1b", "interleaved") or (

@@ -134,8 +134,8 @@ class Batching:
         replicas: Data-parallel size.
         varies: Whether samples differ in length.
         pack_to: Largest number of tokens of a packed microbatch, ``None`` without packing.
-        multiple: Number of which the tokens of a row are a multiple.
-        group: Number of which the microbatches of a replica are a multiple.
+        multiple: Unit in tokens to which rows are padded.
+        group: Divisor of the number of microbatches of a replica.
         least: Least number of microbatches of a replica.
     """
 
@@ -184,7 +184,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
     Args:
         lengths: Number of tokens of each sample.
         room: Number of tokens of a full row; no sample is longer.
-        unit: Number of which the number of rows is a multiple.
+        unit: Divisor of the number of rows.
         least: Least number of rows.
 
     Returns:
