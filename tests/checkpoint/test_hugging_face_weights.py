@@ -438,7 +438,7 @@ def test_folders_that_are_not_whole_are_refused(
         (
             "llama",
             {"model_type": "mpt", "alibi": True},
-            "nearest is llama, which lacks positions by a bias of the scores; alibi; ",
+            "nearest is llama, which lacks positions encoded as a bias of the scores; alibi; ",
         ),
         ("gemma", {"use_bidirectional_attention": True}, "True asks for attention to later tokens"),
         ("gemma", {"hidden_act": "silu"}, "hidden_act 'silu' .* nearest is gelu"),
@@ -451,7 +451,7 @@ def test_folders_that_are_not_whole_are_refused(
             "rope_parameters .* asks for",
         ),
         ("gemma3_text", {"model_type": "gemma3"}, "'gemma3' is not known; the nearest is gemma"),
-        ("llama", {"model_type": "phi"}, "phi asks for one norm .* read is phi3"),
+        ("llama", {"model_type": "phi"}, "phi asks for one norm .* family is phi3"),
         ("gpt2", {"embd_pdrop": 0.1}, "embd_pdrop 0.1 asks for another dropout"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 asks for one expert"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob False .* nearest is true"),

@@ -197,7 +197,11 @@ def test_what_changes_numbers_stays_refused(keys: dict[str, Any], tmp_path: Path
     ("kind", "keys", "words"),
     [
         ("olmo2", {}, "nearest is llama, which lacks norms over all heads of queries and keys"),
-        ("granite", {"logits_scaling": 8.0}, "lacks factors of embeddings, .*; logits_scaling"),
+        (
+            "granite",
+            {"logits_scaling": 8.0},
+            "lacks scale factors of embeddings, .*; logits_scaling",
+        ),
         ("gpt_oss", {}, "lacks sinks of attention, and experts with biases"),
         ("tomorrow", {"gate_scale": 2.0}, "nearest is llama, which lacks gate_scale"),
         ("tomorrow", {}, "nearest is llama, which has all its keys: write llama if its layers"),

@@ -127,24 +127,24 @@ _FAMILIES: Mapping[str, _Family] = {
     ),
 }
 _STATES = "layers that keep a state instead of attention"
-_FUSED = "queries, keys and values in one matrix of another order"
+_FUSED = "another order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
-_MULTIPLIED = "factors of embeddings, residuals and logits"
+_MULTIPLIED = "scale factors of embeddings, residuals and logits"
 # Differences from the nearest family that the keys of these models do not show.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
     **dict.fromkeys(("granite", "granitemoe", "minicpm", "minicpm3"), _MULTIPLIED),
     **dict.fromkeys(("gptj", "codegen", "falcon"), "one norm for both blocks of a layer"),
-    **dict.fromkeys(("bloom", "mpt"), "positions by a bias of the scores"),
+    **dict.fromkeys(("bloom", "mpt"), "positions encoded as a bias of the scores"),
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), "norms over all heads of queries and keys"),
-    **dict.fromkeys(("cohere", "cohere2"), "blocks side by side, and logits with a factor"),
+    **dict.fromkeys(("cohere", "cohere2"), "parallel blocks, and scaled logits"),
     **dict.fromkeys(("glm", "glm4", "ernie4_5"), "rotation of neighbouring channels"),
-    **dict.fromkeys(("nemotron", "arcee"), "the square of a ReLU"),
+    **dict.fromkeys(("nemotron", "arcee"), "squared ReLU"),
     **dict.fromkeys(("stablelm", "starcoder2"), "LayerNorm with a bias"),
     "deepseek_v32": "attention to tokens that an indexer chooses",
-    "glm4_moe": "rotation of half of each head beside experts with a bias",
-    "gpt_bigcode": "one head of keys and values beside learned positions",
+    "glm4_moe": "rotation of half of each head, and experts with a bias",
+    "gpt_bigcode": "one head of keys and values with learned positions",
     "gpt_oss": "sinks of attention, and experts with biases",
     "llama4_text": f"{_UNROTATED}, and attention in chunks",
     "olmo": "a norm without weights",

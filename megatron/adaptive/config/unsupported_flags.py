@@ -32,7 +32,7 @@ it needs a hook after the optimizer's step and kernels that report scores; use -
 state space and hybrid models are not supported; drop the flag
     hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern hybrid-layer-pattern
     is-hybrid-model
-the embedding stands alone where the first stage has no layers; use --partition 0-...
+a first stage without layers has only the embedding; use --partition 0-...
     standalone-embedding-stage
 the whole model has one number of stages; use --pipeline-model-parallel-size
     encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size

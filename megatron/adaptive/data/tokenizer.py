@@ -2,8 +2,8 @@
 
 Owns reading and checking a GPT-2 style vocabulary (``vocab.json`` and ``merges.txt``), the folder
 of a Hugging Face tokenizer with its chat template, the files of SentencePiece and tiktoken, and the
-padding rule of the embedding. Files are local, and no code of theirs runs except chat templates, in
-a sandbox. Only ``TikTokenizer`` imports torch and megatron-core, so that worker processes start
+padding rule of the embedding. Files are local. The only code in them that runs is a chat template,
+in a sandbox. Only ``TikTokenizer`` imports torch and megatron-core, so that worker processes start
 quickly. Tokenizers have the attributes that megatron-core's dataset configuration reads
 (``vocab_size``, ``eod``, ``unique_identifiers``, ``tokenize``, ...).
 
