@@ -163,7 +163,7 @@ def test_what_nobody_reads_does_not_count(tmp_path: Path, line: bytes) -> None:
         ),
         (
             {"messages": [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "2"}]},
-            "without a chat template .* is str of 'tool'; give a tokenizer with a template",
+            "without a chat template .* is a str of 'tool'; give a tokenizer with a template",
         ),
     ],
 )
