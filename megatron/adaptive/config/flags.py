@@ -139,6 +139,8 @@ class FieldSpec:
         help: One sentence for ``--help`` and ``docs/flags.md``; empty if no flag sets the field.
         names: Every spelling of the flag; messages show the first one.
         choices: Allowed values, if they are a fixed set.
+        also_takes: Function that returns whether a value outside the choices is accepted; raises
+            ``ValueError`` if it knows a reason against the value.
         refused_choices: Values that only Megatron-LM accepts, each with the reason why this
             trainer does not.
         unit: Placeholder of the value in help texts; empty to show its type.
@@ -158,6 +160,7 @@ class FieldSpec:
     help: str = ""
     names: tuple[str, ...] = ()
     choices: tuple[str | int, ...] = ()
+    also_takes: Callable[[Any], bool] | None = None
     refused_choices: Mapping[str, str] = field(default_factory=dict)
     unit: str = ""
     derived: str = ""
@@ -250,8 +253,9 @@ class FieldSpec:
         if isinstance(value, float):
             return f"{self.name} {value:g}"
         if isinstance(value, tuple):
-            # A tuple that has a reader is one argument, such as 4-4-4.
-            separator = "-" if self.reader else " "
+            # A tuple that has a reader is one argument, such as 4-4-4 or a,b.
+            joint = "," if "," in self.unit else "-"
+            separator = joint if self.reader else " "
             value = separator.join(map(str, value))
         return f"{self.name} {value}"
 
@@ -276,6 +280,8 @@ class FieldSpec:
         choices = self.choices
         if choices and value not in choices:
             reason = self.refused_choices.get(str(value))
+            if not reason and self.also_takes is not None and self.also_takes(value):
+                return
             wrong = f"refused: {reason}" if reason else f"not one of {', '.join(map(str, choices))}"
             raise ValueError(f"{_shown(value)} is {wrong}")
         self.limits.check(value)

@@ -15,13 +15,12 @@ from megatron.adaptive.config.optimizer import LoraConfig, OptimizerConfig, Prec
 from megatron.adaptive.config.parallel import ParallelConfig, TransportConfig
 from megatron.adaptive.config.run import CheckpointConfig, LoggingConfig, RunConfig
 from megatron.adaptive.config.schedule import (
-    SPLIT_SCHEDULES,
-    PlacementKind,
     ScheduleConfig,
     default_placement,
     nearly_even_split,
     parse_layout,
 )
+from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 from megatron.adaptive.errors import ConfigError
 
 
@@ -103,10 +102,11 @@ class TrainerConfig:
         """
         is_split = self.schedule.split_backward
         schedule = self.schedule.pipeline_schedule
-        if is_split is not None or schedule in SPLIT_SCHEDULES:
+        splits = schedule_spec(schedule).splits_backward
+        if is_split is not None or splits == "always":
             return is_split is not False
         return (
-            schedule in ("adaptive", "auto", "file", "hinted")
+            splits == "by default"
             and self.parallel.pipeline_model_parallel_size > 1
             and self.model.transformer_impl == "local"
         )
@@ -148,18 +148,17 @@ class TrainerConfig:
     @property
     def least_microbatches(self) -> int:
         """Least number of microbatches per step and model copy that the schedule needs."""
-        if self.schedule.pipeline_schedule == "dualpipe-v":
-            return 2 * self.parallel.pipeline_model_parallel_size
+        per_rank = schedule_spec(self.schedule.pipeline_schedule).microbatches_per_rank
+        if per_rank:
+            return per_rank * self.parallel.pipeline_model_parallel_size
         return self.microbatch_group
 
     @property
     def microbatch_group(self) -> int:
         """Number by which the schedule requires the microbatches of a step to be divisible."""
-        schedule = self.schedule.pipeline_schedule
         parallel = self.parallel
-        if schedule in ("combined-1f1b", "interleaved") or (
-            schedule == "megatron" and parallel.num_chunks > 1
-        ):
+        spec = schedule_spec(self.schedule.pipeline_schedule)
+        if spec.groups_microbatches and parallel.num_chunks > 1:
             group_size = parallel.microbatch_group_size_per_vp_stage
             return group_size or parallel.pipeline_model_parallel_size
         return 1
