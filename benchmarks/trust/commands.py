@@ -72,7 +72,7 @@ simulate --stages 1 --microbatches 8 --profile {{f}} => Is a directory
 {_PLAN} --profile {{f}}/wide.json => 64 bits
 {_PLAN} --profile {{f}}/nan.json => not a finite
 {_PLAN} --profile {{f}}/twice.json => given twice
-{_PLAN} --profile {{f}}/binary.json => not of a text
+{_PLAN} --profile {{f}}/binary.json => no valid UTF-8
 {_PLAN} --profile {{f}}/unreadable.json => error:
 {_PLAN} --top 1000000000 => --top
 {_PLAN} --tokens nan => --tokens
@@ -92,7 +92,7 @@ plan --model {{f}}/deep.json --global-batch-size 8 --cluster {{f}}/cluster.yaml 
 {_CONF}/deep.json => levels deep
 {_CONF}/list.json => plan
 {_CONF}/empty.json => no JSON
-{_CONF}/binary.json => not of a text
+{_CONF}/binary.json => no valid UTF-8
 {_CONF}/types.json => is not a key
 submit {{f}}/none.sh => no such file
 submit {{f}}/conf.sh --dry-run --set NNODES=99999999999 => NNODES

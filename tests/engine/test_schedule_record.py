@@ -175,7 +175,7 @@ def test_what_is_not_there_or_newer_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="f: no JSON .*; name a file that --record-schedule"):
         ScheduleRecord.load(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is not of a text in UTF-8; name a file"):
+    with pytest.raises(ConfigError, match="is no valid UTF-8; name a file"):
         ScheduleRecord.load(path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(TraceError, match="cannot write"):

@@ -96,8 +96,8 @@ def test_parts_of_megatron_cores_own_loop(name: str, value: Any, reason: str) ->
 @pytest.mark.parametrize(
     ("changes", "schedule", "reason"),
     [
-        ({}, "1f1b", "schedule 1f1b needs .*in the others no action begins beside another"),
-        ({"moe_token_dispatcher_type": "flex"}, "adaptive", "flex needs .*cannot be left"),
+        ({}, "1f1b", "schedule 1f1b needs .*the others never start an action while another runs"),
+        ({"moe_token_dispatcher_type": "flex"}, "adaptive", "flex needs .*cannot pause"),
         ({"recompute_modules": ["moe"]}, "adaptive", "layers of experts recomputed"),
     ],
 )

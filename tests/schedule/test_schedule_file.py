@@ -179,7 +179,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"x.txt: its name must end in .json or .csv"):
         load(tmp_path / "x.txt")
     (tmp_path / "latin.csv").write_bytes(b"\xff")
-    with pytest.raises(ScheduleError, match="latin.csv: byte 0 is not of a text in UTF-8"):
+    with pytest.raises(ScheduleError, match="latin.csv: byte 0 is no valid UTF-8"):
         load(tmp_path / "latin.csv")
     schedule = make_schedule("1f1b", Placement(num_ranks=1, num_chunks=1), 1)
     with pytest.raises(ScheduleError, match="schedules are written as .json"):

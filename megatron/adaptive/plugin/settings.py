@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.flag_rules import Given, order_rules
+from megatron.adaptive.config.flag_rules import GivenFlags, order_rules
 from megatron.adaptive.config.flags import FieldSpec, assign, check_values, fields_of, flag
 from megatron.adaptive.config.model import RecomputeConfig
 from megatron.adaptive.config.parallel import AUTO, ParallelConfig, TransportConfig
@@ -118,7 +118,7 @@ class Settings:
             ConfigError: the first rule that is broken.
         """
         own = {spec.dest: getattr(self, name) for name, spec in _flags().items()}
-        Given(own | model, _specs()).require(order_rules(self.schedule))
+        GivenFlags(own | model, _specs()).require(order_rules(self.schedule))
 
     @property
     def kind(self) -> PlacementKind:
