@@ -88,8 +88,8 @@ def joined(parts: list[Shards], ours: Mapping[str, OurTensor]) -> dict[str, torc
     for name, our in ours.items():
         for one in our.rows:
             source = whole[name][one.expert] if our.experts else whole[name]
-            target = found[one.name].t() if one.turned else found[one.name]
-            target[one.first : one.first + one.count] = source[one.at : one.at + one.count]
+            target = found[one.name].t() if one.transposed else found[one.name]
+            target[one.first : one.first + one.count] = source[one.row : one.row + one.count]
     return found
 
 
