@@ -497,23 +497,23 @@ def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | N
         limit_bytes: Memory in bytes that snapshots may take on a node, ``None`` for no limit.
     """
     taken: dict[str, int] = defaultdict(int)
-    for rank, rank in enumerate(ranks):
-        taken[rank.node] += SLOTS * slot_bytes(rank.extra_bytes, plan.tensor_bytes[rank])
-        if plan.sent_bytes[rank] and rank.buddy is not None:
-            taken[rank.buddy] += SLOTS * slot_bytes(rank.extra_bytes, plan.sent_bytes[rank])
+    for rank, parts in enumerate(ranks):
+        taken[parts.node] += SLOTS * slot_bytes(parts.extra_bytes, plan.tensor_bytes[rank])
+        if plan.sent_bytes[rank] and parts.buddy is not None:
+            taken[parts.buddy] += SLOTS * slot_bytes(parts.extra_bytes, plan.sent_bytes[rank])
     for node, size in taken.items():
         if limit_bytes is not None and size > limit_bytes:
             return (
                 f"they take {size / _GIB:.3g} GiB on node {node} and --replicate-memory lets them"
                 f" take {limit_bytes / _GIB:.3g} GiB: raise it"
             )
-    nodes = {rank.node: rank.machine for rank in ranks}
-    for rank in ranks:
-        size = sum(taken[node] for node, machine in nodes.items() if machine == rank.machine)
-        if size > _SHARE * rank.available_bytes:
+    nodes = {parts.node: parts.machine for parts in ranks}
+    for parts in ranks:
+        size = sum(taken[node] for node, machine in nodes.items() if machine == parts.machine)
+        if size > _SHARE * parts.available_bytes:
             return (
-                f"they take {size / _GIB:.3g} GiB on the machine of node {rank.node}, which has"
-                f" {rank.available_bytes / _GIB:.3g} GiB left and must keep a fifth of that: use"
+                f"they take {size / _GIB:.3g} GiB on the machine of node {parts.node}, which has"
+                f" {parts.available_bytes / _GIB:.3g} GiB left and must keep a fifth of that: use"
                 " more nodes, or less memory for other things"
             )
     return None

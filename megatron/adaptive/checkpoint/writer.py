@@ -206,10 +206,8 @@ class ShardWriter:
         for rank, total_of_rank in enumerate(ranks.gather(total)):
             sums[f"__{rank}_0.distcp"] = total_of_rank
         files = {name: size for name, (size, _) in sums.items()}
-        return once, {
-            "files": files,
-            "blocks": {name: blocks for name, (_, blocks) in sums.items()},
-        }
+        blocks = {name: checksums for name, (_, checksums) in sums.items()}
+        return once, {"files": files, "blocks": blocks}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
         """Updates the index for parts whose place in a file changed. Collective."""
@@ -359,7 +357,7 @@ def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -
 
 
 def pickled(value: Any) -> bytes:
-    """Returns the output of ``torch.save``; if it wrote a file, it would hide the cause of errors."""
+    """Returns the output of ``torch.save``, which hides the cause of errors if it writes a file."""
     return _buffered(value).getvalue()
 
 
