@@ -352,8 +352,8 @@ def test_a_block_of_a_large_file_is_named(folder: CheckpointFolder) -> None:
 
 def test_a_whole_checkpoint_under_another_ones_name_is_found(folder: CheckpointFolder) -> None:
     write_checkpoint(folder, 10).rename(folder.complete_path(20))
-    assert "manifest.json is that of step 10" in folder.verify(20)[0]
-    with pytest.raises(DamagedCheckpointError, match="is that of step 10"):
+    assert "manifest.json belongs to step 10" in folder.verify(20)[0]
+    with pytest.raises(DamagedCheckpointError, match="belongs to step 10"):
         folder.open(20)
 
 

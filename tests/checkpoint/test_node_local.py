@@ -76,7 +76,7 @@ def test_a_rank_killed_while_it_copies_costs_nothing_and_a_node_what_was_not_cop
     assert status == 0, said
     text = "iteration 2 is on the disks of some nodes, and part of it was on others"
     assert (text in said) == is_lost
-    assert ("going on with the copy of iteration 2 to" in said) == (not is_lost)
+    assert ("continuing the copy of iteration 2 to" in said) == (not is_lost)
     assert shared.latest() == (2 if is_lost else 3)
     shared.open(shared.latest() or 0)
 
@@ -169,7 +169,7 @@ def test_a_former_copy_that_takes_too_long_is_left_out(
     assert again.resume() == worker.progress(1)
     (line,) = warned(caplog)
     assert "the copy of iteration 2 to " in line
-    assert line.endswith("; going on from that of iteration 1")
+    assert line.endswith("; resuming from iteration 1")
     assert not list(saved.glob(".iter*"))
 
 

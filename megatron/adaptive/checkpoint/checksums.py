@@ -190,7 +190,7 @@ class CheckedFile:
                     raise
                 self.close()
                 del self._paths[0]
-                text = printable(f"{error}; going on with {self._paths[0]}")
+                text = printable(f"{error}; reading {self._paths[0]} instead")
                 _LOG.warning("WARNING: %s", text)
 
     def _fetch(self, number: int, view: memoryview) -> None:

@@ -272,8 +272,8 @@ def require_same(config: TrainerConfig, arguments: Sequence[str], where: str, pa
             is_free = name == "max_position_embeddings" and "rope" in arguments
             if saved != expected and not is_free:
                 raise CheckpointError(
-                    f"{path} has {name.replace('_', ' ')} {saved}, and {where} {expected}: give the"
-                    " configuration of its own model as --config"
+                    f"{path} has {name.replace('_', ' ')} {saved}, and {where} {expected}: name the"
+                    " folder of the checkpoint's model as --config"
                 )
 
 
@@ -330,9 +330,10 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
                     list(shape) if shape else "none" for shape in (shape_there, shape_here)
                 )
                 raise CheckpointError(
-                    f"{file}: of {name} the shape is {has} there and {asked} in this model with"
+                    f"{file}: {name} has shape {has} there and {asked} in this model with"
                     f" --lora-rank {config.lora.lora_rank} and --lora-targets"
-                    f" {config.lora.lora_targets}: leave these out, or it is of another model"
+                    f" {config.lora.lora_targets}: leave these flags out, or load adapters of this"
+                    " model"
                 )
         with torch.no_grad():
             for shard in nested_values(weights):

@@ -285,9 +285,11 @@ class StepFolders:
         )
         has_seal = is_ours and any(_UNSEALED < entries[name] <= versions[name] for name in versions)
         if not is_sealed(raw) and (has_seal or _SUMMED & entries.keys()):
-            raise DamagedCheckpointError(f"{file} is damaged (its checksum is another): {remedy}")
+            raise DamagedCheckpointError(
+                f"{file} is damaged (its checksum does not match): {remedy}"
+            )
         if not is_ours:
-            raise CheckpointError(f"{file} is not of a checkpoint of this program: {remedy}")
+            raise CheckpointError(f"{file} was not written by this program: {remedy}")
         for name, newest in versions.items():
             if body[name] > newest:
                 raise CheckpointError(
@@ -338,7 +340,7 @@ class StepFolders:
             return [str(error)]
         problems: list[str] = []
         if body.get("step", step) != step:
-            problems.append(f"{path / self.manifest_name} is that of step {body['step']}")
+            problems.append(f"{path / self.manifest_name} belongs to step {body['step']}")
         find_damage(path, body["files"], body.get("blocks", {}), problems.append)
         return problems
 
@@ -355,7 +357,7 @@ class StepFolders:
         step_there = body.get("step", step)
         if step_there != step:
             file = path / self.manifest_name
-            raise DamagedCheckpointError(f"{file} is that of step {step_there}: {remedy}")
+            raise DamagedCheckpointError(f"{file} belongs to step {step_there}: {remedy}")
         files, problems = body["files"], list[str]()
         blocks = body.get("blocks", {})
         small = {name: sums for name, sums in blocks.items() if not is_shard(name)}
@@ -466,12 +468,12 @@ class CheckpointFolder(StepFolders):
         except OSError as error:
             raise DamagedCheckpointError(
                 f"{tracker} cannot be read ({error.strerror}): write the number of one of the "
-                "checkpoints beside it into it, or choose one with --ckpt-step"
+                "checkpoints next to it into it, or choose one with --ckpt-step"
             ) from None
         if not (text.isascii() and text.isdecimal() and len(text) <= _TRACKER_DIGITS):
             raise DamagedCheckpointError(
                 f"{tracker} says {text[:40]!r}, which is not an iteration: write the number of one "
-                "of the checkpoints beside it, or choose one with --ckpt-step"
+                "of the checkpoints next to it, or choose one with --ckpt-step"
             )
         return int(text)
 
@@ -517,7 +519,7 @@ class CheckpointFolder(StepFolders):
             if tracked is not None and latest is not None and latest != tracked:
                 _LOG.warning(
                     "WARNING: %s names iteration %d, and the checkpoint of iteration %d was written"
-                    " after it: going on from that; --ckpt-step %d goes back",
+                    " after it: resuming from the later one; --ckpt-step %d goes back",
                     printable(str(self.path / _TRACKER)),
                     tracked,
                     latest,
@@ -589,7 +591,7 @@ class CheckpointFolder(StepFolders):
         others = sorted({*self.steps()} - {iteration})
         if not others:
             return "restore it from a copy, or start without --load"
-        return f"restore it from a copy, or go on from another with --ckpt-step {others[-1]}"
+        return f"restore it from a copy, or resume from another with --ckpt-step {others[-1]}"
 
     def _track(self, step: int) -> None:
         temporary = self.path / f".{self._prefix}latest{self._mark}.partial"

@@ -394,7 +394,8 @@ class HuggingFaceReader:
         if len({*types.values()}) > 1:
             kinds = ", ".join(f"{key} is {value}" for key, value in list(types.items())[:3])
             raise CheckpointError(
-                f"{self._folder.folder}: {kinds}: they become one tensor here; save them alike"
+                f"{self._folder.folder}: {kinds}: they become one tensor here; save them with"
+                " one type"
             )
         return DTYPES[next(iter(types.values())).replace(FP8, "BF16")]
 
@@ -444,7 +445,7 @@ class HuggingFaceReader:
             )
             raise CheckpointError(
                 f"{folder} has no {missing[0]}{tied}, and {len(missing)} of {len(names)} tensors"
-                f" are missing: it is not whole, or of another model than its {CONFIG} says"
+                f" are missing: it is incomplete, or of another model than its {CONFIG} says"
             )
         for name, shape in shapes.items():
             if there[names[name]].shape != shape:

@@ -510,7 +510,7 @@ def load_rng(state: Mapping[str, Any]) -> None:
         kinds = ["GPU" if s.numel() <= _GPU_STATE_BYTES else "CPU" for s in states]
         _LOG.warning(
             "WARNING: the checkpoint holds random states of a %s, and this rank computes on a %s: "
-            "dropout goes on from --seed; with --no-load-rng this line goes away",
+            "dropout continues from --seed; --no-load-rng avoids this warning",
             *kinds,
         )
         return

@@ -185,18 +185,18 @@ class LocalDisk:
             if shares is None:
                 self._warn(
                     "the checkpoint of iteration %d is on the disks of some nodes, and part of it"
-                    " was on others that are not here: it is left out",
+                    " was on others that are missing here: it is not uploaded",
                     step,
                 )
                 continue
-            self._say(f"  going on with the copy of iteration {step} to {self.shared.path}")
+            self._say(f"  continuing the copy of iteration {step} to {self.shared.path}")
             upload = self._start(stored, shares)
             try:
                 self._wait(self._control, time.monotonic() + self._timeout_s)
             except CheckpointError as error:
                 if self._is_uploading(self._control):
                     raise
-                self._warn("%s; going on from that of iteration %d", error, newest)
+                self._warn("%s; resuming from iteration %d", error, newest)
                 return
             if upload.failure is None:
                 self.done.get()  # discarded, because this run did not write it
@@ -303,7 +303,7 @@ class LocalDisk:
             raise CheckpointError(
                 f"the copy of iteration {upload.step} to {self.shared.path} did not end within"
                 f" {self._timeout_s:g} s: it is on the nodes' own disks, and the same command on"
-                " the same nodes goes on with it; a longer time limit of the job gives it more time"
+                " the same nodes continues it; a longer time limit of the job gives it more time"
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:

@@ -193,7 +193,7 @@ class CheckpointSaver:
             self.finish()
         except CheckpointError as error:
             self._warn(
-                f"{error}; training waits until that of iteration {step} is there in its place"
+                f"{error}; training waits until that of iteration {step} is written in its place"
             )
             return True
         return False
@@ -260,7 +260,7 @@ def load_first_whole(
                 raise
             raise first from error
         if first is not None and ranks.is_first:
-            text = printable(f"{first}; going on from that of {step}, the newest whole one")
+            text = printable(f"{first}; resuming from step {step}, the newest undamaged one")
             _LOG.warning("WARNING: %s", text)
         return result
     assert first is not None

@@ -381,7 +381,7 @@ class SnapshotKeeper:
             if not self._changed.wait_for(lambda: self._run == about["run"], _RUN_S):
                 return
         if not 0 < about["head_bytes"] <= _MOST_HEAD:
-            raise ValueError("a head of no such size")
+            raise ValueError("the size of the head is out of range")
         head = bytearray(about["head_bytes"])
         sealed.receive_memory(memoryview(head))
         file = SnapshotFile.create(bytes(head), whole=False)
@@ -393,7 +393,7 @@ class SnapshotKeeper:
             sealed.socket.settimeout(None)  # the time until the next step has no limit
             step, slot, extra_bytes = _FRAME.unpack(sealed.receive(_FRAME.size))
             if extra_bytes > file.head["extra_bytes"] or slot >= SLOTS:
-                raise ValueError("more than there is room for")
+                raise ValueError("the step does not fit into its slot")
             sealed.socket.settimeout(_STEP_S)
             file.begin(slot, step)
             start = file.extra_offset(slot)

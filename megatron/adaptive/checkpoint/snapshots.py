@@ -366,7 +366,7 @@ class Snapshots(NoSnapshots):
         self._report(f"off: {why}")
         self._say(
             f"warning: no copies of the state are kept in memory: {why}; after a loss without"
-            " notice training goes on from the last checkpoint"
+            " notice training resumes from the last checkpoint"
         )
 
 

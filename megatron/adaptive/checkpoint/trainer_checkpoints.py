@@ -379,7 +379,7 @@ class Checkpoints:
             has_base = EMBEDDING in reader.tensors
             if not has_base and self._settings.load_hf is None:
                 raise CheckpointError(
-                    f"--load {path} holds adapters alone: give their model as --load-hf"
+                    f"--load {path} holds only adapters: give their model as --load-hf"
                 )
             has_all = has_adapters and has_base
             weights = _only(weights, adapters=has_adapters, base=has_base)
@@ -594,7 +594,7 @@ class RunState(SnapshotState):
         parts = self._parts = self._checkpoints.apart(progress, is_whole=True)
         for name in parts.objects:
             if f"{_SCRATCH}/" not in name:
-                raise TypeError(f"{name} is no tensor: snapshots of the state cannot hold it")
+                raise TypeError(f"{name} is not a tensor: snapshots of the state cannot hold it")
         line = json.dumps({"progress": dataclasses.asdict(progress)}).encode()
         extra = line + b"\n" + plain_values.dumps(parts.common)
         return None if parts is former else parts.pieces, extra
@@ -632,7 +632,7 @@ def require_same_model(
             "model of both"
         )
     elif config.lora.is_on and not config.checkpoint.finetune:
-        different.append("it has no adapters to go on with; start some with --finetune")
+        different.append("it has no adapters to continue; --finetune starts new ones")
     if not _same_vocabulary(saved, manifest["padded_vocab_size"], config, padded_vocab_size):
         different.append(
             f"padded vocabulary is {manifest['padded_vocab_size']} in the checkpoint and "

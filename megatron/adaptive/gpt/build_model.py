@@ -715,8 +715,8 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
     is_real = not isinstance(tokenizer, tokenizers.NullTokenizer)
     if config.checkpoint.load_hf and is_real and size > rows:
         raise ConfigError(
-            f"the tokenizer has {size} ids, and the model of --load-hf {rows} (--vocab-size): take"
-            " its own tokenizer"
+            f"the tokenizer has {size} ids, and the model of --load-hf {rows} (--vocab-size): use"
+            " the tokenizer of that model"
         )
     multiple = config.model.make_vocab_size_divisible_by
     ranks = config.parallel.tensor_model_parallel_size

@@ -443,5 +443,5 @@ def _diverged(run: Run, iteration: int, error: Exception) -> AdaptiveError:
     return AdaptiveError(
         f"iteration {iteration}: rank {run.job.rank} found a gradient that is not a finite number: "
         f"{str(error).splitlines()[0]}; lower --lr, or pass "
-        "--no-check-for-nan-in-loss-and-grad to go on"
+        "--no-check-for-nan-in-loss-and-grad to continue"
     )

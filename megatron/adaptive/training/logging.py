@@ -520,7 +520,7 @@ class _Curves:
                 self._loggers.remove(logger)
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 name = type(logger).__name__.strip("_")
-                say(f"warning: {name} gets nothing more: {reason}")
+                say(f"warning: {name} gets no more values: {reason}")
 
 
 class _WeightsAndBiases(_Logger):

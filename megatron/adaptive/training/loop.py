@@ -325,7 +325,7 @@ class Rebalancing(RunHook):
         is_tuned = settings.pipeline_schedule == "auto"
         moves = settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1)
         if moves and shares_gpus(live.run.job):
-            live.log.message(f"  layers stay where they are: what ranks measure are {SLICES}")
+            live.log.message(f"  layers stay where they are, because ranks measure {SLICES}")
         elif moves:
             self._repartitioner = Repartitioner(live.run, live.log.message)
         self._tuner = self._make_tuner() if is_tuned else None
@@ -377,7 +377,9 @@ class Rebalancing(RunHook):
             if self._repartitioner is not None:
                 self._repartitioner.adopt(moved)
             cut = "" if due.partition is None else f" of {format_partition(due.partition)} layers"
-            self._log.message(f"  the stages{cut} now lie in a {kind}: moved in {seconds:.2f} s")
+            self._log.message(
+                f"  the stages{cut} are now placed in a {kind}: moved in {seconds:.2f} s"
+            )
         elif isinstance(due, Move):
             assert self._repartitioner is not None
             self._repartitioner.moved(due, moved, seconds)
