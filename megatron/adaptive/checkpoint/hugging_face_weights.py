@@ -123,6 +123,38 @@ class RowRun(NamedTuple):
     transposed: bool
 
 
+class _Run(NamedTuple):
+    """Locates a run of rows of a module's weight in one of its blocks.
+
+    Attributes:
+        row: First row in the weight.
+        count: Number of rows.
+        block: Index of the block.
+        first: First row in the block.
+    """
+
+    row: int
+    count: int  # type: ignore[assignment]  # tuple has a method of that name
+    block: int
+    first: int
+
+
+class RowRegion(NamedTuple):
+    """A part of a region of our tensor, and its source.
+
+    Attributes:
+        rows: Run of rows that the part is in.
+        row: First row in the Hugging Face tensor.
+        column: First column in the Hugging Face tensor.
+        target: Memory of the part.
+    """
+
+    rows: RowRun
+    row: int
+    column: int
+    target: torch.Tensor
+
+
 class OurTensor(NamedTuple):
     """Describes a tensor of ours.
 
@@ -322,16 +354,16 @@ def _add(
         tensors[name] = OurTensor(size.experts, sum(size.blocks), columns, rows)
 
 
-def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Yields each run of rows: first row in ours, number of rows, block, first row in the block."""
+def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
+    """Yields each run of rows of a module's weight; ``is_one`` treats the weight as one run."""
     if is_one:
-        yield 0, sum(size.blocks), 0, 0
+        yield _Run(0, sum(size.blocks), 0, 0)
         return
     row = 0
     for group in range(size.groups):
         for block, height in enumerate(size.blocks):
             count = height // size.groups
-            yield row, count, block, group * count
+            yield _Run(row, count, block, group * count)
             row += count
 
 
@@ -493,13 +525,10 @@ def rows_of(arguments: Sequence[str]) -> int:
     return int(arguments[arguments.index("--vocab-size") + 1])
 
 
-def meet(
-    our: OurTensor, offset: Sequence[int], target: torch.Tensor
-) -> Iterator[tuple[RowRun, int, int, torch.Tensor]]:
-    """Yields the runs of rows in a region of our tensor.
+def meet(our: OurTensor, offset: Sequence[int], target: torch.Tensor) -> Iterator[RowRegion]:
+    """Yields the parts of a region of our tensor, one for each run of rows in it.
 
-    Each comes with the first row and column in the Hugging Face tensor, and the run's part of the
-    region. Rows of the region that only pad a vocabulary become zero.
+    Rows of the region that only pad a vocabulary become zero.
 
     Args:
         our: Tensor of ours.
@@ -518,7 +547,7 @@ def meet(
         low, high = max(begin, run.row), min(end, run.row + run.count)
         if low < high:
             region = target[run.expert - start[0], low - begin : high - begin]
-            yield run, run.first + low - run.row, start[2], region
+            yield RowRegion(run, run.first + low - run.row, start[2], region)
 
 
 def check_folder(folder: Path, config: TrainerConfig) -> None:
@@ -590,17 +619,7 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
     with HuggingFaceReader(folder, config) as reader:
         multiple = config.model.make_vocab_size_divisible_by
         rows = padded_vocab_size(reader.tensors[EMBEDDING].height, multiple, 1)
-        entries: list[Entry] = []
-        for name, our in reader.tensors.items():
-            whole, lead = our.shape, 1 if our.experts else 0
-            if name in (EMBEDDING, _HEAD):
-                whole[0] = rows
-            size = [1] * lead + whole[lead:]
-            dtype = str(reader.dtype(name)).removeprefix("torch.")
-            for expert in range(our.experts or 1):
-                offset = [expert] * lead + [0] * (len(whole) - lead)
-                entry = {"name": name, "offset": offset, "size": size, "whole": whole}
-                entries.append({**entry, "type": dtype})
+        entries = _entries_of(reader, rows)
 
         def tensors() -> Iterator[torch.Tensor]:
             for entry in entries:
@@ -634,6 +653,27 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
             raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
         finally:
             checkpoints.abandon(0)
+
+
+def _entries_of(reader: HuggingFaceReader, rows: int) -> list[Entry]:
+    """Returns the entries of a checkpoint's index, one for each tensor and expert.
+
+    Args:
+        reader: Reader of the Hugging Face folder.
+        rows: Number of rows of the embedding, including padding.
+    """
+    entries: list[Entry] = []
+    for name, our in reader.tensors.items():
+        whole, lead = our.shape, 1 if our.experts else 0
+        if name in (EMBEDDING, _HEAD):
+            whole[0] = rows
+        size = [1] * lead + whole[lead:]
+        dtype = str(reader.dtype(name)).removeprefix("torch.")
+        for expert in range(our.experts or 1):
+            offset = [expert] * lead + [0] * (len(whole) - lead)
+            entry = {"name": name, "offset": offset, "size": size, "whole": whole}
+            entries.append({**entry, "type": dtype})
+    return entries
 
 
 def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:

@@ -187,21 +187,9 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
     optimizer = build_optimizer(config, chunks)
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     _connect_chunks(config, core, chunks, optimizer)
-    schedule = config.schedule
-    tracing = open_trace(
-        schedule.trace_dir,
-        job,
-        placement,
-        schedule=schedule.pipeline_schedule,
-        num_microbatches=config.num_microbatches,
-        layers=config.layers_per_stage,
-        work=stage_work(config, rows),
-    )
-    if schedule.trace_dir is not None:
-        tracing.experts = measured_experts(chunks, job.accelerator)
-    widths = widths_of(config)
+    tracing = _start_trace(job, placement, chunks, rows)
     core.finalize_model_grads_func = tracing.around(
-        "reduce", partial(finalize_gradients, widths=widths)
+        "reduce", partial(finalize_gradients, widths=widths_of(config))
     )
     replay = wiring = None
     forward_backward: Callable[..., list[Any]]
@@ -212,27 +200,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
     else:
         orders = _orders(job, placement) if kept is None else kept.orders
         replay = orders.replay
-        wiring = build_executor(
-            placement=placement,
-            accelerator=job.accelerator,
-            places=job.places,
-            payload_shape=payload_shape(config),
-            payload_dtype=core.pipeline_dtype,
-            payload_varies=config.data.variable_seq_lengths or passes_predictions(config),
-            timeout_s=config.schedule.pipeline_timeout_s,
-            tracing=tracing,
-            transport=config.transport,
-            # Assume the worst case. If stages are unequal, a stage may get all microbatches of the
-            # job. If microbatches are assigned per step, a replica may get twice its share.
-            in_flight=orders.inputs_in_flight(
-                config.num_microbatches
-                * (1 if widths is None else widths.round_size)
-                * (1 if config.balance == "off" else 2),
-                smallest=_SHORT if config.data.variable_seq_lengths else 1.0,
-            ),
-            widths=widths,
-            model=core,
-        )
+        wiring = _wire(job, placement, orders, core, tracing)
         forward_backward = ForwardBackward(
             executor=wiring.executor,
             orders=orders,
@@ -251,6 +219,58 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
         tracing=tracing,
         replay=replay,
         padded_vocab_size=rows,
+    )
+
+
+def _start_trace(
+    job: TrainingJob, placement: Placement, chunks: Sequence[torch.nn.Module], rows: int
+) -> Tracing:
+    """Opens the trace of a run whose embedding has ``rows`` rows."""
+    config, schedule = job.config, job.config.schedule
+    tracing = open_trace(
+        schedule.trace_dir,
+        job,
+        placement,
+        schedule=schedule.pipeline_schedule,
+        num_microbatches=config.num_microbatches,
+        layers=config.layers_per_stage,
+        work=stage_work(config, rows),
+    )
+    if schedule.trace_dir is not None:
+        tracing.experts = measured_experts(chunks, job.accelerator)
+    return tracing
+
+
+def _wire(
+    job: TrainingJob,
+    placement: Placement,
+    orders: Orders,
+    core: TransformerConfig,
+    tracing: Tracing,
+) -> Wiring:
+    """Builds the executor and its channels. Collective over all ranks."""
+    config = job.config
+    widths = widths_of(config)
+    return build_executor(
+        placement=placement,
+        accelerator=job.accelerator,
+        places=job.places,
+        payload_shape=payload_shape(config),
+        payload_dtype=core.pipeline_dtype,
+        payload_varies=config.data.variable_seq_lengths or passes_predictions(config),
+        timeout_s=config.schedule.pipeline_timeout_s,
+        tracing=tracing,
+        transport=config.transport,
+        # Assume the worst case. If stages are unequal, a stage may get all microbatches of the
+        # job. If microbatches are assigned per step, a replica may get twice its share.
+        in_flight=orders.inputs_in_flight(
+            config.num_microbatches
+            * (1 if widths is None else widths.round_size)
+            * (1 if config.balance == "off" else 2),
+            smallest=_SHORT if config.data.variable_seq_lengths else 1.0,
+        ),
+        widths=widths,
+        model=core,
     )
 
 

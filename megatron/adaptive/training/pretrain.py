@@ -62,20 +62,9 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         TransportError: If the job's processes cannot meet.
         AdaptiveError: If an expected error occurs in a job of one process.
     """
-    accelerator = device.detect(environment.local_rank, backend=config.parallel.distributed_backend)
-    require_hardware_queues(config, environment, accelerator)
-    device.install()
-    device.quiet_libraries()
-    device.keep_freed_memory()
-    keep_printing()
-    # Import megatron-core only from here on.
+    accelerator = _prepare_process(config, environment)
     from megatron.adaptive.gpt.initialize import end_job, start_job
 
-    if config.logging.logging_level is not None:
-        python_logging.getLogger("megatron.core").setLevel(config.logging.logging_level)
-    if environment.omp_num_threads is None:
-        # torchrun does the same for several ranks, because more threads slow each other down.
-        torch.set_num_threads(1)
     try:
         job = start_job(config, environment, accelerator)
     except (dist.DistError, MeetingError, ValueError) as error:
@@ -116,6 +105,22 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         guard.close()
         watcher.close()
         threading.excepthook = former_hook
+
+
+def _prepare_process(config: TrainerConfig, environment: Environment) -> device.Accelerator:
+    """Chooses the device and configures libraries; megatron-core may be imported afterwards."""
+    accelerator = device.detect(environment.local_rank, backend=config.parallel.distributed_backend)
+    require_hardware_queues(config, environment, accelerator)
+    device.install()
+    device.quiet_libraries()
+    device.keep_freed_memory()
+    keep_printing()
+    if config.logging.logging_level is not None:
+        python_logging.getLogger("megatron.core").setLevel(config.logging.logging_level)
+    if environment.omp_num_threads is None:
+        # torchrun does the same for several ranks, because more threads slow each other down.
+        torch.set_num_threads(1)
+    return accelerator
 
 
 def require_hardware_queues(

@@ -14,10 +14,12 @@ same time. Owns the order of measurements and the building of stages; timing and
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +50,7 @@ with device.quiet_imports():
     from megatron.adaptive.errors import ConfigError, SetupError
     from megatron.adaptive.gpt.build_model import build_chunks, build_optimizer, transformer_config
     from megatron.adaptive.gpt.forward import DropoutKeys, GptForward, feed
-    from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job
+    from megatron.adaptive.gpt.initialize import TrainingJob, end_job, remake_mesh, start_job
     from megatron.adaptive.gpt.setup import payload_shape
     from megatron.adaptive.planner import profile_file
     from megatron.adaptive.profiling.action_timing import (
@@ -123,32 +125,16 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         ConfigError: If a tensor-parallel size does not fit the nodes.
         TransportError: If the processes cannot meet.
     """
-    accelerator = device.detect(environment.local_rank, backend=options.backend)
-    device.quiet_libraries()
-    device.keep_freed_memory()
-    if environment.omp_num_threads is None:
-        torch.set_num_threads(1)
     widths = _widths(options, environment)
     world = environment.world_size
-    try:
-        job = start_job(_config(options, 1, 1, world), environment, accelerator)
-    except (dist.DistError, MeetingError, ValueError) as error:
-        raise no_rendezvous(environment, error) from error
+    job = _start(options, environment)
     try:
         accelerator = job.accelerator
         gpu = gpu_name(accelerator)
         facts = node_facts(accelerator, environment.local_world_size)
         nodes = job.gather({"name": options.node or gpu, **facts})
         names = [node["name"] for node in nodes]
-        samples: list[dict[str, Any]] = []
-        for tp in widths:
-            job = replace(job, config=_config(options, tp, 1, world))
-            remake_mesh(job)
-            for size in options.micro_batches:
-                samples += _measure(options, job, tp, size, optimizer=not samples)
-        measured: dict[str, list[dict[str, Any]]] = {}
-        for name, rank_samples in job.gather((gpu, samples)):
-            measured.setdefault(name, []).extend(rank_samples)
+        job, measured = _measure_layers(options, job, gpu, widths)
         links: list[Any] = []
         reductions: list[Any] = []
         if options.links and world > 1:
@@ -179,6 +165,40 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         )
     finally:
         end_job()
+
+
+def _start(options: ProfileOptions, environment: Environment) -> TrainingJob:
+    """Prepares this process and connects it to the job. Collective over all processes."""
+    accelerator = device.detect(environment.local_rank, backend=options.backend)
+    device.quiet_libraries()
+    device.keep_freed_memory()
+    if environment.omp_num_threads is None:
+        torch.set_num_threads(1)
+    try:
+        config = _config(options, 1, 1, environment.world_size)
+        return start_job(config, environment, accelerator)
+    except (dist.DistError, MeetingError, ValueError) as error:
+        raise no_rendezvous(environment, error) from error
+
+
+def _measure_layers(
+    options: ProfileOptions, job: TrainingJob, gpu: str, widths: Sequence[int]
+) -> tuple[TrainingJob, dict[str, list[dict[str, Any]]]]:
+    """Measures layers for each tensor-parallel size. Collective over all ranks.
+
+    Returns:
+        The job with the mesh of the last size, and the samples of all ranks by GPU.
+    """
+    samples: list[dict[str, Any]] = []
+    for tp in widths:
+        job = replace(job, config=_config(options, tp, 1, job.environment.world_size))
+        remake_mesh(job)
+        for size in options.micro_batches:
+            samples += _measure(options, job, tp, size, optimizer=not samples)
+    measured: dict[str, list[dict[str, Any]]] = {}
+    for name, rank_samples in job.gather((gpu, samples)):
+        measured.setdefault(name, []).extend(rank_samples)
+    return job, measured
 
 
 def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, float]:
@@ -319,32 +339,16 @@ def _measure_stage(
     placement = Placement(num_ranks=STAGES, num_chunks=1)
     groups, meter = default_process_groups(), ActivationMeter()
     split, count = config.splits_backward, WARM_UP + repeats
-    assert config.data.vocab_size is not None
-    divisor, tp = (
-        config.model.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
-    )
-    rows = padded_vocab_size(config.data.vocab_size, divisor, tp)
-    parallel_state.set_pipeline_model_parallel_rank(stage)
-    parallel_state.set_pipeline_model_parallel_world_size(STAGES)
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    # Modules read their stage only from the pipeline's group, so replace the group.
-    stage_group = SimpleNamespace(rank=lambda: stage, size=lambda: STAGES)
-    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = stage_group
-    try:
+    with _on_stage(stage):
         core = transformer_config(config, accelerator)
+        rows = _embedding_rows(config)
         chunks: list[Any] = build_chunks(config, core, accelerator, placement, rows)
-        dropout = DropoutKeys(
-            config.run.seed,
-            enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
-        )
-        dropout.attach(chunks)
         batches = [_batch(config)] * count if stage in (0, STAGES - 1) else None
         for chunk in chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         stages = MegatronStages(
-            forward_step_func=dropout.keyed(GptForward(accelerator), chunks, step=1),
+            forward_step_func=_keyed_forward(config, accelerator, chunks),
             data_iterators=[feed(batches, count)],
             chunks=chunks,
             placement=placement,
@@ -357,11 +361,9 @@ def _measure_stage(
             first_val_step=None,
             stores=attach_stores(chunks) if split else None,
         )
-        shape, dtype = payload_shape(config), core.pipeline_dtype
-
-        def message() -> torch.Tensor:
-            return torch.randn(shape, dtype=dtype, device=accelerator.device)
-
+        message = partial(
+            torch.randn, payload_shape(config), dtype=core.pipeline_dtype, device=accelerator.device
+        )
         lanes, _ = time_microbatches(
             stages,
             received=lambda: message() if stage else None,
@@ -370,23 +372,58 @@ def _measure_stage(
             repeats=repeats,
             split=split,
         )
-    finally:
-        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = pipeline
-        parallel_state.set_pipeline_model_parallel_rank(None)
-        parallel_state.set_pipeline_model_parallel_world_size(None)
     sample = {name: statistics.median(lane) for name, lane in zip(_FIGURES, lanes, strict=False)}
     sample |= {"kept_bytes": float(meter.bytes_of(0)), "sigma": spread(lanes)}
-    parameters = chunks[0].parameters()
-    sample["parameters"] = float(sum(parameter.numel() for parameter in parameters))
+    sample["parameters"] = float(sum(weight.numel() for weight in chunks[0].parameters()))
     if optimizer:
         step = build_optimizer(config, chunks).step
         seconds = time_call(step, accelerator.device, repeats)
         sample["optimizer_s"] = seconds / sample["parameters"]
     del chunks, stages
+    _free_memory(accelerator)
+    return sample
+
+
+def _free_memory(accelerator: Accelerator) -> None:
     gc.collect()
     if accelerator.is_cuda:
         torch.cuda.empty_cache()
-    return sample
+
+
+def _embedding_rows(config: TrainerConfig) -> int:
+    assert config.data.vocab_size is not None
+    divisor = config.model.make_vocab_size_divisible_by
+    ranks = config.parallel.tensor_model_parallel_size
+    return padded_vocab_size(config.data.vocab_size, divisor, ranks)
+
+
+@contextlib.contextmanager
+def _on_stage(stage: int) -> Iterator[None]:
+    """Makes megatron-core build modules for one of the three stages within the block."""
+    parallel_state.set_pipeline_model_parallel_rank(stage)
+    parallel_state.set_pipeline_model_parallel_world_size(STAGES)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    # Modules read their stage only from the pipeline's group, so replace the group.
+    stage_group = SimpleNamespace(rank=lambda: stage, size=lambda: STAGES)
+    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = stage_group
+    try:
+        yield
+    finally:
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = pipeline
+        parallel_state.set_pipeline_model_parallel_rank(None)
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+
+
+def _keyed_forward(
+    config: TrainerConfig, accelerator: Accelerator, chunks: Sequence[torch.nn.Module]
+) -> Callable[..., Any]:
+    """Returns the forward function of a step, with dropout that is keyed as in training."""
+    dropout = DropoutKeys(
+        config.run.seed,
+        enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
+    )
+    dropout.attach(chunks)
+    return dropout.keyed(GptForward(accelerator), chunks, step=1)
 
 
 def _batch(config: TrainerConfig) -> dict[str, torch.Tensor]:
