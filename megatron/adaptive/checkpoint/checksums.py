@@ -194,7 +194,8 @@ class CheckedFile:
                 _LOG.warning("WARNING: %s", text)
 
     def _fetch(self, number: int, view: memoryview) -> None:
-        path, start = self._paths[0], number * BLOCK_BYTES
+        path = self._paths[0]
+        start = number * BLOCK_BYTES
         try:
             if self._file < 0:
                 require_file(path)
@@ -263,7 +264,8 @@ def find_damage(
         report: Function that takes one line of text for each damaged file.
     """
     for name, size in files.items():
-        path, sums = folder / name, blocks.get(name, "")
+        path = folder / name
+        sums = blocks.get(name, "")
         try:
             size_found = path.stat().st_size if path.is_file() else None
             if size_found is None:

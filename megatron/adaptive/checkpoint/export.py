@@ -118,7 +118,8 @@ class _TheirTensors:
                 f"{reader.path} has no {absent[0]}: it is of another model than its configuration"
                 " says"
             )
-        self._reader, self._ours = reader, tensors
+        self._reader = reader
+        self._ours = tensors
         self._holders: dict[str, list[tuple[str, RowRun]]] = {}
         for name, our in tensors.items():
             for run in our.rows:
@@ -201,7 +202,8 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
             f"{exported.path} holds adapters: write them with --lora, or the model with"
             " --merge-lora"
         )
-    model, described = _whole(exported), exported.tensors
+    model = _whole(exported)
+    described = exported.tensors
     extra = [name for name in exported.reader.tensors if _is_weight(name) and name not in described]
     if extra:
         raise CheckpointError(
@@ -216,11 +218,13 @@ def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]
     transposed = {
         run.name for our in exported.tensors.values() for run in our.rows if run.transposed
     }
-    adapters, is_whole = _adapters_of(exported), EMBEDDING in exported.reader.tensors
+    adapters = _adapters_of(exported)
+    is_whole = EMBEDDING in exported.reader.tensors
     base = _whole(exported) if is_whole else HuggingFaceReader(exported.like, exported.config)
 
     def read(name: str) -> torch.Tensor:
-        weight, module = base.read_theirs(name), f"{_PREFIX}{name.removesuffix('.weight')}"
+        weight = base.read_theirs(name)
+        module = f"{_PREFIX}{name.removesuffix('.weight')}"
         if f"{module}.lora_A.weight" not in adapters.about:
             return weight
         first, second = (

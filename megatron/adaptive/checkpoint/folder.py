@@ -137,7 +137,8 @@ class StepFolders:
         Raises:
             CheckpointError: If the path is not a folder of checkpoints.
         """
-        first, named = self.latest(), self.named()
+        first = self.latest()
+        named = self.named()
         if not self._is_tracked():
             first = max(named, default=first)
         if first is None:
@@ -203,7 +204,8 @@ class StepFolders:
             LeaseTakenError: If another job took the folder over.
             OSError: If writing failed; the partial checkpoint still exists.
         """
-        partial, complete = self.partial_path(step), self.complete_path(step)
+        partial = self.partial_path(step)
+        complete = self.complete_path(step)
         sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
         files = dict(manifest.get("files", sizes))
         blocks = dict(manifest.get("blocks", {}))
@@ -358,7 +360,8 @@ class StepFolders:
         if step_there != step:
             file = path / self.manifest_name
             raise DamagedCheckpointError(f"{file} belongs to step {step_there}: {remedy}")
-        files, problems = body["files"], list[str]()
+        files = body["files"]
+        problems = list[str]()
         blocks = body.get("blocks", {})
         small = {name: sums for name, sums in blocks.items() if not is_shard(name)}
         find_damage(path, files, small, problems.append)
@@ -436,7 +439,8 @@ class CheckpointFolder(StepFolders):
         path: Path of the folder, which need not exist.
     """
 
-    manifest_name, _schema = "manifest.json", "checkpoint_manifest"
+    manifest_name = "manifest.json"
+    _schema = "checkpoint_manifest"
     _form = MappingProxyType({"format": _FORMAT, "version": FORMAT_VERSION})
     _needed = frozenset(
         {"progress", "config", "shape", "padded_vocab_size", "has_optimizer", "has_rng", "files"}
@@ -515,7 +519,8 @@ class CheckpointFolder(StepFolders):
 
     def candidates(self) -> Iterator[int]:
         try:
-            tracked, latest = self._tracked(), self.latest()
+            tracked = self._tracked()
+            latest = self.latest()
             if tracked is not None and latest is not None and latest != tracked:
                 _LOG.warning(
                     "WARNING: %s names iteration %d, and the checkpoint of iteration %d was written"
@@ -549,7 +554,8 @@ class CheckpointFolder(StepFolders):
             CheckpointError: If it has a newer format, is another program's, or is not trusted.
             DamagedCheckpointError: If it is missing, incomplete or damaged.
         """
-        path, others = self.complete_path(iteration), self._others(iteration)
+        path = self.complete_path(iteration)
+        others = self._others(iteration)
         if not path.exists() and self.replaced_path(iteration).exists():
             path = self.replaced_path(iteration)
         if not path.is_dir():
@@ -607,7 +613,9 @@ class PipelineFolder(StepFolders):
         path: Path of the folder, which need not exist.
     """
 
-    manifest_name, _prefix, _digits = "pipeline.json", "step_", 8
+    manifest_name = "pipeline.json"
+    _prefix = "step_"
+    _digits = 8
     _schema = "pipeline_manifest"
     _form = MappingProxyType({"format": PIPELINE_FORMAT})
     _trust = "trust_checkpoint=True"

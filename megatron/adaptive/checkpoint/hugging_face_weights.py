@@ -81,7 +81,8 @@ CORE_MEANINGS = (
     "softmax_scale",
     *LATENT_SETTINGS,
 )
-EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
 
 
 class ModuleSize(NamedTuple):
@@ -179,8 +180,10 @@ class OurTensor(NamedTuple):
 
 def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
     """Returns the modules of a layer, or the modules outside of layers, with their sizes."""
-    model, core = config.model, config.core
-    hidden, heads, biased = model.hidden_size, model.num_attention_heads, model.add_bias_linear
+    model = config.model
+    core = config.core
+    hidden = model.hidden_size
+    biased = model.add_bias_linear
     norm = ModuleSize((hidden,), has_bias=model.normalization == "LayerNorm")
     if layer is None:
         matrix = ModuleSize((config.data.vocab_size or 0,), hidden)
@@ -194,26 +197,7 @@ def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
     sizes = {"input_layernorm": norm, "pre_mlp_layernorm": norm}
     if model.norm_block_outputs:
         sizes["post_attention_layernorm"] = sizes["post_mlp_layernorm"] = norm
-    attention: dict[str, ModuleSize] = {}
-    if core.multi_latent_attention:
-        rotated, down, rank = core.qk_pos_emb_head_dim, core.kv_lora_rank, core.q_lora_rank
-        queries, value = heads * (core.qk_head_dim + rotated), core.v_head_dim
-        if rank is None:
-            attention["linear_q_proj"] = ModuleSize((queries,), hidden)
-        else:
-            attention["linear_q_down_proj"] = ModuleSize((rank,), hidden)
-            attention["linear_q_up_proj"] = ModuleSize((queries,), rank)
-            attention["q_layernorm"] = ModuleSize((rank,))
-        attention["linear_kv_down_proj"] = ModuleSize((down + rotated,), hidden)
-        attention["linear_kv_up_proj"] = ModuleSize((heads * (core.qk_head_dim + value),), down)
-        attention["kv_layernorm"] = ModuleSize((down,))
-    else:
-        value, groups = model.kv_channels, model.query_groups
-        blocks = (heads * value, groups * value, groups * value)
-        attention["linear_qkv"] = ModuleSize(blocks, hidden, model.add_qkv_bias, groups)
-        if model.qk_layernorm:
-            attention["q_layernorm"] = attention["k_layernorm"] = norm._replace(blocks=(value,))
-    attention["linear_proj"] = ModuleSize((hidden,), heads * value, biased)
+    attention = _attention_sizes(config, norm)
     sizes |= {f"self_attention.{name}": size for name, size in attention.items()}
 
     def feed_forward(name: str, width: int, experts: int = 0) -> None:
@@ -232,6 +216,39 @@ def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
     if core.moe_shared_expert_intermediate_size:
         feed_forward("mlp.shared_experts", core.moe_shared_expert_intermediate_size)
     return sizes
+
+
+def _attention_sizes(config: TrainerConfig, norm: ModuleSize) -> dict[str, ModuleSize]:
+    """Returns the modules of a layer's attention with their sizes; ``norm`` is the model's norm."""
+    model = config.model
+    core = config.core
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
+    attention: dict[str, ModuleSize] = {}
+    if core.multi_latent_attention:
+        rotated = core.qk_pos_emb_head_dim
+        down = core.kv_lora_rank
+        rank = core.q_lora_rank
+        queries = heads * (core.qk_head_dim + rotated)
+        value = core.v_head_dim
+        if rank is None:
+            attention["linear_q_proj"] = ModuleSize((queries,), hidden)
+        else:
+            attention["linear_q_down_proj"] = ModuleSize((rank,), hidden)
+            attention["linear_q_up_proj"] = ModuleSize((queries,), rank)
+            attention["q_layernorm"] = ModuleSize((rank,))
+        attention["linear_kv_down_proj"] = ModuleSize((down + rotated,), hidden)
+        attention["linear_kv_up_proj"] = ModuleSize((heads * (core.qk_head_dim + value),), down)
+        attention["kv_layernorm"] = ModuleSize((down,))
+    else:
+        value = model.kv_channels
+        groups = model.query_groups
+        blocks = (heads * value, groups * value, groups * value)
+        attention["linear_qkv"] = ModuleSize(blocks, hidden, model.add_qkv_bias, groups)
+        if model.qk_layernorm:
+            attention["q_layernorm"] = attention["k_layernorm"] = norm._replace(blocks=(value,))
+    attention["linear_proj"] = ModuleSize((hidden,), heads * value, model.add_bias_linear)
+    return attention
 
 
 def _has_experts(config: TrainerConfig, layer: int) -> bool:
@@ -257,10 +274,12 @@ def our_tensors(config: TrainerConfig, family: str) -> dict[str, OurTensor]:
                 _add(tensors, module, outside[module], names.outside[module], names, module)
 
     add("embedding.word_embeddings", "embedding.position_embeddings")
-    norm, hidden = outside["decoder.final_layernorm"], config.model.hidden_size
+    norm = outside["decoder.final_layernorm"]
+    hidden = config.model.hidden_size
     predictors = {**dict.fromkeys(PREDICTION, norm), "eh_proj": ModuleSize((hidden,), 2 * hidden)}
     for layer in range(config.model.num_layers + _predictions(config, names)):
-        sizes, prefix = _sizes(config, layer), names.layer.format(layer)
+        sizes = _sizes(config, layer)
+        prefix = names.layer.format(layer)
         saved = f"decoder.layers.{layer}."
         if (predicted := layer - config.model.num_layers) >= 0:
             saved = f"mtp.layers.{predicted}."
@@ -287,7 +306,8 @@ def copies_of(config: TrainerConfig, family: str) -> dict[str, str]:
     These are a head that is tied to the embedding, and the embedding and head that each
     multi-token prediction layer repeats.
     """
-    names, (embedding,) = NAMES[family], NAMES[family].outside["embedding.word_embeddings"]
+    names = NAMES[family]
+    (embedding,) = NAMES[family].outside["embedding.word_embeddings"]
     is_tied = not config.model.untie_embeddings_and_output_weights
     head = embedding if is_tied else names.outside["output_layer"][0]
     copies = {}
@@ -305,7 +325,8 @@ def _saved_module(module: str, config: TrainerConfig, layer: int) -> str:
 
     megatron-core saves some norms under the name of the matrix product that follows them.
     """
-    engine, latent = config.model.transformer_impl != "local", config.core.multi_latent_attention
+    engine = config.model.transformer_impl != "local"
+    latent = config.core.multi_latent_attention
     into = {
         "input_layernorm": "" if latent else "self_attention.linear_qkv",
         "pre_mlp_layernorm": "mlp.linear_fc1" if engine or not latent else "",
@@ -500,7 +521,8 @@ class HuggingFaceReader:
         if name not in self._copies:
             return False
         embedding = names[self._copies[name]]
-        first, second = self._folder.tensors[name], self._folder.tensors[embedding]
+        first = self._folder.tensors[name]
+        second = self._folder.tensors[embedding]
         if (first.shape, first.dtype) != (second.shape, second.dtype):
             return False
         step = 1 + (1 << 20) // max(1, first.shape[1])
@@ -539,12 +561,14 @@ def meet(our: OurTensor, offset: Sequence[int], target: torch.Tensor) -> Iterato
     target = target.detach() if our.experts else target.detach()[None]
     if not our.columns:
         start, target = [*start, 0], target[..., None]
-    begin, end = start[1], start[1] + target.shape[1]
+    begin = start[1]
+    end = start[1] + target.shape[1]
     if end > our.height:
         target[:, max(0, our.height - begin) :].zero_()
     each = len(our.rows) // (our.experts or 1)  # runs are ordered by expert
     for run in our.rows[each * start[0] : each * (start[0] + target.shape[0])]:
-        low, high = max(begin, run.row), min(end, run.row + run.count)
+        low = max(begin, run.row)
+        high = min(end, run.row + run.count)
         if low < high:
             region = target[run.expert - start[0], low - begin : high - begin]
             yield RowRegion(run, run.first + low - run.row, start[2], region)
@@ -664,7 +688,8 @@ def _entries_of(reader: HuggingFaceReader, rows: int) -> list[Entry]:
     """
     entries: list[Entry] = []
     for name, our in reader.tensors.items():
-        whole, lead = our.shape, 1 if our.experts else 0
+        whole = our.shape
+        lead = 1 if our.experts else 0
         if name in (EMBEDDING, _HEAD):
             whole[0] = rows
         size = [1] * lead + whole[lead:]

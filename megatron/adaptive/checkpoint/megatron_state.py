@@ -361,7 +361,8 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
             f"{name} holds the state of several optimizers, which is not read here: load the "
             "weights alone with --no-load-optim"
         )
-    before, now = len(groups), len(_leaves(optimizer)[0].optimizer.param_groups)
+    before = len(groups)
+    now = len(_leaves(optimizer)[0].optimizer.param_groups)
     if before != now:
         raise CheckpointError(
             f"{name} holds optimizer state in {before} groups of parameters and this "
@@ -422,7 +423,8 @@ def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
     With torch's Adam megatron-core reads the step from the state of the parameters. It fails on a
     rank that has none: an empty stage, or more data parallel ranks than elements.
     """
-    key, inner = "step of a rank without parameters", leaf.optimizer
+    key = "step of a rank without parameters"
+    inner = leaf.optimizer
     is_empty = not any(group["params"] for group in inner.param_groups)
     if isinstance(leaf, DistributedOptimizer) and _is_torch_adam(leaf) and is_empty:
         step = float(inner.param_groups[0].get("step", 0))
@@ -473,7 +475,8 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
     scheduler.load_state_dict(saved)
     for group in optimizer.param_groups:
         if group["default_config"]:
-            group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
+            group["max_lr"] = scheduler.max_lr
+            group["min_lr"] = scheduler.min_lr
     scheduler.step(0)  # until now the groups have the weight decay of before the load
 
 

@@ -81,7 +81,9 @@ class LocalDisk:
     """
 
     def __init__(self, job: Job, shared: StepFolders, base: Path, keep: int | None) -> None:
-        self._job, self.shared, self._keep = job, shared, keep
+        self._job = job
+        self.shared = shared
+        self._keep = keep
         self._base = base = base.absolute()
         save = shared.path.resolve()
         node = job.environment.node or socket.gethostname()
@@ -220,7 +222,8 @@ class LocalDisk:
         held = self._control.gather(sum(files[name] for name in here))
         if any(held):
             total = sum(files.values())
-            least, most = min(held) / total, max(held) / total
+            least = min(held) / total
+            most = max(held) / total
             self._say(
                 f"  ranks have {least:.0%} to {most:.0%} of iteration {step} on their own disks"
             )
@@ -355,7 +358,9 @@ class BackgroundWrite(threading.Thread):
 
     def __init__(self, write: Callable[[], Path | None], step: int, done: Done) -> None:
         super().__init__(name=f"checkpoint {step}", daemon=True)
-        self._write, self.step, self._done = write, step, done
+        self._write = write
+        self.step = step
+        self._done = done
         self.path: Path | None = None
         self.failure: BaseException | None = None
 
@@ -384,7 +389,8 @@ def hold(
     Raises:
         CheckpointError: If another job holds the folder, or it cannot be written.
     """
-    path, environment = folder.path.resolve(), job.environment
+    path = folder.path.resolve()
+    environment = job.environment
     if path not in job.leases:
         lease = Lease(folder.path)
 
@@ -504,8 +510,11 @@ class Upload(BackgroundWrite):
 
     def __init__(self, disk: LocalDisk, stored: Stored, names: Sequence[str]) -> None:
         super().__init__(self._copy, stored["step"], disk.done)
-        self._disk, self._stored, self._names = disk, stored, names
-        self._shared, self._ranks = disk.shared, disk._ranks
+        self._disk = disk
+        self._stored = stored
+        self._names = names
+        self._shared = disk.shared
+        self._ranks = disk._ranks
         self.is_given_up = False
         self.start()
 
@@ -537,11 +546,13 @@ class Upload(BackgroundWrite):
 
     def _pieces(self) -> Iterator[None]:
         """Copies files and makes them durable; yields after each block."""
-        partial, stored = self._shared.partial_path(self.step), self._stored
+        partial = self._shared.partial_path(self.step)
+        stored = self._stored
         for name in self._names:
             source = self._disk._folder.complete_path(self.step) / name
             expected = stored["files"][name], stored.get("blocks", {}).get(name, "")
-            old, target = CheckedFile([source], expected), partial / name
+            old = CheckedFile([source], expected)
+            target = partial / name
             try:
                 with target.open("wb") as new:
                     for number in range(old.blocks):

@@ -81,7 +81,8 @@ class _Writer:
             return self._bytes("tensor", flat.tobytes(), type=kind, shape=list(value.shape))
         if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _ARRAYS:
             kind = "array" if isinstance(value, np.ndarray) else "number"
-            raw, shape = np.ascontiguousarray(value).tobytes(), list(value.shape)
+            raw = np.ascontiguousarray(value).tobytes()
+            shape = list(value.shape)
             return self._bytes(kind, raw, type=value.dtype.str, shape=shape)
         if isinstance(value, bytes | bytearray | io.BytesIO):
             raw = value.getvalue() if isinstance(value, io.BytesIO) else bytes(value)
@@ -137,14 +138,16 @@ def _value(form: Any, rest: memoryview) -> Any:
 
 
 def _raw(form: Mapping[str, Any], rest: memoryview) -> bytes:
-    offset, length = form["at"], form["length"]
+    offset = form["at"]
+    length = form["length"]
     if not 0 <= offset <= offset + length <= len(rest):
         raise ValueError("it ends early")
     return bytes(rest[offset : offset + length])
 
 
 def _tensor(form: Mapping[str, Any], rest: memoryview) -> torch.Tensor:
-    kind, raw = getattr(torch, form["type"]), _raw(form, rest)
+    kind = getattr(torch, form["type"])
+    raw = _raw(form, rest)
     if not raw:
         return torch.empty(form["shape"], dtype=kind)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(kind).reshape(form["shape"])

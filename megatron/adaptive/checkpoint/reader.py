@@ -135,7 +135,9 @@ class CheckpointReader:
         near: Mapping[str, Path] | None = None,
     ) -> None:
         self.path = path
-        self._files, self._blocks, self._near = files, blocks, near or {}
+        self._files = files
+        self._blocks = blocks
+        self._near = near or {}
         self._open: dict[str, CheckedFile] = {}
         self.tensors: dict[str, SavedTensor] = {}
         self.objects: dict[str, tuple[str, int, int] | None] = {}
@@ -168,7 +170,9 @@ class CheckpointReader:
         """
         regions: list[_Region] = []
         for request in requests:
-            saved, target, count = self.tensors[request.name], request.target.detach(), 0
+            saved = self.tensors[request.name]
+            target = request.target.detach()
+            count = 0
             for part in saved.parts:
                 region = _overlap(part, saved.dtype, request.offset, target)
                 if region is None:
@@ -307,7 +311,8 @@ class CheckpointReader:
                 SavedPart(offset=offset, size=size, file=file, begin=begin)
                 for offset, size, file, begin in entry["parts"]
             ]
-            dtype, size = getattr(torch, entry["type"]), torch.Size(entry["whole"])
+            dtype = getattr(torch, entry["type"])
+            size = torch.Size(entry["whole"])
             self.tensors[name] = SavedTensor(dtype=dtype, size=size, parts=parts)
         for name, entry in index["objects"].items():
             self.objects[name] = None if entry is None else (entry[0], entry[1], entry[2])
@@ -317,7 +322,9 @@ class CheckpointReader:
         index = _IndexUnpickler(io.BytesIO(data)).load()
         parts: dict[str, list[SavedPart]] = {}
         for key, info in index.storage_data.items():
-            file, start, length = info.relative_path, info.offset, info.length
+            file = info.relative_path
+            start = info.offset
+            length = info.length
             saved = index.state_dict_metadata[key.fqn]
             if not hasattr(saved, "chunks"):
                 self.objects[key.fqn] = file, start, length

@@ -34,7 +34,9 @@ from megatron.adaptive.config.input_files import read_json
 from megatron.adaptive.config.safetensors_header import read_header
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
-FP8, _SCALES, _SCALED = "F8_E4M3", "_scale_inv", 128
+FP8 = "F8_E4M3"
+_SCALES = "_scale_inv"
+_SCALED = 128
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 DTYPES[FP8] = torch.float8_e4m3fn
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -117,7 +119,8 @@ class TensorFolder:
             DamagedCheckpointError: If the file ends too early.
         """
         stored = self.tensors[name]
-        width, dtype = (*stored.shape, 1)[1], DTYPES[stored.dtype]
+        width = (*stored.shape, 1)[1]
+        dtype = DTYPES[stored.dtype]
         rows, columns = target.shape
         line = width * dtype.itemsize
         is_direct = target.is_cpu and target.dtype == dtype and target.is_contiguous()
@@ -145,7 +148,8 @@ class TensorFolder:
         if stored.file not in self._open:
             self._open[stored.file] = os.open(stored.file, os.O_RDONLY)
         whole: Any = block.reshape(-1).view(torch.uint8).numpy()
-        view, done = memoryview(whole), 0
+        view = memoryview(whole)
+        done = 0
         while done < len(view):
             position = stored.begin + offset + done
             count = os.preadv(self._open[stored.file], [view[done:]], position)

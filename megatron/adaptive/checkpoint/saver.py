@@ -58,7 +58,8 @@ class CheckpointSaver:
         self._pending: BackgroundWrite | None = None
         self._done: Done = SimpleQueue()
         self._returned = -1  # step whose path the caller received from save()
-        self._writer, self._host = ShardWriter(), _HostCopy()
+        self._writer = ShardWriter()
+        self._host = _HostCopy()
         self.local = local
 
     def save(
@@ -111,7 +112,8 @@ class CheckpointSaver:
             # A second group, because training may use the other one at the same moment.
             group = dist.new_group(backend="gloo", timeout=self._job.timeout)
             self._background = RankGroup(self._job.rank, group)
-        state, ranks = self._host.take(take()), self._background
+        state = self._host.take(take())
+        ranks = self._background
         self._pending = BackgroundWrite(
             lambda: self._write(folder, step, state, ranks, message, keep), step, self._done
         )
@@ -311,7 +313,8 @@ class _HostCopy:
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
     """Returns tensors of the same types and shapes, in one block of memory."""
-    starts, end = [], 0
+    starts = []
+    end = 0
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.nbytes // _ALIGN) * _ALIGN

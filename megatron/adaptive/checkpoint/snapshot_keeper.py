@@ -146,7 +146,8 @@ class SnapshotFile:
 
     def keep_sum(self, slot: int) -> None:
         """Stores the checksum of a slot's extra and sent bytes next to its marks."""
-        step, offset = self._marks(slot)[1], self._marks_offset(slot) + _MARKS.size
+        step = self._marks(slot)[1]
+        offset = self._marks_offset(slot) + _MARKS.size
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))
 
     def is_whole(self, slot: int) -> bool:
@@ -257,7 +258,9 @@ class SnapshotKeeper:
             for store in self._stores:
                 store.file.close()
             self._stores = []
-            self._run, self._secret, self._buddy = run, secret, buddy
+            self._run = run
+            self._secret = secret
+            self._buddy = buddy
             self._changed.notify_all()
 
     def inventory(self, within_s: float) -> list[dict[str, Any]]:
@@ -350,7 +353,8 @@ class SnapshotKeeper:
         """Sends each step that a rank reports as copied to the buddy, until the rank ends."""
         store = _Store.of(about, "own", file)
         with self._changed:
-            buddy, secret = self._buddy, self._secret
+            buddy = self._buddy
+            secret = self._secret
         if not self._add(store):
             return
         stream = None

@@ -44,7 +44,8 @@ _KEPT_S = 60.0
 _ROOM_BYTES = 1 << 16  # room for growth of a step's extra bytes
 _MIB = 1024**2
 _MESSAGE = 1 << 16
-_FAILED, _CHANGED = 2, 1
+_FAILED = 2
+_CHANGED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,8 @@ class Snapshots(NoSnapshots):
         self._state = state
         self._job = job
         self._settings = settings
-        self._report, self._say = report, say
+        self._report = report
+        self._say = say
         self._file: SnapshotFile | None = None
         self._socket: socket.socket | None = None
         self._sources: list[torch.Tensor] = []
@@ -220,7 +222,8 @@ class Snapshots(NoSnapshots):
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
-        self._sources, self._slots = [], [[] for _ in range(SLOTS)]
+        self._sources = []
+        self._slots = [[] for _ in range(SLOTS)]
         if self._registered:
             driver: Any = torch.cuda.cudart()
             driver.cudaHostUnregister(self._registered)
@@ -234,7 +237,8 @@ class Snapshots(NoSnapshots):
 
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
         """Agrees with all ranks on a plan, and makes the file for this rank's part. Collective."""
-        job, settings = self._job, self._settings
+        job = self._job
+        settings = self._settings
         extra_bytes = 2 * extra_bytes + _ROOM_BYTES
         parts_here = RankParts(
             node=settings.node,

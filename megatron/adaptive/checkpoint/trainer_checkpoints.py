@@ -132,7 +132,8 @@ class Checkpoints:
         self._config = run.job.config if config is None else config
         self._config_dict = self._config.to_dict()
         self._settings = self._config.checkpoint
-        self._chunks, self._optimizer = run.chunks, run.optimizer
+        self._chunks = run.chunks
+        self._optimizer = run.optimizer
         self._scheduler = run.scheduler
         self._all = RankGroup(run.job.rank, run.job.control_group)
         self.saver = CheckpointSaver(run.job, local)
@@ -223,7 +224,8 @@ class Checkpoints:
         steps: list[int] = []
         if self._settings.load is not None:
             steps = self._all.on_first(self._steps)
-        lora, folder = self._config.lora, self._settings.load_hf
+        lora = self._config.lora
+        folder = self._settings.load_hf
         if folder is not None and (lora.is_on or not steps):
             path = Path(folder)
             self._all.together(lambda: load_weights(self._chunks, path, self._config))
@@ -255,10 +257,13 @@ class Checkpoints:
         """Loads the checkpoint of an iteration."""
         path, manifest = self._all.on_first(lambda: self._find(iteration))
         self._standing = None
-        save_id, files, blocks = manifest["save_id"], manifest["files"], manifest["blocks"]
+        save_id = manifest["save_id"]
+        files = manifest["files"]
+        blocks = manifest["blocks"]
         with self.saver.reading(path, iteration, save_id, files, blocks) as reader:
             content = self._read(reader, manifest)
-        common, loaded = content.common, content.loaded
+        common = content.common
+        loaded = content.loaded
         state.load_model(self._chunks, loaded, strict=content.has_all)
         if self._config.lora.load_lora is not None and not content.has_adapters:
             self._load_adapters(self._config.lora.load_lora)
@@ -278,7 +283,8 @@ class Checkpoints:
 
     def _take(self, progress: Progress) -> TakenState:
         """Returns the current state."""
-        parts, about = self.apart(progress, is_whole=False), self.manifest(progress)
+        parts = self.apart(progress, is_whole=False)
+        about = self.manifest(progress)
         return TakenState(
             pieces=parts.pieces,
             objects={name: SavedObject.of(value) for name, value in parts.objects.items()},
@@ -318,7 +324,8 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Returns the iterations to try, the best first, none to start afresh; only on rank 0."""
-        folder, named = CheckpointFolder(str(self._settings.load)), self._settings.ckpt_step
+        folder = CheckpointFolder(str(self._settings.load))
+        named = self._settings.ckpt_step
         steps = [*folder.candidates()] if named is None else [named]
         if steps:
             return steps
@@ -385,7 +392,8 @@ class Checkpoints:
             weights = _only(weights, adapters=has_adapters, base=has_base)
         whole: dict[str, Any] = dict(weights)
         if self._loads_optimizer:
-            optimizer, saved = self._optimizer, common["optimizer"]
+            optimizer = self._optimizer
+            saved = common["optimizer"]
             self._all.together(
                 lambda: state.require_same_groups(optimizer, saved, f"--load {path}")
             )
@@ -496,7 +504,8 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
                 objects[name] = reader.read_object(name)
             left = objects[name]
             return left.pop(0) if len(left) > 1 else left[0]
-        saved, size = reader.tensors[shard.key].size, torch.Size(shard.global_shape)
+        saved = reader.tensors[shard.key].size
+        size = torch.Size(shard.global_shape)
         if saved != size and not shard.allow_shape_mismatch:
             raise CheckpointError(
                 f"{reader.path} has {shard.key} with shape {list(saved)}, and the run"
@@ -504,7 +513,8 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
             )
         if shard.data is None:
             shard.init_data(torch.device("cpu"))
-        data, lead = shard.data.detach(), shard.prepend_axis_num
+        data = shard.data.detach()
+        lead = shard.prepend_axis_num
         ends = zip(data.shape, saved[lead:], shard.global_offset[lead:], strict=True)
         for axis, (length, end, begin) in enumerate(ends):
             if (kept := min(length, max(0, end - begin))) < length:
@@ -580,7 +590,8 @@ class RunState(SnapshotState):
     """
 
     def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:
-        self._run, self._progress = run, progress
+        self._run = run
+        self._progress = progress
         # Snapshots need the optimizer's state even if the run's checkpoints leave it out.
         config = run.job.config
         settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
@@ -590,7 +601,8 @@ class RunState(SnapshotState):
 
     def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
         gather_parameters(self._run)
-        progress, former = self._progress(), self._parts
+        progress = self._progress()
+        former = self._parts
         parts = self._parts = self._checkpoints.apart(progress, is_whole=True)
         for name in parts.objects:
             if f"{_SCRATCH}/" not in name:
@@ -693,7 +705,8 @@ def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
     for name in names:
         if _is_without_effect(name, saved, settings):
             continue
-        before, now = getattr(saved, name), getattr(settings, name)
+        before = getattr(saved, name)
+        now = getattr(settings, name)
         if before == now:
             continue
         spec = specs.get(name)

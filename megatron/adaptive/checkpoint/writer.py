@@ -188,7 +188,8 @@ class ShardWriter:
         Raises:
             CheckpointError: If it could not be written on some rank.
         """
-        pieces, objects = state.pieces, state.objects
+        pieces = state.pieces
+        objects = state.objects
         layout = [entry_of(part, piece) for part, piece in pieces.items()]
         layout += [{"name": name} for name in objects]
         if ranks.any(layout != self._layout):
@@ -228,7 +229,9 @@ class ShardWriter:
     def _share_out(self, layouts: Sequence[Sequence[Entry]], rank: int) -> None:
         """Assigns each part to the first rank that has it."""
         taken: set[Part] = set()
-        self._tables, self._own, self._written = [[] for _ in layouts], set(), []
+        self._tables = [[] for _ in layouts]
+        self._own = set()
+        self._written = []
         for holder, layout in enumerate(layouts):
             for number, entry in enumerate(layout):
                 part = entry["name"], tuple(entry.get("offset", ()))
@@ -248,7 +251,8 @@ def _plain_index(entries: Sequence[Entry]) -> bytes:
     tensors: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for entry in entries:
-        name, (_, _, content, length) = entry["name"], entry["place"]
+        name = entry["name"]
+        _, _, content, length = entry["place"]
         if "size" not in entry:
             objects[name] = [entry["path"], content, length] if length else None
             continue
@@ -308,7 +312,8 @@ def write_file(
                     places.append(Place(begin, length, begin + length if plain else 0, plain))
                     continue
                 tensor = _compact(value)
-                form, saved = (tensor.dtype, tensor.shape), _buffered(tensor)
+                form = (tensor.dtype, tensor.shape)
+                saved = _buffered(tensor)
                 if form not in heads:
                     saved.seek(0)
                     reader: Any = torch._C.PyTorchFileReader(saved)

@@ -312,7 +312,8 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
             ends = torch.arange(0, length + 1, length, dtype=torch.int32, device=query.device)
             longest = length
         else:
-            ends, longest = documents.cu_seqlens_q, documents.max_seqlen_q
+            ends = documents.cu_seqlens_q
+            longest = documents.max_seqlen_q
         output: Any = varlen_attn(
             query.reshape(length, -1, query.shape[-1]),
             key.reshape(length, -1, key.shape[-1]),

@@ -215,7 +215,8 @@ class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
         super().__init__(num_local_experts, config, *args, **kwargs)
         init.count = before
         stride = 2 if config.gated_linear_unit else 1
-        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
+        hidden = config.hidden_size
+        width = config.moe_ffn_hidden_size
         first = self.weight1.data.view(num_local_experts, hidden, -1)
         second = self.weight2.data.view(num_local_experts, -1, hidden)
         with init.experts(config, kwargs["pg_collection"]):
@@ -241,7 +242,9 @@ class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
 
 def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> TransformerConfig:
     """Returns megatron-core's configuration for the run's settings."""
-    model, parallel, precision = config.model, config.parallel, config.precision
+    model = config.model
+    parallel = config.parallel
+    precision = config.precision
     # A CPU has no fused kernels, and torch.compile takes longer there than it saves.
     has_engine = model.transformer_impl == "transformer_engine"
     fused = has_engine and accelerator.is_cuda
@@ -414,7 +417,8 @@ def wrap(
     config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
     """Puts megatron-core's data-parallel wrapper around each of this rank's chunks."""
-    parallel, precision = config.parallel, config.precision
+    parallel = config.parallel
+    precision = config.precision
     settings = checked(
         DistributedDataParallelConfig,
         {
@@ -546,7 +550,8 @@ _KEYED = {TransformerLayer: KeyedTransformerLayer, GroupedMLP: KeyedGroupedExper
 
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:
     """Returns megatron-core's optimizer over the parameters of ``chunks``."""
-    settings, precision = config.optimizer, config.precision
+    settings = config.optimizer
+    precision = config.precision
     core = checked(
         OptimizerConfig,
         {

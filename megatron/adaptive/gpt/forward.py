@@ -160,7 +160,10 @@ def _add_up_parts(value: torch.Tensor) -> None:
 
 
 _WORD = (1 << 64) - 1
-_STEP_BITS, _MICROBATCH_BITS, _LAYER_BITS, _LANE_BITS = 24, 16, 12, 12
+_STEP_BITS = 24
+_MICROBATCH_BITS = 16
+_LAYER_BITS = 12
+_LANE_BITS = 12
 _HOOK = "dropout_key_hook"
 _TIME_SHIFT = _LAYER_BITS + _LANE_BITS
 
@@ -300,7 +303,8 @@ def _layers_of(chunks: Iterable[torch.nn.Module]) -> Iterator[Any]:
 
 # A bijection of 64-bit numbers in which every bit of the input flips about half of the output.
 # Source: D. Stafford, "Better Bit Mixing", variant 13; known as the finalizer of SplitMix64.
-_FACTOR_1, _FACTOR_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FACTOR_1 = 0xBF58476D1CE4E5B9
+_FACTOR_2 = 0x94D049BB133111EB
 _INVERSE_1, _INVERSE_2 = (pow(factor, -1, 1 << 64) for factor in (_FACTOR_1, _FACTOR_2))
 
 

@@ -71,7 +71,8 @@ class NormAroundZero(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns ``hidden [..., width]`` normalized, with its type."""
-        weight, shape = 1.0 + self.weight.float(), self.weight.shape
+        weight = 1.0 + self.weight.float()
+        shape = self.weight.shape
         if self.bias is None:
             output = F.rms_norm(hidden.float(), shape, weight, self.eps)
         else:

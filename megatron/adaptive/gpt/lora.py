@@ -106,11 +106,14 @@ class Adapter(Deferring, torch.nn.Module):
         self, layer: Any, name: str, marks: Sequence[bool], config: TrainerConfig, number: int
     ) -> None:
         super().__init__()
-        lora, parallel = config.lora, config.parallel
-        rank, ranks = lora.lora_rank or 0, parallel.tensor_model_parallel_size
+        lora = config.lora
+        parallel = config.parallel
+        rank = lora.lora_rank or 0
+        ranks = parallel.tensor_model_parallel_size
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         out, width = layer.weight.shape
-        self.scale, self.dropout = lora.scale, lora.lora_dropout
+        self.scale = lora.scale
+        self.dropout = lora.lora_dropout
         self.is_row = is_row = name.endswith(_ROW_PARALLEL)
         self.is_split = parallel.sequence_parallel
         self.is_gated = name.endswith("fc1") and config.model.is_gated

@@ -50,7 +50,8 @@ _SHORT = 0.5
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
     """Returns the orders of work of the schedule. Collective over all ranks."""
-    config, settings = job.config, job.config.schedule
+    config = job.config
+    settings = job.config.schedule
     orders = Orders(
         schedule=settings.pipeline_schedule,
         placement=placement,
@@ -226,7 +227,8 @@ def _start_trace(
     job: TrainingJob, placement: Placement, chunks: Sequence[torch.nn.Module], rows: int
 ) -> Tracing:
     """Opens the trace of a run whose embedding has ``rows`` rows."""
-    config, schedule = job.config, job.config.schedule
+    config = job.config
+    schedule = job.config.schedule
     tracing = open_trace(
         schedule.trace_dir,
         job,
@@ -280,7 +282,8 @@ def make_loader(
     """Returns a loader over ``dataset`` from sample ``consumed_samples``, ``None`` without data."""
     if dataset is None:
         return None
-    config, is_cuda = run.job.config, run.job.accelerator.is_cuda
+    config = run.job.config
+    is_cuda = run.job.accelerator.is_cuda
     return MicrobatchLoader(
         dataset,
         consumed_samples=consumed_samples,
@@ -350,7 +353,8 @@ def _needs_data(config: TrainerConfig, placement: Placement) -> bool:
 
 def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer) -> Samples:
     config = job.config
-    run, data = config.run, config.data
+    run = config.run
+    data = config.data
     # Every rank needs the lengths of documents if they vary, because they decide the microbatches.
     needs_data = data.variable_seq_lengths or _needs_data(config, placement)
     sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
@@ -395,7 +399,8 @@ def _connect_chunks(
     optimizer: Any,
 ) -> None:
     """Sets in megatron-core's configuration how gradients are scaled, delayed and reduced."""
-    parallel, timing = config.parallel, config.logging
+    parallel = config.parallel
+    timing = config.logging
     if timing.timing_log_level:
         core.timers = Timers(timing.timing_log_level, timing.timing_log_option)
         core.barrier_with_L1_time = timing.barrier_with_L1_time
@@ -424,7 +429,8 @@ def require_room(config: TrainerConfig, accelerator: Accelerator) -> None:
     Raises:
         ConfigError: If the weights alone are larger than the memory.
     """
-    parallel, shape = config.parallel, trainer_shape(config)
+    parallel = config.parallel
+    shape = trainer_shape(config)
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     ranks *= parallel.expert_model_parallel_size
     count = build_model(shape).parameters

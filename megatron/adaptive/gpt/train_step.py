@@ -171,7 +171,8 @@ class Step:
         Returns:
             The tokens that follow, on all ranks.
         """
-        job, length = self._run.job, self._config.model.seq_length
+        job = self._run.job
+        length = self._config.model.seq_length
         text = list(tokens)
         for _ in range(min(count, length - len(text))):
             rows = torch.zeros(self._config.batch.micro_batch_size, length, dtype=torch.int64)
@@ -215,7 +216,8 @@ class Step:
         dealt: Dealt | None = None,
         forward: NextToken | None = None,
     ) -> list[Any]:
-        run, model = self._run, self._config.model
+        run = self._run
+        model = self._config.model
         if microbatches is not None:
             num_microbatches = len(microbatches)  # packing may make fewer
         more: dict[str, Any] = {}
@@ -323,7 +325,8 @@ class Step:
             Values by name, and each layer's by TensorBoard's tag if they are asked for. Both are
             empty on other stages than the last.
         """
-        run, names = self._run, self._balancing
+        run = self._run
+        names = self._balancing
         core = run.core
         num_layers = core.num_layers + (core.mtp_num_layers or 0)
         sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
@@ -353,7 +356,8 @@ class Step:
         return dict(zip(names, means, strict=True)), curves
 
 
-_GLOBAL_LOSS, _Z_LOSS = "global_load_balancing_loss", "z_loss"
+_GLOBAL_LOSS = "global_load_balancing_loss"
+_Z_LOSS = "z_loss"
 _LOSS_OF_KIND = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",

@@ -226,7 +226,8 @@ class TrainingLog:
         now = self._throughput([report])
         if self._bar is not None:
             self._advance(self._bar, report, now)
-        settings, is_logged = self._settings, report.iteration % self._settings.log_interval == 0
+        settings = self._settings
+        is_logged = report.iteration % self._settings.log_interval == 0
         figures = self._figures(report, now)
         if self._curves is not None and report.iteration % settings.tensorboard_log_interval == 0:
             for figure in figures:
@@ -327,7 +328,8 @@ class TrainingLog:
         tokens_per_s = tokens / elapsed_s if elapsed_s > 0 else 0.0
         if self._flops_per_token is None:
             return _Throughput(tokens_per_s)
-        flops_per_s, peak_flops = tokens_per_s * self._flops_per_token, self._peak_flops
+        flops_per_s = tokens_per_s * self._flops_per_token
+        peak_flops = self._peak_flops
         return _Throughput(
             tokens_per_s,
             flops_per_s / 1e12 if self._settings.log_throughput else None,
@@ -341,7 +343,8 @@ class TrainingLog:
         number of NaN iterations, and for TensorBoard's tags if it has one. Further figures are
         this program's.
         """
-        reports, mean = self._reports, self._throughput(self._reports)
+        reports = self._reports
+        mean = self._throughput(self._reports)
         mean_ms = statistics.fmean(entry.elapsed_s for entry in reports) * 1000.0
         fractions = [entry.bubble_fraction for entry in reports]
         bubbles = [fraction for fraction in fractions if fraction is not None]
@@ -528,7 +531,8 @@ class _WeightsAndBiases(_Logger):
 
     def __init__(self, cfg: TrainerConfig) -> None:
         self._package = need_package("wandb", "--wandb-project", "trace")
-        settings, save = cfg.logging, cfg.checkpoint.save
+        settings = cfg.logging
+        save = cfg.checkpoint.save
         folder = settings.wandb_save_dir or (None if save is None else str(Path(save, "wandb")))
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -607,7 +611,8 @@ class _TensorBoard(_Logger):
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._make_event, self._make_summary = Event, Summary
+        self._make_event = Event
+        self._make_summary = Summary
         self._events: list[bytes] = []
         self._records = RecordWriter(SimpleNamespace(write=self._events.append))
         settings = cfg.logging
@@ -646,7 +651,8 @@ class _TensorBoard(_Logger):
         self._file.close()
 
     def _head(self) -> bytes:
-        waiting, self._events[:] = self._events[:], []
+        waiting = self._events[:]
+        self._events[:] = []
         self._record(file_version="brain.Event:2")
         head = b"".join(self._events)
         self._events[:] = waiting

@@ -54,8 +54,10 @@ class Trainer:
     """
 
     def __init__(self, live: TrainingRun, profiler: Hook, stop: StopRequest) -> None:
-        self._live, self._stop = live, stop
-        run, config = live.run, live.config
+        self._live = live
+        self._stop = stop
+        run = live.run
+        config = live.config
         if run.replay is not None and not config.run.skip_train:
             run.replay.record.require_steps(live.progress.iteration + 1, run.samples.iterations)
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
@@ -103,7 +105,9 @@ class Trainer:
             self._validation.after_training()
 
     def _train_step(self) -> TrainedStep:
-        live, run, begin_s = self._live, self._live.run, time.perf_counter()
+        live = self._live
+        run = self._live.run
+        begin_s = time.perf_counter()
         done = live.progress
         iteration = done.iteration + 1
         batch = self._sizes.global_batch_size_at(done.consumed_train_samples)
@@ -216,9 +220,12 @@ class TrainingRun:
         connect: Callable[[Run | None], None],
         local: LocalDisk | None,
     ) -> None:
-        self.log, self._local = log, local
-        self.report_position, self.connect = report_position, connect
-        self.is_loaded, self.progress = progress is not None, progress or Progress()
+        self.log = log
+        self._local = local
+        self.report_position = report_position
+        self.connect = connect
+        self.is_loaded = progress is not None
+        self.progress = progress or Progress()
         self.loader: Any = None
         self.adopt(run)
 
@@ -355,7 +362,8 @@ class Rebalancing(RunHook):
         due, self._due = self._due, None
         if due is None:
             return
-        live, begin_s = self._live, time.perf_counter()
+        live = self._live
+        begin_s = time.perf_counter()
         live.checkpoints.saver.finish()
         live.report_position(f"the move of layers after iteration {iteration}")
         order = due.move if isinstance(due, Decision) else None
@@ -398,7 +406,8 @@ class Rebalancing(RunHook):
 
     def _continue_in_new_files(self) -> None:
         """Connects the loader to the new trace, and passes the log to its new writer."""
-        live, job = self._live, self._live.run.job
+        live = self._live
+        job = self._live.run.job
         live.close_loader()
         live.open_loader()
         self._log.hand_over(live.progress.iteration, is_writer=job.is_writer, gather=job.gather)
@@ -438,7 +447,9 @@ class Reporting(RunHook):
     """
 
     def after_step(self, step: TrainedStep) -> None:
-        live, run, settings = self._live, self._live.run, self._live.config.logging
+        live = self._live
+        run = self._live.run
+        settings = self._live.config.logging
         live.snapshots.settle(step.iteration)
         live.log.iteration(
             IterationReport(
@@ -457,7 +468,8 @@ class Reporting(RunHook):
 
     def _report_timers(self, iteration: int) -> None:
         """Reports megatron-core's timers, with ``--timing-log-level``. Collective."""
-        timers, settings = self._live.run.core.timers, self._live.config.logging
+        timers = self._live.run.core.timers
+        settings = self._live.config.logging
         if timers is None:
             return
         names = list(timers._timers)
@@ -473,7 +485,8 @@ class Diagnosing(Hook):
     """Diagnoses the run from its traces, on the rank that writes the log."""
 
     def __init__(self, live: TrainingRun) -> None:
-        run, done = live.run, live.progress.iteration
+        run = live.run
+        done = live.progress.iteration
         schedule = run.job.config.schedule
         self._running = RunningDiagnosis(
             schedule.trace_dir if run.tracing.recorder is not None and run.job.is_writer else None,
@@ -519,7 +532,8 @@ class Validation(RunHook):
 
     def after_training(self) -> None:
         """Validates and tests at the end, as Megatron-LM does after the last iteration."""
-        settings, data = self._live.config.run, self._live.config.data
+        settings = self._live.config.run
+        data = self._live.config.data
         if settings.eval_iters:
             prefix = f"iteration {self._live.progress.iteration}"
             self._validate(f"{prefix} on validation set")
@@ -539,7 +553,8 @@ class Validation(RunHook):
         live.log.message(f"sample: {prompt}{tokenizer.detokenize(continuation)}")
 
     def _validate(self, prefix: str) -> None:
-        live, config = self._live, self._live.config
+        live = self._live
+        config = self._live.config
         done = live.progress.consumed_valid_samples
         losses = self._evaluate(live.run.samples.valid, done)
         more = config.run.eval_iters * config.batch.global_batch_size
@@ -551,7 +566,8 @@ class Validation(RunHook):
 
     def _evaluate(self, dataset: Any, consumed_samples: int) -> dict[str, float]:
         """Runs the forward over ``--eval-iters`` batches; returns the mean losses."""
-        run, config = self._live.run, self._live.config
+        run = self._live.run
+        config = self._live.config
         loader = make_loader(run, dataset, consumed_samples)
         try:
             with run.tracing.host_span("evaluate"):
@@ -594,7 +610,8 @@ class Saving(RunHook):
         self._report_completed()
 
     def _save(self, *, behind: bool) -> None:
-        begin_s, live = time.perf_counter(), self._live
+        begin_s = time.perf_counter()
+        live = self._live
         self._recorder.write()
         with live.run.tracing.host_span("checkpoint"):
             gather_parameters(live.run)

@@ -282,7 +282,8 @@ def _fail(
     error: BaseException, store: dist.Store, watcher: Watcher, environment: Environment
 ) -> NoReturn:
     """Reports ``error`` once for the whole job and ends this process."""
-    expected, follows = isinstance(error, AdaptiveError), False
+    expected = isinstance(error, AdaptiveError)
+    follows = False
     # If the error reports a silent peer, do not wait for the watcher: it will know no more.
     verdict_s = 0.0 if _SILENCE in str(error) else _VERDICT_S
     if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(verdict_s) is not None:

@@ -32,6 +32,7 @@ from megatron.adaptive import accelerator as device
 device.install()
 with device.quiet_imports():
     from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron.adaptive.accelerator import Accelerator
     from megatron.adaptive.config.arguments import parse
@@ -223,7 +224,8 @@ def _rows(gpu: str, samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any
 
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
     """Returns the tensor-parallel sizes that fit into a node."""
-    local, world = environment.local_world_size, environment.world_size
+    local = environment.local_world_size
+    world = environment.world_size
     if not options.widths:
         widths = [2**power for power in range(12)]
         return [tp for tp in widths if not (options.widest % tp or local % tp or world % tp)]
@@ -337,16 +339,14 @@ def _measure_stage(
         optimizer: Whether to measure a step of the optimizer too: ``optimizer_s`` per parameter.
     """
     placement = Placement(num_ranks=STAGES, num_chunks=1)
-    groups, meter = default_process_groups(), ActivationMeter()
-    split, count = config.splits_backward, WARM_UP + repeats
+    groups = default_process_groups()
+    meter = ActivationMeter()
+    split = config.splits_backward
+    count = WARM_UP + repeats
     with _on_stage(stage):
         core = transformer_config(config, accelerator)
-        rows = _embedding_rows(config)
-        chunks: list[Any] = build_chunks(config, core, accelerator, placement, rows)
+        chunks = _build_chunks(config, core, accelerator, placement)
         batches = [_batch(config)] * count if stage in (0, STAGES - 1) else None
-        for chunk in chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
         stages = MegatronStages(
             forward_step_func=_keyed_forward(config, accelerator, chunks),
             data_iterators=[feed(batches, count)],
@@ -390,11 +390,19 @@ def _free_memory(accelerator: Accelerator) -> None:
         torch.cuda.empty_cache()
 
 
-def _embedding_rows(config: TrainerConfig) -> int:
+def _build_chunks(
+    config: TrainerConfig, core: TransformerConfig, accelerator: Accelerator, placement: Placement
+) -> list[Any]:
+    """Builds the chunks of a stage, ready for the forward of a training step."""
     assert config.data.vocab_size is not None
     divisor = config.model.make_vocab_size_divisible_by
     ranks = config.parallel.tensor_model_parallel_size
-    return padded_vocab_size(config.data.vocab_size, divisor, ranks)
+    rows = padded_vocab_size(config.data.vocab_size, divisor, ranks)
+    chunks: list[Any] = build_chunks(config, core, accelerator, placement, rows)
+    for chunk in chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    return chunks
 
 
 @contextlib.contextmanager
