@@ -405,7 +405,7 @@ def their_shapes(tensors: Mapping[str, OurTensor]) -> dict[str, tuple[int, ...]]
 
 
 class HuggingFaceReader:
-    """Reads tensors of ours from a Hugging Face folder; a context manager.
+    """Assembles tensors of ours from a Hugging Face folder; a context manager.
 
     Args:
         folder: Folder of the model.
@@ -517,7 +517,7 @@ class HuggingFaceReader:
         return names
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
-        """Returns whether a tensor has a name of a copy; raises if it is no copy of the other."""
+        """Returns whether a tensor's name marks it as a copy; raises if its values differ."""
         if name not in self._copies:
             return False
         embedding = names[self._copies[name]]

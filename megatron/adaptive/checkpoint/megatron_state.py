@@ -164,7 +164,7 @@ def sharded_optimizer(
     distinct already; the names of its groups are not, but those are never read.
 
     Args:
-        optimizer: Megatron-core's optimizer.
+        optimizer: megatron-core's optimizer.
         model_state: Result of :func:`sharded_model`.
         metadata: Metadata that :func:`sharded_model` was called with.
         loading: Whether the result describes what to load; its values are then not used.
@@ -272,7 +272,7 @@ def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
 
     Args:
         common: Values of the result that all ranks share, for the same optimizer.
-        optimizer: Megatron-core's optimizer, but not a distributed one.
+        optimizer: megatron-core's optimizer, but not a distributed one.
     """
     for leaf, state in zip(_leaves(optimizer), (common, common.get(_EXPERTS)), strict=False):
         if state is not None:
@@ -348,7 +348,7 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
     """Checks that a checkpoint has as many parameter groups as the optimizer, on every rank.
 
     Args:
-        optimizer: Megatron-core's optimizer.
+        optimizer: megatron-core's optimizer.
         saved: Values of the checkpoint's optimizer state that all ranks share.
         name: Name of the checkpoint for the error.
 
@@ -477,7 +477,7 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
         if group["default_config"]:
             group["max_lr"] = scheduler.max_lr
             group["min_lr"] = scheduler.min_lr
-    scheduler.step(0)  # until now the groups have the weight decay of before the load
+    scheduler.step(0)  # the load has set the groups with the former weight decay
 
 
 def _constant_decay(state: Mapping[str, Any]) -> bool:

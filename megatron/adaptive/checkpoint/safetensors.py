@@ -158,7 +158,7 @@ class TensorFolder:
             done += count
 
     def _files(self) -> dict[Path, list[str]]:
-        """Returns the model's files, and for each the names of the tensors in it per the index."""
+        """Returns the model's files, each with the names of its tensors in the index."""
         index = self.folder / INDEX
         if not index.is_file():
             if (self.folder / SINGLE).is_file():

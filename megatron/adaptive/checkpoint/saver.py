@@ -143,7 +143,7 @@ class CheckpointSaver:
             ranks.together(lambda: reader.check_rest(ranks.rank, ranks.size))
 
     def completed(self) -> tuple[int, Path] | None:
-        """Returns step and path of a checkpoint that was completed in the background; each once."""
+        """Returns step and path of a checkpoint completed in the background; each only once."""
         queues = [self._done] if self.local is None else [self._done, self.local.done]
         for queue in queues:
             while not queue.empty():
@@ -312,7 +312,7 @@ class _HostCopy:
 
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
-    """Returns tensors of the same types and shapes, in one block of memory."""
+    """Returns tensors like these in type and shape, in one block of host memory."""
     starts = []
     end = 0
     for tensor in tensors:

@@ -101,7 +101,7 @@ class SnapshotState(ABC):
 
 
 class NoSnapshots:
-    """Does nothing in place of :class:`Snapshots`."""
+    """Has the methods of :class:`Snapshots`, which here do nothing."""
 
     def settle(self, iteration: int) -> None:
         """Waits until the previous snapshot is kept on all nodes; call it before a step counts.
@@ -128,7 +128,7 @@ class Snapshots(NoSnapshots):
     """Takes snapshots of a state at the end of its steps. Collective over all ranks.
 
     Args:
-        state: State of this rank. If it changes as a whole, make a new object.
+        state: State of this rank.
         job: This process within the job.
         settings: Settings of the snapshots.
         report: Function that takes a status line for the progress file.
@@ -345,7 +345,7 @@ class Snapshots(NoSnapshots):
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
 
     def _kept(self) -> str:
-        """Waits until the keeper has a step kept; returns an error text, empty on success."""
+        """Waits until the keeper reports a step as kept; returns an error text or ``""``."""
         if self._socket is None:
             return ""
         rank = self._job.rank
@@ -380,7 +380,7 @@ def make_snapshots(
     report: Callable[[str], None],
     say: Callable[[str], None],
 ) -> NoSnapshots:
-    """Returns a taker of snapshots, or one that does nothing if the node's agent keeps none.
+    """Returns the object that takes snapshots; it does nothing if the node's agent keeps none.
 
     Args:
         job: This process within the job.

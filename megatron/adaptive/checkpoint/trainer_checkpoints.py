@@ -293,7 +293,7 @@ class Checkpoints:
         )
 
     def _refresh(self, parts: state.StateParts, progress: Progress) -> None:
-        """Updates the values that are no memory of the run: counters, groups and random states."""
+        """Updates the values that are copies: counters, parameter groups and random states."""
         parts.common.update(self._counters(progress))
         if "optimizer" in parts.common:
             state.refresh_optimizer(parts.common["optimizer"], self._optimizer)
@@ -432,7 +432,7 @@ class Checkpoints:
         return state.with_own_storage(apply_factory_merges(common, factories))
 
     def _replicas(self) -> int:
-        """Number of ranks with the same state, which can divide it; the same on all ranks."""
+        """Returns the number of ranks that share the reading and writing of equal state."""
         if self._config.parallel.unequal_sizes is not None:
             return 1
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)

@@ -64,7 +64,7 @@ Part = tuple[str, tuple[int, ...]]
 """Name of a tensor or object in a checkpoint, and offset in the whole tensor."""
 
 Entry = dict[str, Any]
-"""Describes a part in a checkpoint's index, see :func:`entry_of`; an object by its ``name`` alone.
+"""Describes a part in a checkpoint's index, see :func:`entry_of`; an object has only ``name``.
 
 After the write it also has ``path``, the name of the file, and ``place``, a :class:`Place`.
 """
@@ -104,7 +104,7 @@ class SavedObject:
 
     @classmethod
     def of(cls, value: Any) -> SavedObject:
-        """Serializes a value in both forms; ``[None]``, which most layers have, has an empty one.
+        """Serializes a value in both forms; ``[None]``, which most layers have, becomes empty.
 
         Raises:
             TypeError: If it has no plain form.

@@ -110,17 +110,17 @@ class KeyedInit:
         return self  # copies of a configuration share one counter
 
     def enter_layer(self, layer: int) -> None:
-        """Assigns the weights that are drawn next to transformer layer ``layer``."""
+        """Counts the following draws as weights of transformer layer ``layer``."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Assigns the weights that are drawn next to no layer."""
+        """Counts the following draws as weights outside of layers."""
         self._layer = None
 
     @contextlib.contextmanager
     def experts(self, config: TransformerConfig, groups: Any) -> Iterator[None]:
-        """Numbers weights of a rank's experts, drawn in the block, as part of all experts'."""
+        """Counts the weights drawn in the block as this rank's part of all experts' weights."""
         each = 2  # one into the expert, one out of it
         before = self.count
         here = config.num_moe_experts // groups.ep.size()
@@ -485,7 +485,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if predictions and last and not first and not model.untie_embeddings_and_output_weights:
-        built.output_layer.weight = None  # logits use the embedding's copy of the prediction layers
+        built.output_layer.weight = None  # the prediction layers have a copy
     if model.scale_embeddings and (first or predictions):
         scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)
     if model.logit_softcap is not None and last:

@@ -236,7 +236,7 @@ class DropoutKeys:
                 ascending order.
             chunks: Chunks of this rank.
             step: Iteration, part of the key.
-            numbers: Index of each microbatch over all replicas; ``None`` if replicas take turns.
+            numbers: Index of each microbatch over all replicas; ``None`` if assigned round-robin.
         """
         if not self._enabled:
             return forward_step_func
@@ -259,7 +259,7 @@ class DropoutKeys:
             step: Iteration, from 0. Random numbers repeat after 2**24.
             microbatch: Index in the step on this replica, from 0. Random numbers repeat after 2**16
                 microbatches of all replicas.
-            number: Index over all replicas; ``None`` if replicas take turns.
+            number: Index over all replicas; ``None`` if assigned round-robin.
         """
         if not self._enabled:
             return

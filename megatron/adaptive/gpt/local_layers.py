@@ -37,7 +37,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.attention import LocalAttention, bound_first
 
 if not transformer_engine.HAVE_TE:
-    # This module mistakes its own import of the extension for the package, and uses its classes.
+    # megatron-core's module mistakes its import of the extension for the package itself.
     multi_latent_attention.HAVE_TE = False
     # The router reads this name, which is only imported if the package is installed.
     moe_utils.te_general_gemm = None

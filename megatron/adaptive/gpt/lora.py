@@ -11,7 +11,7 @@ pairs are stored in two::
     row-parallel        x --a, columns of this rank--> z --summed--> b, whole
 
 Between the two only ``z`` goes over the network, ``rank`` wide. Weight gradients of both are
-deferred like those of other layers; a frozen layer has none, so they are all the work of W. No
+deferred like those of other layers; a frozen layer has none, so W actions have no other work. No
 tensor before the first adapter requires a gradient, so a backward ends there.
 
 Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; dropout and scale are applied as in PEFT.
@@ -143,7 +143,7 @@ class Adapter(Deferring, torch.nn.Module):
         self.register_buffer("row_parts", row_parts, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the addition to the layer's output, for the layer's (normalized) input."""
+        """Returns the term to add to the layer's output, from the layer's (normalized) input."""
         if self.dropout and self.training:
             # Ranks that have different columns of a row drop differently, as in attention.
             is_divided = self.is_row and not self.is_split

@@ -137,8 +137,8 @@ class Run:
         job: This process within the job.
         placement: Placement of the stages.
         chunks: Model chunks of this rank, wrapped for data parallelism.
-        core: Megatron-core's configuration, shared by the chunks.
-        optimizer, scheduler: Megatron-core's optimizer and learning rate scheduler.
+        core: megatron-core's configuration, shared by the chunks.
+        optimizer, scheduler: megatron-core's optimizer and learning rate scheduler.
         samples: Samples of the run.
         forward_backward: Function that runs one step, on the executor or by megatron-core.
         wiring: Executor and its channels, ``None`` with megatron-core's schedule.

@@ -86,7 +86,7 @@ class Step:
             num_microbatches: Number of microbatches.
             iteration: Number of the step, part of the key of its random numbers.
             before_update: Function that is called when the state is about to change.
-            dealt: Assignment of microbatches to replicas, ``None`` if replicas take turns.
+            dealt: Assignment of microbatches to replicas, ``None`` if assigned round-robin.
 
         Raises:
             AdaptiveError: If a gradient is not a finite number.
@@ -271,8 +271,8 @@ class Step:
 
         Args:
             steps: Losses of each microbatch, for each of some steps.
-            dealt: Assignment of microbatches to replicas; it requires a single step. ``None`` if
-                replicas take turns.
+            dealt: Assignment of microbatches to replicas, ``None`` if assigned round-robin. It
+                requires a single step.
 
         Returns:
             Names and values on ranks of the last stage, nothing elsewhere.

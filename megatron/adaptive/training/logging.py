@@ -210,7 +210,7 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """Receiver of scalars on the writer rank; ``None`` elsewhere and without loggers."""
+        """Object with ``add_scalar`` on the writer rank; ``None`` elsewhere and without loggers."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
@@ -274,7 +274,7 @@ class TrainingLog:
         self._progress.report({"ended": reason})
 
     def report(self, **values: Value) -> None:
-        """Reports to ``progress.jsonl``, and the gain from fixing each finding to the loggers."""
+        """Reports values to ``progress.jsonl``, and the gain from each finding to the loggers."""
         self._progress.report(values)
         findings = values.get("findings")
         if self._curves is None or not isinstance(findings, list):
@@ -455,7 +455,7 @@ class _Logger:
 
 
 class _Curves:
-    """Chooses the values that loggers receive, under Megatron-LM's names if it has one.
+    """Chooses the values that loggers receive, under Megatron-LM's names if they exist.
 
     Speed, bubble and peak memory have names of this program and are always included. Flags such as
     ``--log-timers-to-tensorboard`` and ``--log-memory-to-tensorboard`` add Megatron-LM's. If a

@@ -203,10 +203,11 @@ class TrainingRun:
         config: Settings of the run.
         progress: Progress of the training.
         is_loaded: Whether the training began with a checkpoint.
-        step: Runner of the steps.
-        dealing: Assigner of microbatches to replicas, ``None`` if replicas take turns.
-        checkpoints: Saver and loader of checkpoints.
-        snapshots: Taker of snapshots in memory.
+        step: Object that runs the steps.
+        dealing: Object that assigns microbatches to replicas, ``None`` if they are assigned
+            round-robin.
+        checkpoints: Object that saves and loads checkpoints.
+        snapshots: Object that takes snapshots in memory.
         loader: Loader of this rank's microbatches, ``None`` on a rank that needs no data.
     """
 

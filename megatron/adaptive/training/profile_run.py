@@ -93,7 +93,7 @@ class ProfileOptions:
         widths: Tensor-parallel sizes; empty for every power of two that nodes and model allow.
         widest: Number that every tensor-parallel size must divide, from the model's shape.
         micro_batches: Numbers of samples per microbatch.
-        repeats: Number of microbatches that count.
+        repeats: Number of microbatches that are timed.
         node: Name of this node's type; empty to use its GPU's name.
         links: Whether to measure links and all-reduces.
         backend: Backend ``nccl`` or ``gloo``, ``None`` for the one that a run would use.
@@ -335,7 +335,7 @@ def _measure_stage(
         config: Settings of a run with three stages.
         accelerator: Device of this rank.
         stage: Number of the stage, 0 to 2.
-        repeats: Number of microbatches that count.
+        repeats: Number of microbatches that are timed.
         optimizer: Whether to measure a step of the optimizer too: ``optimizer_s`` per parameter.
     """
     placement = Placement(num_ranks=STAGES, num_chunks=1)
