@@ -32,14 +32,14 @@ from megatron.adaptive.checkpoint.hugging_face_weights import (
     CORE_MEANINGS,
     DESCRIPTION,
     EMBEDDING,
+    CoreTensor,
     HuggingFaceReader,
-    OurTensor,
     RowRun,
     copies_of,
+    core_tensors,
+    hugging_face_shapes,
     meet,
-    our_tensors,
     rows_of,
-    their_shapes,
 )
 from megatron.adaptive.checkpoint.megatron_lm import MEANINGS, SHAPES
 from megatron.adaptive.checkpoint.reader import CheckpointReader, WantedPart
@@ -66,7 +66,7 @@ class _Exported(NamedTuple):
     config: TrainerConfig  # its vocab_size is the number of rows in the Hugging Face embedding
     like: Path
     document: Mapping[str, Any]
-    tensors: Mapping[str, OurTensor]
+    tensors: Mapping[str, CoreTensor]
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def _opened(
         data=dataclasses.replace(config.data, vocab_size=rows_of(arguments)),
         checkpoint=dataclasses.replace(config.checkpoint, load_hf=str(like)),
     )
-    tensors = our_tensors(config, str(document["model_type"]))
+    tensors = core_tensors(config, str(document["model_type"]))
     with CheckpointReader(path, manifest["files"], manifest["blocks"]) as reader:
         try:
             output.mkdir(parents=True, exist_ok=True)
@@ -107,11 +107,11 @@ def _opened(
             raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
 
 
-class _TheirTensors:
+class _HuggingFaceTensors:
     """Assembles Hugging Face tensors from a checkpoint; ``copies`` lists names that repeat one."""
 
     def __init__(
-        self, reader: CheckpointReader, tensors: Mapping[str, OurTensor], copies: Mapping[str, str]
+        self, reader: CheckpointReader, tensors: Mapping[str, CoreTensor], copies: Mapping[str, str]
     ) -> None:
         if absent := [name for name in tensors if name not in reader.tensors]:
             raise CheckpointError(
@@ -119,32 +119,32 @@ class _TheirTensors:
                 " says"
             )
         self._reader = reader
-        self._ours = tensors
+        self._tensors = tensors
         self._holders: dict[str, list[tuple[str, RowRun]]] = {}
-        for name, our in tensors.items():
-            for run in our.rows:
+        for name, tensor in tensors.items():
+            for run in tensor.rows:
                 self._holders.setdefault(run.name, []).append((name, run))
         self.about = {
             name: (reader.tensors[self._holders[name][0][0]].dtype, shape)
-            for name, shape in their_shapes(tensors).items()
+            for name, shape in hugging_face_shapes(tensors).items()
         }
         for copied, name in copies.items():
             if "layers" in copied:  # a head that is the embedding is not written
                 self._holders[copied] = self._holders[name]
                 self.about[copied] = self.about[name]
 
-    def read_theirs(self, name: str) -> torch.Tensor:
+    def read_hugging_face(self, name: str) -> torch.Tensor:
         """Returns a Hugging Face tensor."""
         kind, shape = self.about[name]
         target = torch.empty(shape, dtype=kind)
         parts = []
-        for our, run in self._holders[name]:
+        for key, run in self._holders[name]:
             whole = target.t() if run.transposed else target
             region = whole[run.first : run.first + run.count]
-            offset = [run.row, *([0] if self._ours[our].columns else [])]
-            if self._ours[our].experts:
+            offset = [run.row, *([0] if self._tensors[key].columns else [])]
+            if self._tensors[key].experts:
                 region, offset = region[None], [run.expert, *offset]
-            parts.append(WantedPart(name=our, offset=offset, target=region))
+            parts.append(WantedPart(name=key, offset=offset, target=region))
         self._reader.read(parts)
         return target
 
@@ -182,7 +182,11 @@ def export_folder(
             adapters = _adapters_of(exported)
             no_limit = 1 << 62  # PEFT has one file
             write_folder(
-                output, adapters.about, adapters.read_theirs, shard_bytes=no_limit, single=ADAPTERS
+                output,
+                adapters.about,
+                adapters.read_hugging_face,
+                shard_bytes=no_limit,
+                single=ADAPTERS,
             )
             write_files(output, {peft.ADAPTER_CONFIG: _adapter_config(exported)})
             return
@@ -210,25 +214,25 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
             f"{exported.path} has {extra[0]}, which models of type"
             f" {exported.document['model_type']} have no place for: export a run without it"
         )
-    return model.about, model.read_theirs
+    return model.about, model.read_hugging_face
 
 
 def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
     """Returns types and shapes of the tensors of a model with merged adapters, and their reader."""
     transposed = {
-        run.name for our in exported.tensors.values() for run in our.rows if run.transposed
+        run.name for tensor in exported.tensors.values() for run in tensor.rows if run.transposed
     }
     adapters = _adapters_of(exported)
     is_whole = EMBEDDING in exported.reader.tensors
     base = _whole(exported) if is_whole else HuggingFaceReader(exported.like, exported.config)
 
     def read(name: str) -> torch.Tensor:
-        weight = base.read_theirs(name)
+        weight = base.read_hugging_face(name)
         module = f"{_PREFIX}{name.removesuffix('.weight')}"
         if f"{module}.lora_A.weight" not in adapters.about:
             return weight
         first, second = (
-            adapters.read_theirs(f"{module}.lora_{half}.weight").float() for half in "AB"
+            adapters.read_hugging_face(f"{module}.lora_{half}.weight").float() for half in "AB"
         )
         change = exported.config.lora.scale * (second @ first)
         change = change.t() if name in transposed else change
@@ -237,9 +241,9 @@ def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]
     return base.about, read
 
 
-def _whole(exported: _Exported) -> _TheirTensors:
+def _whole(exported: _Exported) -> _HuggingFaceTensors:
     copies = copies_of(exported.config, str(exported.document["model_type"]))
-    return _TheirTensors(exported.reader, exported.tensors, copies)
+    return _HuggingFaceTensors(exported.reader, exported.tensors, copies)
 
 
 def _is_weight(name: str) -> bool:
@@ -267,11 +271,11 @@ def require_same(config: TrainerConfig, arguments: Sequence[str], where: str, pa
     Raises:
         CheckpointError: If a setting differs; the text names it.
     """
-    their = parse([*arguments, *_ANY_RUN], world_size=1, last_wins=True)
+    expected_config = parse([*arguments, *_ANY_RUN], world_size=1, last_wins=True)
     for group, names in (("model", (*SHAPES, *MEANINGS)), ("core", CORE_MEANINGS)):
         for name in names:
             saved = getattr(getattr(config, group), name)
-            expected = getattr(getattr(their, group), name)
+            expected = getattr(getattr(expected_config, group), name)
             # Rotary embeddings have no table, so the number of positions may differ.
             is_free = name == "max_position_embeddings" and "rope" in arguments
             if saved != expected and not is_free:
@@ -282,17 +286,17 @@ def require_same(config: TrainerConfig, arguments: Sequence[str], where: str, pa
 
 
 def adapter_tensors(
-    config: TrainerConfig, tensors: Mapping[str, OurTensor]
-) -> dict[str, OurTensor]:
+    config: TrainerConfig, tensors: Mapping[str, CoreTensor]
+) -> dict[str, CoreTensor]:
     """Returns the adapters of a model's tensors, by their names in a checkpoint."""
     rank = config.lora.lora_rank or 0
-    adapters: dict[str, OurTensor] = {}
+    adapters: dict[str, CoreTensor] = {}
     parts = peft.adapted_parts(config)
-    for name, our in tensors.items():
+    for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
         if kind != "weight" or not (marks := parts.get(module.split(".", 3)[-1], ())):
             continue
-        modules = dict.fromkeys(run.name.removesuffix(".weight") for run in our.rows)
+        modules = dict.fromkeys(run.name.removesuffix(".weight") for run in tensor.rows)
         adapted = [f"{_PREFIX}{part}" for part, mark in zip(modules, marks, strict=True) if mark]
         first = [
             RowRun(rank * index, rank, 0, f"{part}.lora_A.weight", 0, False)
@@ -300,11 +304,11 @@ def adapter_tensors(
         ]
         second = [
             run._replace(name=f"{full}.lora_B.weight", transposed=False)
-            for run in our.rows
+            for run in tensor.rows
             if (full := f"{_PREFIX}{run.name.removesuffix('.weight')}") in adapted
         ]
-        adapters[f"{module}{MARK}a"] = OurTensor(0, rank * len(adapted), our.columns, first)
-        adapters[f"{module}{MARK}b"] = OurTensor(0, our.height, rank, second)
+        adapters[f"{module}{MARK}a"] = CoreTensor(0, rank * len(adapted), tensor.columns, first)
+        adapters[f"{module}{MARK}b"] = CoreTensor(0, tensor.height, rank, second)
     return adapters
 
 
@@ -318,14 +322,14 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
     base = config.checkpoint.load_hf
     family = "deepseek_v3" if config.core.multi_latent_attention else "llama"
     family = family if base is None else str(load_config(Path(base))[0]["model_type"])
-    adapters = adapter_tensors(config, our_tensors(config, family))
+    adapters = adapter_tensors(config, core_tensors(config, family))
     file = folder / ADAPTERS
     if not file.is_file():
         raise CheckpointError(f"{folder} has no {ADAPTERS}: name a folder that PEFT wrote")
     weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)
     apply_factories(weights)
     with TensorFolder(folder, ADAPTERS) as source:
-        expected = their_shapes(adapters)
+        expected = hugging_face_shapes(adapters)
         for name in sorted(expected.keys() | source.tensors.keys()):
             shape_there = source.tensors[name].shape if name in source.tensors else None
             shape_here = expected.get(name)
@@ -342,27 +346,27 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
         with torch.no_grad():
             for shard in nested_values(weights):
                 if isinstance(shard, ShardedTensor) and MARK in shard.key:
-                    our = adapters[shard.key]
-                    for rows, row, column, region in meet(our, shard.global_offset, shard.data):
+                    tensor = adapters[shard.key]
+                    for rows, row, column, region in meet(tensor, shard.global_offset, shard.data):
                         source.read(rows.name, row, column, region)
 
 
-def _adapters_of(exported: _Exported) -> _TheirTensors:
+def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
     """Returns a checkpoint's adapters after checking that they fit the layers of its model."""
     if not exported.config.lora.is_on:
         raise CheckpointError(
             f"{exported.path} holds no adapters: leave --lora and --merge-lora out"
         )
     adapters = adapter_tensors(exported.config, exported.tensors)
-    for name, our in adapters.items():
+    for name, tensor in adapters.items():
         saved = exported.reader.tensors.get(name)
-        if saved is not None and list(saved.size) != our.shape:
+        if saved is not None and list(saved.size) != tensor.shape:
             raise CheckpointError(
                 f"{exported.path} has {name} with shape {list(saved.size)}, and layers of"
-                f" {exported.like} have {our.shape}: train adapters with --load-hf, for the names"
-                " that they have"
+                f" {exported.like} have {tensor.shape}: train adapters with --load-hf, for the"
+                " names that they have"
             )
-    return _TheirTensors(exported.reader, adapters, {})
+    return _HuggingFaceTensors(exported.reader, adapters, {})
 
 
 def _adapter_config(exported: _Exported) -> bytes:
@@ -384,7 +388,7 @@ def _adapter_config(exported: _Exported) -> bytes:
         "base_model_name_or_path": str(exported.like),
         "bias": "none",
         "fan_in_fan_out": any(
-            run.transposed for our in exported.tensors.values() for run in our.rows
+            run.transposed for tensor in exported.tensors.values() for run in tensor.rows
         ),
         "inference_mode": True,
         "lora_alpha": int(scaled) if scaled == int(scaled) else scaled,

@@ -1,19 +1,19 @@
 """Maps the weights of Hugging Face models to those of a model or a checkpoint, and back.
 
-A model has two sets of tensors: those of the checkpoint ("ours", as megatron-core names them) and
-those of the Hugging Face folder ("theirs"). One table per family
-(``config.hugging_face_names.NAMES``) maps the modules of one to the other. Each tensor of ours is
-assembled from rows of theirs, and the same list of :class:`RowRun` serves in both directions::
+A model has two sets of tensors: core tensors, which megatron-core names and a checkpoint contains,
+and those of the Hugging Face folder. One table per family (``config.hugging_face_names.NAMES``)
+maps the modules of one to the other. Each core tensor is assembled from rows of Hugging Face
+tensors, and the same list of :class:`RowRun` serves in both directions::
 
-    ours, [rows, columns]                                   theirs
+    core tensor, [rows, columns]                            Hugging Face tensors
     linear_qkv    q q k v | q q k v | ...  by query group    q_proj, k_proj, v_proj, or all in one
     linear_fc1    gate | up                                  gate_proj, up_proj, or all in one
     others        the same rows; GPT-2's matrices transposed
 
 Sizes follow from the run's settings. A tensor of another size is therefore rejected before it is
-read, and so is a tensor that the model does not have. Padding rows of the embedding are zero in
-ours and absent in theirs. megatron-core decides how our tensors are sharded: a rank asks for the
-regions of its shards, in any mesh, partition and placement.
+read, and so is a tensor that the model does not have. Padding rows of the embedding are zero in the
+core tensor and absent in the Hugging Face tensor. megatron-core decides how core tensors are
+sharded: a rank asks for the regions of its shards, in any mesh, partition and placement.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _HEAD = "output_layer.weight"
 
 
 class ModuleSize(NamedTuple):
-    """Sizes of a module of ours.
+    """Describes the sizes of a module of megatron-core.
 
     Attributes:
         blocks: Number of rows of each matrix that is stacked into the module's weight.
@@ -105,12 +105,12 @@ class ModuleSize(NamedTuple):
 
 
 class RowRun(NamedTuple):
-    """Maps a run of rows of our tensor to rows of a Hugging Face tensor.
+    """Maps a run of rows of a core tensor to rows of a Hugging Face tensor.
 
     Attributes:
-        row: First row in our tensor.
+        row: First row in the core tensor.
         count: Number of rows.
-        expert: Index in the first axis of our tensor, 0 without experts.
+        expert: Index in the first axis of the core tensor, 0 without experts.
         name: Name of the Hugging Face tensor.
         first: First row there.
         transposed: Whether the Hugging Face tensor has its two axes exchanged.
@@ -141,7 +141,7 @@ class _Run(NamedTuple):
 
 
 class RowRegion(NamedTuple):
-    """A part of a region of our tensor, and its source.
+    """Holds a part of a region of a core tensor, and its source.
 
     Attributes:
         rows: Run of rows that the part is in.
@@ -156,8 +156,8 @@ class RowRegion(NamedTuple):
     target: torch.Tensor
 
 
-class OurTensor(NamedTuple):
-    """Describes a tensor of ours.
+class CoreTensor(NamedTuple):
+    """Describes a core tensor.
 
     Attributes:
         experts: Length of the first axis, 0 if the tensor has no axis for experts.
@@ -256,7 +256,7 @@ def _has_experts(config: TrainerConfig, layer: int) -> bool:
     return config.expert_layers[min(layer, config.model.num_layers - 1)]
 
 
-def our_tensors(config: TrainerConfig, family: str) -> dict[str, OurTensor]:
+def core_tensors(config: TrainerConfig, family: str) -> dict[str, CoreTensor]:
     """Returns the tensors of a model by their names in a checkpoint, in the model's order.
 
     Args:
@@ -265,7 +265,7 @@ def our_tensors(config: TrainerConfig, family: str) -> dict[str, OurTensor]:
         family: ``model_type`` of the Hugging Face model.
     """
     names = NAMES[family]
-    tensors: dict[str, OurTensor] = {}
+    tensors: dict[str, CoreTensor] = {}
     outside = _sizes(config, None)
 
     def add(*modules: str) -> None:
@@ -340,7 +340,7 @@ def _saved_module(module: str, config: TrainerConfig, layer: int) -> str:
 
 
 def _add(
-    tensors: dict[str, OurTensor],
+    tensors: dict[str, CoreTensor],
     module: str,
     size: ModuleSize,
     sources: Sequence[str],
@@ -372,7 +372,7 @@ def _add(
                 rows.append(RowRun(row, count, expert, name, before + first, transposed))
         separator = "" if is_whole or saved.endswith("_") else "."
         name = f"{saved}{separator}{'' if is_whole else part}"
-        tensors[name] = OurTensor(size.experts, sum(size.blocks), columns, rows)
+        tensors[name] = CoreTensor(size.experts, sum(size.blocks), columns, rows)
 
 
 def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
@@ -388,15 +388,15 @@ def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
             row += count
 
 
-def their_shapes(tensors: Mapping[str, OurTensor]) -> dict[str, tuple[int, ...]]:
+def hugging_face_shapes(tensors: Mapping[str, CoreTensor]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the Hugging Face tensors by name, in the model's order."""
     heights: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     order: dict[str, int] = {}
-    for our in tensors.values():
-        for run in our.rows:
+    for tensor in tensors.values():
+        for run in tensor.rows:
             height = heights[run.name] = max(heights.get(run.name, 0), run.first + run.count)
-            shape = (height, our.columns) if our.columns else (height,)
+            shape = (height, tensor.columns) if tensor.columns else (height,)
             shapes[run.name] = shape[::-1] if run.transposed else shape
             order.setdefault(run.name.rpartition(".")[0], len(order))
     # A module's bias follows its weight.
@@ -405,14 +405,14 @@ def their_shapes(tensors: Mapping[str, OurTensor]) -> dict[str, tuple[int, ...]]
 
 
 class HuggingFaceReader:
-    """Assembles tensors of ours from a Hugging Face folder; a context manager.
+    """Assembles core tensors from a Hugging Face folder; a context manager.
 
     Args:
         folder: Folder of the model.
         config: Settings of the model that is built.
 
     Attributes:
-        tensors: Tensors of ours by name.
+        tensors: Core tensors by name.
 
     Raises:
         ConfigError: If the trainer cannot build the model.
@@ -424,9 +424,9 @@ class HuggingFaceReader:
         document, arguments = load_config(folder)
         data = dataclasses.replace(config.data, vocab_size=rows_of(arguments))
         family = str(document["model_type"])
-        self.tensors = our_tensors(dataclasses.replace(config, data=data), family)
+        self.tensors = core_tensors(dataclasses.replace(config, data=data), family)
         self._copies = copies_of(config, family)
-        self._names = self._match(their_shapes(self.tensors), folder)
+        self._names = self._match(hugging_face_shapes(self.tensors), folder)
 
     def __enter__(self) -> HuggingFaceReader:
         return self
@@ -435,7 +435,7 @@ class HuggingFaceReader:
         self._folder.__exit__()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the element type of a tensor of ours.
+        """Returns the element type of a core tensor.
 
         Raises:
             CheckpointError: If the tensors that it is assembled from have several types.
@@ -453,7 +453,7 @@ class HuggingFaceReader:
         return DTYPES[next(iter(types.values())).replace(FP8, "BF16")]
 
     def read(self, name: str, offset: Sequence[int], target: torch.Tensor) -> None:
-        """Fills a region of a tensor of ours; padding rows of a vocabulary become zero.
+        """Fills a region of a core tensor; padding rows of a vocabulary become zero.
 
         Args:
             name: Name of the tensor.
@@ -474,7 +474,7 @@ class HuggingFaceReader:
         entries = {name: self._folder.tensors[stored] for name, stored in self._names.items()}
         return {name: (DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()}
 
-    def read_theirs(self, name: str) -> torch.Tensor:
+    def read_hugging_face(self, name: str) -> torch.Tensor:
         """Returns a Hugging Face tensor."""
         dtype, shape = self.about[name]
         target = torch.empty(shape, dtype=dtype)
@@ -547,26 +547,26 @@ def rows_of(arguments: Sequence[str]) -> int:
     return int(arguments[arguments.index("--vocab-size") + 1])
 
 
-def meet(our: OurTensor, offset: Sequence[int], target: torch.Tensor) -> Iterator[RowRegion]:
-    """Yields the parts of a region of our tensor, one for each run of rows in it.
+def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Iterator[RowRegion]:
+    """Yields the parts of a region of a core tensor, one for each run of rows in it.
 
     Rows of the region that only pad a vocabulary become zero.
 
     Args:
-        our: Tensor of ours.
+        tensor: Core tensor.
         offset: Index of the region's first element.
         target: Memory of the region.
     """
-    start = [*offset] if our.experts else [0, *offset]
-    target = target.detach() if our.experts else target.detach()[None]
-    if not our.columns:
+    start = [*offset] if tensor.experts else [0, *offset]
+    target = target.detach() if tensor.experts else target.detach()[None]
+    if not tensor.columns:
         start, target = [*start, 0], target[..., None]
     begin = start[1]
     end = start[1] + target.shape[1]
-    if end > our.height:
-        target[:, max(0, our.height - begin) :].zero_()
-    each = len(our.rows) // (our.experts or 1)  # runs are ordered by expert
-    for run in our.rows[each * start[0] : each * (start[0] + target.shape[0])]:
+    if end > tensor.height:
+        target[:, max(0, tensor.height - begin) :].zero_()
+    each = len(tensor.rows) // (tensor.experts or 1)  # runs are ordered by expert
+    for run in tensor.rows[each * start[0] : each * (start[0] + target.shape[0])]:
         low = max(begin, run.row)
         high = min(end, run.row + run.count)
         if low < high:
@@ -687,14 +687,14 @@ def _entries_of(reader: HuggingFaceReader, rows: int) -> list[Entry]:
         rows: Number of rows of the embedding, including padding.
     """
     entries: list[Entry] = []
-    for name, our in reader.tensors.items():
-        whole = our.shape
-        lead = 1 if our.experts else 0
+    for name, tensor in reader.tensors.items():
+        whole = tensor.shape
+        lead = 1 if tensor.experts else 0
         if name in (EMBEDDING, _HEAD):
             whole[0] = rows
         size = [1] * lead + whole[lead:]
         dtype = str(reader.dtype(name)).removeprefix("torch.")
-        for expert in range(our.experts or 1):
+        for expert in range(tensor.experts or 1):
             offset = [expert] * lead + [0] * (len(whole) - lead)
             entry = {"name": name, "offset": offset, "size": size, "whole": whole}
             entries.append({**entry, "type": dtype})
