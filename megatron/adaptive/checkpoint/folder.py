@@ -240,15 +240,15 @@ class StepFolders:
             shutil.rmtree(former)
         return complete
 
-    def keep(self, number: int, but: Collection[int] = ()) -> None:
+    def keep(self, number: int, also: Collection[int] = ()) -> None:
         """Removes all but the last complete subfolders, as far as the file system permits.
 
         Args:
             number: Number of subfolders to keep.
-            but: Further steps to keep.
+            also: Further steps to keep.
         """
         for step in list(self.steps())[:-number]:
-            if step not in but:
+            if step not in also:
                 self.remove(step)
 
     def remove(self, step: int) -> None:

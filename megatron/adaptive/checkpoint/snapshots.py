@@ -434,9 +434,9 @@ class Need:
 class SnapshotPlan:
     """Assigns parts of the state to the ranks that copy them.
 
-    A part that ranks of several nodes have, such as a data-parallel replica or a tied embedding, is
-    copied by one rank on each of these nodes and is not sent. A part on only one node is copied
-    there by one rank and sent to the node's buddy. All ranks compute the same plan.
+    Some parts are on ranks of several nodes, such as data-parallel replicas and tied embeddings.
+    One rank on each of these nodes copies such a part, and it is not sent. A part on only one node
+    is copied there by one rank and sent to the node's buddy. All ranks compute the same plan.
 
     Attributes:
         needs: Ranks that copy each part.

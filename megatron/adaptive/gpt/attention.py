@@ -5,17 +5,17 @@ support keys and values of different widths (latent attention), parts of a seque
 parallelism), several documents in a row, or bounded scores.
 :mod:`megatron.adaptive.config.attention` decides when a kernel of torch computes the same instead.
 
-**Context parallelism.** A sequence is cut into two parts for each rank, and rank r of n holds parts
-r and 2n-1-r, so that causal attention is the same work on every rank::
+**Context parallelism.** A sequence is divided into two parts per rank. Rank r of n has parts r and
+2n-1-r, so that causal attention is the same work on every rank::
 
     2 ranks     part 0   part 1   part 2   part 3
     rank 0      x                          x
     rank 1               x        x
 
-Keys and values are gathered from all ranks and put in order. A rank's queries attend to those
-before them. The results equal those of one rank; a ring would need less memory.
+Keys and values are gathered from all ranks and put in order. A rank's queries attend to earlier
+ones. The results equal those of one rank; a ring would need less memory.
 
-**Packed documents.** One row holds several documents, and tokens attend only within their document.
+**Packed documents.** One row has several documents, and tokens attend only within their document.
 This is computed by torch's kernel for packed rows, or one document after the other: only the blocks
 of a block-diagonal mask are computed, not the rest of the square.
 """

@@ -5,9 +5,9 @@ initial weights, follow from the layout in its configuration, so a V needs only 
 code that builds the model marks the first and last stage.
 
 **Tied embeddings.** The first stage looks tokens up in the embedding, and the last one multiplies
-with it. If these stages are on different ranks, megatron-core makes a copy for the last stage, adds
-the gradients of both over an embedding group of two ranks, and leaves the copy out of norms. In a V
-with an even number of chunks both stages are on the first rank::
+with it. If these stages are on different ranks, megatron-core makes a copy for the last stage. It
+adds the gradients of both over an embedding group of two ranks, and leaves the copy out of norms.
+In a V with an even number of chunks both stages are on the first rank::
 
     2 ranks, 2 chunks     loop               v
     rank 0                E: 0   2           E: 0   3 :E'      both copies
