@@ -186,8 +186,8 @@ class LocalDisk:
             shares = share_out([files for files, _ in parts], stored["files"])
             if shares is None:
                 self._warn(
-                    "the checkpoint of iteration %d is not uploaded: the disks of these nodes lack a"
-                    " part of it",
+                    "the checkpoint of iteration %d is not uploaded: the disks of these nodes lack"
+                    " a part of it",
                     step,
                 )
                 continue
