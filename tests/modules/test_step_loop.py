@@ -111,7 +111,7 @@ def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
     later = trained()
     later.run(6, **folders)
     said = capsys.readouterr().out
-    assert "going on with the copy of iteration 3" in said
+    assert "continuing the copy of iteration 3" in said
     assert said.count("saved checkpoint from iteration       6") == 1
     assert one.losses | later.losses == whole.losses
     assert list(later.losses) == [3, 4, 5]
