@@ -98,7 +98,7 @@ def neutral_rows(data: Fasop) -> list[Row]:
         # Machine code is loaded before the clock starts, as imports are.
         run.searcher(_SPACE).search()
         began = time.process_time()
-        ours = run.searcher(_SPACE).search().found[0].plan
+        ours = run.searcher(_SPACE).search().plans[0].plan
         taken = time.process_time() - began
         theirs = next(one for one in run.plans if not one.out_of_memory)
         mine, other = neutral_s(run, ours), neutral_s(run, run.plan(theirs))

@@ -30,7 +30,7 @@ def rows(quick: bool = False) -> list[Row]:
         PlanInputs(model, cluster, profile), global_batch=1536, options=options
     ).search()
     taken = time.process_time() - began
-    best = found.found[0]
+    best = found.plans[0]
     what = f"GPT-3 175B on {cluster.num_gpus} GPUs of {len(cluster.groups)} types"
     note = f"{best.seconds:.2f} s a step, gap {found.gap:.1%}"
     return [Row(what=f"{what}: CPU time of the search", value=taken, unit="s", goal=60, note=note)]

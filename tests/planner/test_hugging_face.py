@@ -223,7 +223,7 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
     for ranks, one in seen.items():
         result = propose(inputs, replace(request, options=replace(options, expert_ranks=(ranks,))))
         assert result.rows[0].plan.expert_ranks == ranks
-        assert result.result.found[0].seconds == pytest.approx(result.rows[0].prediction.seconds)
+        assert result.result.plans[0].seconds == pytest.approx(result.rows[0].prediction.seconds)
         assert result.rows[0].prediction.seconds <= one.seconds * (1 + 1e-9)
 
 

@@ -121,23 +121,23 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
     """
     searcher, goal = _searcher(inputs, request), request.objective
     result = searcher.search(goal)
-    if not result.found:
+    if not result.plans:
         asked = request.options.schedules
         free = replace(request, options=replace(request.options, schedules=("1f1b",)))
-        if "1f1b" not in asked and _searcher(inputs, free).search(goal).found:
+        if "1f1b" not in asked and _searcher(inputs, free).search(goal).plans:
             raise ConfigError(
                 f"--schedules {','.join(asked)}: no plan that fits can be run so, with"
                 " these numbers of stages, layers and microbatches; add 1f1b"
             )
-        if goal == Objective(least=goal.least) or not searcher.search(Objective()).found:
+        if goal == Objective(least=goal.least) or not searcher.search(Objective()).plans:
             raise ConfigError(_explain_memory(inputs, request.global_batch, searcher.options))
         raise ConfigError(_explain_limits(searcher, goal))
     top = request.options.top
-    rows, refused = _runnable(_rows(result.found, inputs), inputs)
+    rows, refused = _runnable(_rows(result.plans, inputs), inputs)
     if refused and len(rows) < top:
         more = replace(request, options=replace(request.options, top=top + _MORE))
         result = _searcher(inputs, more).search(goal)
-        rows, refused = _runnable(_rows(result.found, inputs), inputs)
+        rows, refused = _runnable(_rows(result.plans, inputs), inputs)
     if not rows:
         raise ConfigError(f"the trainer refuses all plans found: {refused[0]}")
     return Proposal(rows=rows[:top], result=result, refused=refused)
@@ -205,8 +205,8 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
         changed = replace(request, options=replace(whole, **choice))
         words = f"  {_WORDS.get(name, name)} {word}:"
         try:
-            found = _searcher(inputs, changed).search().found
-            far = found or _searcher(roomy, changed).search().found
+            found = _searcher(inputs, changed).search().plans
+            far = found or _searcher(roomy, changed).search().plans
         except ConfigError as error:
             lines.append(f"{words} {str(error).partition(': ')[2] or error}")
             continue
@@ -582,7 +582,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
         searcher = Searcher(
             replace(inputs, cluster=cluster), global_batch=global_batch, options=lean
         )
-        rows = searcher.search().found
+        rows = searcher.search().plans
         return rows[0].plan if rows else None
 
     def lacking(plan: Plan) -> tuple[int, StageMemory]:
@@ -656,7 +656,7 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
     limits: dict[str, Any] = {name: getattr(objective, name) for name in _LIMITS}
     given = {name: limit for name, limit in limits.items() if limit < math.inf}
     for names in (*combinations(given, 1), *combinations(given, 2)):
-        if searcher.search(Objective(**{name: given[name] for name in names})).found:
+        if searcher.search(Objective(**{name: given[name] for name in names})).plans:
             continue
         flags = " and ".join(_LIMITS[name] for name in names)
         least = ", and ".join(
@@ -673,15 +673,15 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
     """Returns the least that plans within other limits take of what one limits."""
     if name == "most_price_per_step":
-        cheapest = searcher.search(replace(Objective(**others), least="cost")).found[0]
+        cheapest = searcher.search(replace(Objective(**others), least="cost")).plans[0]
         return f"a step costs at least {cheapest.value:.4g}"
-    fastest = searcher.search(Objective(**others)).found[0]
+    fastest = searcher.search(Objective(**others)).plans[0]
     if name == "most_seconds_per_step":
         return f"a step takes at least {seconds_text(fastest.seconds)}"
     low = 0.0
     high = most = fastest.price_per_hour
     while high - low > _CLOSE * most:
         middle = (low + high) / 2
-        found = searcher.search(Objective(**{**others, name: middle})).found
+        found = searcher.search(Objective(**{**others, name: middle})).plans
         low, high = (low, found[0].price_per_hour) if found else (middle, high)
     return f"nodes cost at least {high:g} per hour"
