@@ -176,7 +176,7 @@ def test_two_plans_are_compared(
     assert re.search(r"step, s .* \([+-][\d.]+%\)", said)
     assert re.search(r"b.json is (slower|faster) than .*a.json: \w+ [+-]", said)
     for text, words in (
-        ('{"format": 1}', "does not say what is predicted"),
+        ('{"format": 1}', "the plan has no prediction"),
         ("[1]", "keys with values"),
     ):
         files[1].write_text(text)

@@ -433,22 +433,22 @@ def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
 def _hop_s(
     sender: StagePlace, receiver: StagePlace, inputs: PlanInputs, bytes_per_sample: float
 ) -> tuple[float, float]:
-    """Times one message between a replica of one stage and one of the next.
+    """Computes the seconds of one message between a replica of one stage and one of the next.
 
     Returns:
-        Latency, and seconds that the link is busy, of the slowest pair.
+        Latency, and seconds for which the link is busy, of the slowest pair.
     """
-    both = [
+    hops = [
         boundary_s(
-            replace(sender, replicas=(one,)),
-            replace(receiver, replicas=(other,)),
+            replace(sender, replicas=(source,)),
+            replace(receiver, replicas=(target,)),
             inputs,
             bytes_per_sample,
         )
-        for one in sender.replicas
-        for other in receiver.replicas
+        for source in sender.replicas
+        for target in receiver.replicas
     ]
-    return max(both, key=sum)
+    return max(hops, key=sum)
 
 
 def _dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -> ScheduleTimes:
