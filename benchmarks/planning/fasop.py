@@ -12,10 +12,11 @@ from pathlib import Path
 from benchmarks.planning.published.fasop import Fasop, FasopRun
 from benchmarks.planning.published.files import read_csv
 from benchmarks.report import Row
-from megatron.adaptive.planner.layer_costs import boundary_s, embedding_s, layer_table, reduce_s
+from megatron.adaptive.planner.layer_costs import layer_table
+from megatron.adaptive.planner.link_costs import boundary_s, embedding_s, reduce_s
 from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.propose import pareto
-from megatron.adaptive.planner.search import SearchOptions
+from megatron.adaptive.planner.search_options import SearchOptions
 from megatron.adaptive.schedule import catalog
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw

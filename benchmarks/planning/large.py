@@ -11,7 +11,8 @@ from megatron.adaptive.planner.cluster import read_cluster
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import complete_profile
-from megatron.adaptive.planner.search import Searcher, SearchOptions
+from megatron.adaptive.planner.search import Searcher
+from megatron.adaptive.planner.search_options import SearchOptions
 
 _CLUSTER = Path(__file__).with_name("large.yaml")
 

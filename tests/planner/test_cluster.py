@@ -12,14 +12,8 @@ import yaml
 
 from megatron.adaptive.config.schema_files import quantity
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import (
-    describe_cluster,
-    describe_node,
-    find_gpu,
-    gpu_names,
-    make_cluster,
-    read_cluster,
-)
+from megatron.adaptive.planner.cluster import find_gpu, gpu_names, make_cluster, read_cluster
+from megatron.adaptive.planner.discover_cluster import describe_cluster, describe_node
 
 YAML = """\
 format: 1

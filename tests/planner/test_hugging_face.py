@@ -16,7 +16,7 @@ from megatron.adaptive.planner.model_description import Model
 from megatron.adaptive.planner.model_file import arguments_model, read_model
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
-from megatron.adaptive.planner.search import SearchOptions
+from megatron.adaptive.planner.search_options import SearchOptions
 
 
 def _sizes(kind: str, hidden: int, ffn: int, heads: int, layers: int, **more: Any) -> Any:

@@ -21,7 +21,8 @@ from megatron.adaptive.planner.model_file import arguments_model, preset
 from megatron.adaptive.planner.plan import Plan, plan_document
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import SCHEDULES, Request, complete_profile, pareto, propose
-from megatron.adaptive.planner.search import Objective, Searcher, SearchOptions
+from megatron.adaptive.planner.search import Searcher
+from megatron.adaptive.planner.search_options import Objective, SearchOptions
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -37,15 +37,12 @@ from megatron.adaptive.planner.layer_costs import (
     OURS,
     LayerTable,
     Runtime,
-    boundary_s,
-    embedding_s,
-    exposed_reduce_s,
     in_flight,
     layer_table,
-    reduce_s,
     stage_memory,
     waiting,
 )
+from megatron.adaptive.planner.link_costs import boundary_s, embedding_s, exposed_reduce_s, reduce_s
 from megatron.adaptive.planner.order_timing import ScheduleTimes, jitter_s, step_times, steps_of
 from megatron.adaptive.planner.plan import (
     Plan,

@@ -36,11 +36,11 @@ from megatron.adaptive.planner.plan import (
     seconds_text,
 )
 from megatron.adaptive.planner.profile import PlanInputs, Profile
-from megatron.adaptive.planner.search import (
+from megatron.adaptive.planner.search import Searcher
+from megatron.adaptive.planner.search_options import (
     Best,
     Found,
     Objective,
-    Searcher,
     SearchOptions,
     SearchResult,
 )

@@ -9,7 +9,7 @@ runs and which layers it holds. It works in two passes:
    lowest bound first. It skips every beginning whose bound is not below the best time so far. A
    complete pipeline is timed exactly, action by action.
 
-A *level* (a state of ``stage_classes.DpStates``) says which nodes the last stages of a pipeline
+A *level* (a state of ``search_levels.DpStates``) says which nodes the last stages of a pipeline
 use, and the class of the first of them; it does not say which layers they hold. An *edge* leads
 from a level to the level of the next stage. An example: 4 layers and 4 microbatches on a node A,
 where a layer takes 1 s forward and 1 s backward, and a node B, which takes twice as long::
