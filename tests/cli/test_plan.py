@@ -374,7 +374,7 @@ def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
     assert schedules("--attention kernel") == schedules("") <= {"zb-v", "zb-h1", "adaptive"}
     for name in ("1f1b", "interleaved", "zb-v", "v-half", "hinted"):
         assert schedules(f"--schedules {name}") == {name}
-    with pytest.raises(ConfigError, match="--schedules interleaved: no plan that fits can be run"):
+    with pytest.raises(ConfigError, match="--schedules interleaved: no plan that fits can run"):
         schedules("--schedules interleaved --partition 6-6-6-6")
 
 

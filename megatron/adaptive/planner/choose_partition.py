@@ -52,9 +52,9 @@ _ALIKE = 0.005
 """Relative difference up to which two steps count as equally fast; simulated and measured steps
 differ by more."""
 PLACEMENT_GAIN = 0.03
-"""Least share of a step that another placement must save, because the weights have to move."""
+"""Minimum share of a step that another placement must save, because the weights have to move."""
 _SIMULATIONS = 24
-"""Most partitions to simulate."""
+"""Maximum number of partitions to simulate."""
 _ORDERS = 6
 """Number of schedules that partitions are compared under."""
 _LEAST_S = 1e-9
@@ -240,7 +240,7 @@ def propose(
         loads: Loads of the stages.
         step_s: Function that returns the seconds of a step under a partition, see
             :func:`simulated_step`.
-        gain: Least share of a step that a move must save.
+        gain: Minimum share of a step that a move must save.
 
     Returns:
         The move, or ``None`` if no move is worth it.
@@ -277,7 +277,7 @@ def choose_together(
         limits: For each placement to consider, the present one first, a function that returns the
             most activations that memory allows under a partition, in microbatches of a whole rank.
         halves: Loads of parts of the measured steps. A move must save enough for each of them, too.
-        gain: Least share of a step that moving layers must save; ``None`` to move no layers.
+        gain: Minimum share of a step that moving layers must save; ``None`` to move no layers.
         num_microbatches: Number of microbatches of a step.
         options: Further arguments of
             :func:`~megatron.adaptive.schedule.choose_by_simulation.choose`.
@@ -315,25 +315,25 @@ def choose_together(
             for part in (loads, *halves)
         ):
             moves.append((job.step_s(choice, loads, partition), partition, choice))
-    if not moves:
-        if stay is None:
-            raise errors[0]
-        return Decision(text=stay.reason, stay=stay.best)
-    _, partition, choice = min(moves, key=lambda move: move[0])
-    return _move_decision(loads, choice, partition, stay)
+    if not moves and stay is None:
+        raise errors[0]
+    return _decision(loads, moves, stay)
 
 
-def _move_decision(
-    loads: Loads, choice: ScheduleChoice, partition: Partition, stay: ScheduleChoice | None
+def _decision(
+    loads: Loads, moves: list[tuple[float, Partition, ScheduleChoice]], stay: ScheduleChoice | None
 ) -> Decision:
-    """Returns the decision to move stages or layers.
+    """Returns the decision for the best move, or to stay if there is none.
 
     Args:
         loads: Loads under the present placement and partition.
-        choice: Schedule to run after the move.
-        partition: Layers of each stage after the move.
+        moves: Seconds of a step after each move, its partition and its schedule.
         stay: Best schedule without a move, if any fits.
     """
+    if not moves:
+        assert stay is not None
+        return Decision(text=stay.reason, stay=stay.best)
+    _, partition, choice = min(moves, key=lambda move: move[0])
     text = choice.reason
     new_partition = None if partition == loads.partition else partition
     if stay is not None:
@@ -350,7 +350,7 @@ class _Job:
 
     Attributes:
         profile: Spreads and lengths of actions, and links.
-        limits: Most activations under a partition, for each placement.
+        limits: Function that returns the maximum activations under a partition, by placement.
         num_microbatches: Number of microbatches of a step.
         options: Further arguments of ``choose``.
     """
@@ -500,8 +500,8 @@ def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Itera
     Args:
         loads: Loads of the stages.
         partition: Layers of each stage.
-        least: Least pace of the ranks that give a layer. The slowest rank gets no faster if another
-            one gives.
+        least: Minimum pace of the ranks that give a layer. The slowest rank gets no faster if
+            another one gives.
     """
     paces = loads.paces(partition)
 

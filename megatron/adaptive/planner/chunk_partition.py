@@ -53,7 +53,7 @@ def hand_over(
         seconds: Seconds of the pipeline with these cuts.
         seconds_of: Function that returns the seconds of other cuts, infinite if they do not fit
             into memory.
-        most: Most pipelines to time.
+        most: Maximum number of pipelines to time.
 
     Returns:
         The best cuts, their seconds, and the number of pipelines timed.
@@ -113,7 +113,7 @@ class ChunkedPipeline:
         """Finds a partition by handing layers over, see :func:`hand_over`.
 
         Args:
-            most: Most pipelines to time.
+            most: Maximum number of pipelines to time.
             hopeless_s: Limit in seconds; if the first partition takes as long, the method gives up.
 
         Returns:
@@ -195,7 +195,7 @@ def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tu
         plan: The plan.
         seconds: Predicted seconds of its step.
         inputs: Model, cluster and profile.
-        most: Most plans to predict.
+        most: Maximum number of plans to predict.
 
     Returns:
         The best plan, and the seconds of its step.

@@ -78,11 +78,9 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     stages = StageSums.of(plan, inputs, runtime)
     times = _pipeline(plan, stages, runtime)
     of_rank = stages.of_rank
-    forward = of_rank @ stages.durations_s[0]
-    backward = of_rank @ stages.durations_s[1:].sum(axis=0)
-    sends = of_rank @ (stages.latency_s[0] + stages.occupancy_s[0])
     reduce, optimizer = np.array(stages.reduce_s), np.array(stages.optimizer_s)
     if plan.overlap_reduce:
+        backward = of_rank @ stages.durations_s[1:].sum(axis=0)
         layers = of_rank @ np.array(plan.partition)
         reduce = exposed_reduce_s(reduce, backward, np.maximum(layers, 1))
     tied = embedding_s(plan.places, inputs, plan.tp)
@@ -92,16 +90,6 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     beside = max(inputs.profile.step_s.get(node.gpu, 0.0) * node.slowness for node in nodes)
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
-    predicted = tuple(
-        StagePrediction(
-            forward_s=float(forward[rank]),
-            backward_s=float(backward[rank]),
-            send_s=float(sends[rank]),
-            bubble=1 - float(times.busy_s[rank]) / times.seconds if times.seconds else 0.0,
-            memory=stages.memory[rank],
-        )
-        for rank in range(plan.pp)
-    )
     quiet = _pipeline(plan, stages.without_messages(), runtime)
     # The parts of the step on the rank that ends last. They add up to the whole step.
     tp_s = float(of_rank[last] @ stages.tp_s) * plan.num_microbatches
@@ -118,12 +106,34 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     return Prediction(
         seconds=seconds,
         parts=parts,
-        stages=predicted,
+        stages=_stage_predictions(stages, times),
         tokens_per_s=plan.global_batch * inputs.model.tokens_per_sample / seconds
         if seconds
         else 0.0,
         price_per_hour=sum(node.price_per_hour for node in nodes),
         estimated=stages.estimated,
+    )
+
+
+def _stage_predictions(stages: StageSums, times: ScheduleTimes) -> tuple[StagePrediction, ...]:
+    """Returns times and memory of each pipeline rank.
+
+    Args:
+        stages: Costs of the plan's stages.
+        times: Ends and work of the ranks.
+    """
+    forward = stages.of_rank @ stages.durations_s[0]
+    backward = stages.of_rank @ stages.durations_s[1:].sum(axis=0)
+    sends = stages.of_rank @ (stages.latency_s[0] + stages.occupancy_s[0])
+    return tuple(
+        StagePrediction(
+            forward_s=float(forward[rank]),
+            backward_s=float(backward[rank]),
+            send_s=float(sends[rank]),
+            bubble=1 - float(times.busy_s[rank]) / times.seconds if times.seconds else 0.0,
+            memory=memory,
+        )
+        for rank, memory in enumerate(stages.memory)
     )
 
 

@@ -58,8 +58,8 @@ class Running:
         whole: Durations with whole backwards.
         split: Durations with split backwards, for pipelines of several processes; ``None`` if the
             schedule does not split them.
-        cap: Most microbatches whose activations a process keeps under a rule; ``None`` for the
-            default of the rule.
+        cap: Maximum number of microbatches whose activations a process keeps under a rule; ``None``
+            for the default of the rule.
     """
 
     model: Model

@@ -84,7 +84,7 @@ of a rank's channels and its neighbour's, see ``transport.select.size_of_channel
 _HOST_BLOCK_BYTES = 2**25
 """Size from which on the C library requests a block from the system, and returns it when freed."""
 _HOST_FREE_BYTES = 2 * _HOST_BLOCK_BYTES
-"""Most bytes that the C library leaves unused at the end of its heap."""
+"""Maximum number of bytes that the C library leaves unused at the end of its heap."""
 
 
 @lru_cache(maxsize=4096)

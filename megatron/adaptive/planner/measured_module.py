@@ -69,8 +69,8 @@ class MeasuredModule:
         most: Samples of the largest microbatch that was measured.
         schedule: Name of the schedule.
         chunks: Number of stages of each process.
-        cap: Most microbatches whose activations a process keeps under a rule; ``None`` for the
-            default of the rule.
+        cap: Maximum number of microbatches whose activations a process keeps under a rule; ``None``
+            for the default of the rule.
         pipeline_size: Number of processes of a pipeline that the user wants; ``None`` for any.
         micro_batch_size: Samples of a microbatch, if they must not change; otherwise ``None``.
         partition: Number of segments of each stage, for pipelines with as many stages; ``None`` to

@@ -27,13 +27,8 @@ from megatron.adaptive.config.optimizer import LoraConfig, PrecisionConfig
 from megatron.adaptive.config.schema_files import check_form, read_file
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.model_description import (
-    LayerKind,
-    Model,
-    Precision,
-    TransformerShape,
-    build_model,
-)
+from megatron.adaptive.planner.model_description import LayerKind, Model, Precision
+from megatron.adaptive.planner.transformer_layers import TransformerShape, build_model
 
 _VOCABULARY = {"gpt": 50257, "llama3": 128256, "qwen2.5": 152064, "qwen3": 151936}
 _VOCABULARY |= {"deepseek": 129280} | dict.fromkeys(
@@ -155,21 +150,10 @@ def arguments_model(
     Raises:
         ConfigError: An argument is wrong, unknown or missing.
     """
-    groups = (ModelConfig, PrecisionConfig, CoreConfig)
     adapters = only_groups(arguments, (LoraConfig,), ("load_hf",))
     adapters = adapters if "lora" in " ".join(adapters) else []
-    model_arguments = only_groups(arguments, groups, ("vocab_size",))
+    model_arguments = _model_arguments(arguments, precision)
     names = {argument.split("=")[0] for argument in model_arguments}
-    if precision is not None:
-        model_arguments = [
-            argument for argument in model_arguments if argument not in ("--fp16", "--bf16")
-        ]
-        model_arguments += [] if precision == "fp32" else [f"--{precision}"]
-    if "--vocab-size" not in names:
-        model_arguments += [
-            "--vocab-size",
-            str(_vocabulary(only_groups(arguments, (), ("vocab_file",)))),
-        ]
     all_arguments = [*model_arguments, *adapters, *ANY_RUN]
     attention = attention or usual_attention(on_gpus=False)
     if not names & {"--transformer-impl", "--use-flash-attn", "--attention-backend"}:
@@ -184,8 +168,8 @@ def arguments_model(
     )
     if config.core.heterogeneous_layers_config_encoded_json:
         raise ConfigError(
-            f"{name}: --heterogeneous-layers-config-path makes layers unlike, which the planner"
-            " does not count yet: drop it, or start the run without a plan"
+            f"{name}: --heterogeneous-layers-config-path makes layers differ, which the planner"
+            " does not support: drop it, or start the run without a plan"
         )
     device = "cpu" if attention == "unfused" else "cuda"
     shape = trainer_shape(config, name, model_arguments, device=device)
@@ -194,6 +178,20 @@ def arguments_model(
         return model
     share = _adapter_parameters(config) / model.parameters
     return replace(model, precision=model.precision.beside_frozen(share))
+
+
+def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[str]:
+    """Returns the arguments of the model and its precision, with a vocabulary in any case."""
+    groups = (ModelConfig, PrecisionConfig, CoreConfig)
+    kept = only_groups(arguments, groups, ("vocab_size",))
+    has_vocabulary = any(argument.split("=")[0] == "--vocab-size" for argument in kept)
+    if precision is not None:
+        kept = [argument for argument in kept if argument not in ("--fp16", "--bf16")]
+        kept += [] if precision == "fp32" else [f"--{precision}"]
+    if not has_vocabulary:
+        vocabulary = _vocabulary(only_groups(arguments, (), ("vocab_file",)))
+        kept += ["--vocab-size", str(vocabulary)]
+    return kept
 
 
 def usual_attention(*, on_gpus: bool) -> str:
@@ -266,27 +264,9 @@ def trainer_shape(
     """
     model = config.model
     core = config.core
-    layers = range(model.num_layers)
-    skip_pattern, experts = core.window_attn_skip_freq, core.num_moe_experts or 0
-    window_layers: list[bool] = []
-    if core.window_size and skip_pattern is not None:
-        skipped = parse_pattern(skip_pattern)
-        if isinstance(skipped, list) and len(skipped) != model.num_layers:
-            raise ConfigError(
-                f"{name}: --window-attn-skip-freq has {len(skipped)} entries, the model has"
-                f" {model.num_layers} layers: give one 0 or 1 for each layer"
-            )
-        window_layers = [
-            bool((i + 1) % skipped if isinstance(skipped, int) else skipped[i]) for i in layers
-        ]
+    experts = core.num_moe_experts or 0
     latent = core.multi_latent_attention
     learned = model.position_embedding_type == "learned_absolute"
-    precision = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-    sizes = Precision.named(precision[config.precision.dtype_name])
-    if config.precision.accumulate_allreduce_grads_in_fp32:
-        sizes = replace(sizes, gradient_bytes=4, reduce_bytes=4)
-    elif config.precision.bf16:
-        sizes = replace(sizes, gradient_bytes=2, reduce_bytes=2)
     return TransformerShape(
         name=name,
         layers=model.num_layers,
@@ -307,7 +287,7 @@ def trainer_shape(
         dropout=model.hidden_dropout > 0 or model.attention_dropout > 0,
         fused_attention=_has_kernel(config, device),
         own_attention=model.transformer_impl == "local",
-        precision=sizes,
+        precision=_precision(config.precision),
         arguments=tuple(arguments),
         query_biases=model.add_qkv_bias,
         query_norms=model.qk_layernorm,
@@ -316,7 +296,7 @@ def trainer_shape(
         rotary_width=core.qk_pos_emb_head_dim if latent else 0,
         value_width=core.v_head_dim if latent else 0,
         window=max(core.window_size[0] + 1, 0) if core.window_size else 0,
-        window_layers=tuple(window_layers),
+        window_layers=_window_layers(core, model.num_layers, name),
         experts=experts,
         expert_layers=config.expert_layers if experts else (),
         top_k=core.moe_router_topk,
@@ -326,6 +306,36 @@ def trainer_shape(
         padded=bool(core.moe_expert_capacity_factor and core.moe_pad_expert_input_to_capacity),
         predictions=model.mtp_num_layers or 0,
     )
+
+
+def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, ...]:
+    """Returns whether each layer has the attention window; empty if all layers are equal.
+
+    Raises:
+        ConfigError: The pattern of the settings has another number of layers.
+    """
+    if not core.window_size or core.window_attn_skip_freq is None:
+        return ()
+    skipped = parse_pattern(core.window_attn_skip_freq)
+    if isinstance(skipped, int):
+        return tuple(bool((layer + 1) % skipped) for layer in range(num_layers))
+    if len(skipped) != num_layers:
+        raise ConfigError(
+            f"{name}: --window-attn-skip-freq has {len(skipped)} entries, the model has"
+            f" {num_layers} layers: give one 0 or 1 for each layer"
+        )
+    return tuple(map(bool, skipped))
+
+
+def _precision(config: PrecisionConfig) -> Precision:
+    """Returns the bytes of numbers in a run with these settings."""
+    names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+    sizes = Precision.named(names[config.dtype_name])
+    if config.accumulate_allreduce_grads_in_fp32:
+        return replace(sizes, gradient_bytes=4, reduce_bytes=4)
+    if config.bf16:
+        return replace(sizes, gradient_bytes=2, reduce_bytes=2)
+    return sizes
 
 
 def _has_kernel(config: TrainerConfig, device: str) -> bool:

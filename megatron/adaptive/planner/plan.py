@@ -150,7 +150,7 @@ class StageMemory:
         parameter_bytes: Bytes of weights.
         gradient_bytes: Bytes of gradients.
         optimizer_bytes: Bytes of optimizer state and master weights.
-        activation_bytes: Most bytes of activations that the schedule keeps at any moment.
+        activation_bytes: Bytes of activations, when the schedule keeps the most of them.
         workspace_bytes: Bytes of buffers, of the process, and of all else.
         limit_bytes: Usable memory of the GPU.
     """
@@ -624,7 +624,7 @@ def _settings(document: Mapping[str, Any]) -> dict[str, str]:
 _GB = 1e9
 _BAR = 30
 _LEAST_SHARE = 0.001
-"""Least share of a step by which a part has to differ to be named as a reason."""
+"""Minimum share of a step by which a part has to differ to be named as a reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -633,7 +633,7 @@ class PlanRow:
 
     Attributes:
         plan: The plan.
-        prediction: Its prediction.
+        prediction: Prediction of the plan.
     """
 
     plan: Plan
@@ -644,68 +644,60 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
     """Returns plans as a table.
 
     Args:
-        rows: Plans, best first.
+        rows: Plans, best first, at least one.
         inputs: Model, cluster and profile.
         tokens: Tokens of the whole run, for its price and time; 0 to leave both out.
     """
     has_prices = any(row.prediction.price_per_hour for row in rows)
-    has_experts = inputs.model.has_experts
-    has_context_ranks = any(row.plan.context_ranks > 1 for row in rows)
-    head = [
-        "",
-        "tp",
-        "dp",
-        "pp",
-        *["ep"] * has_experts,
-        *["cp"] * has_context_ranks,
-        "batch",
-        "schedule",
-    ]
-    head += "recompute optimizer step tokens/s".split()
-    head += ["per GPU", "MFU", "bubble", "memory"]
-    head += (
-        ["price/step"] * has_prices
-        + ["run"] * bool(tokens)
-        + ["price/run"] * (has_prices and tokens > 0)
-    )
-    lines = [head]
-    for number, row in enumerate(rows, start=1):
-        plan, prediction = row.plan, row.prediction
-        steps = tokens / (plan.global_batch * inputs.model.tokens_per_sample)
-        fullest = max(
-            prediction.stages, key=lambda s: s.memory.total_bytes / s.memory.limit_bytes
-        ).memory
-        chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
-        replicas = "-".join(str(len(stage_place.replicas)) for stage_place in plan.places)
-        replicas = str(plan.dp) if plan.uniform else replicas
-        cells = [
-            str(number),
-            str(plan.tp),
-            replicas,
-            f"{plan.pp}{chunks}",
-            *[str(plan.expert_ranks)] * has_experts,
-            *[str(plan.context_ranks)] * has_context_ranks,
-            f"{plan.num_microbatches}x{plan.micro_batch}",
-            plan.schedule,
-            plan.recompute,
-            "sharded" if plan.distributed_optimizer else "whole",
-            seconds_text(prediction.seconds),
-            f"{prediction.tokens_per_s:,.0f}",
-            f"{prediction.tokens_per_s / sum(_gpus_used(plan).values()):,.0f}",
-            "-" if (share := flops_share(plan, inputs, prediction)) is None else f"{share:.1%}",
-            f"{statistics.fmean(stage.bubble for stage in prediction.stages):.1%}",
-            f"{fullest.total_bytes / _GB:.1f}/{fullest.limit_bytes / _GB:.1f} GB",
-        ]
-        cells += [f"{prediction.price_per_step:.4g}"] * has_prices
-        cells += [seconds_text(steps * prediction.seconds)] * bool(tokens)
-        cells += [f"{steps * prediction.price_per_step:,.0f}"] * (has_prices and tokens > 0)
-        lines.append(cells)
+    is_shown = {
+        "ep": inputs.model.has_experts,
+        "cp": any(row.plan.context_ranks > 1 for row in rows),
+        "price/step": has_prices,
+        "run": tokens > 0,
+        "price/run": has_prices and tokens > 0,
+    }
+    columns = [_columns(row, inputs, tokens) for row in rows]
+    titles = [title for title in columns[0] if is_shown.get(title, True)]
+    lines = [["", *titles]]
+    for number, column in enumerate(columns, start=1):
+        lines.append([str(number), *(column[title] for title in titles)])
     text, indent = aligned(lines), " " * len(str(len(rows)))
     for number, row in enumerate(rows, start=1):
         layers = format_partition(inputs.model.counted(row.plan.partition))
         places = placement_text(row.plan, inputs.cluster)
         text.insert(2 * number, f"{indent}  layers {layers} on {places}")
     return "\n".join(text)
+
+
+def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
+    """Returns all cells of a plan in a table, by the titles of their columns."""
+    plan, prediction = row.plan, row.prediction
+    steps = tokens / (plan.global_batch * inputs.model.tokens_per_sample)
+    memories = [stage.memory for stage in prediction.stages]
+    fullest = max(memories, key=lambda memory: memory.total_bytes / memory.limit_bytes)
+    chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
+    replicas = "-".join(str(len(stage_place.replicas)) for stage_place in plan.places)
+    share = flops_share(plan, inputs, prediction)
+    return {
+        "tp": str(plan.tp),
+        "dp": str(plan.dp) if plan.uniform else replicas,
+        "pp": f"{plan.pp}{chunks}",
+        "ep": str(plan.expert_ranks),
+        "cp": str(plan.context_ranks),
+        "batch": f"{plan.num_microbatches}x{plan.micro_batch}",
+        "schedule": plan.schedule,
+        "recompute": plan.recompute,
+        "optimizer": "sharded" if plan.distributed_optimizer else "whole",
+        "step": seconds_text(prediction.seconds),
+        "tokens/s": f"{prediction.tokens_per_s:,.0f}",
+        "per GPU": f"{prediction.tokens_per_s / sum(_gpus_used(plan).values()):,.0f}",
+        "MFU": "-" if share is None else f"{share:.1%}",
+        "bubble": f"{statistics.fmean(stage.bubble for stage in prediction.stages):.1%}",
+        "memory": f"{fullest.total_bytes / _GB:.1f}/{fullest.limit_bytes / _GB:.1f} GB",
+        "price/step": f"{prediction.price_per_step:.4g}",
+        "run": seconds_text(steps * prediction.seconds),
+        "price/run": f"{steps * prediction.price_per_step:,.0f}",
+    }
 
 
 def placement_text(plan: Plan, cluster: Cluster) -> str:

@@ -606,11 +606,11 @@ _NO_LIMIT = 1e15
 _MORE = 16
 """Number of further plans to search for if the trainer refuses some."""
 _MOST_BARS = 20_000
-"""Most actions of a step that a page draws."""
+"""Maximum number of actions of a step that a page draws."""
 _NEAR = 0.01
 """Relative accuracy of the missing memory in a message."""
 _FEW_LEVELS = 500
-"""Most levels in a search for the nearest plan, see ``search.SearchOptions``."""
+"""Maximum number of levels in a search for the nearest plan, see ``search.SearchOptions``."""
 _MOST_CPU_S = 2.0
 """CPU seconds of a search for the nearest plan, per type of node."""
 _NEIGHBOUR_CPU_S = 0.5

@@ -70,9 +70,9 @@ from megatron.adaptive.planner.stage_classes import (
 )
 
 _FEW_LEVELS = 2000
-"""Most levels of a shape on its first visit."""
+"""Maximum number of levels of a shape on its first visit."""
 _SMALL_LEVELS = 200
-"""Most levels of a shape that is searched with all pipelines on its first visit already."""
+"""Maximum number of levels of a small shape, which is searched fully on its first visit."""
 _CHUNKED = {
     "zb-v": ((2,), ("zb-v", "adaptive", "hinted")),
     "v-half": ((2,), ("v-half",)),
@@ -86,7 +86,7 @@ SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values(
 """All schedules that the search can choose."""
 _WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved", "breadth-first")
 _ROW_STEPS = 500_000
-"""Most actions to time for one shape, set of nodes and length of pipeline."""
+"""Maximum number of actions to time for one shape, set of nodes and length of pipeline."""
 _FORWARD_BACK = 2.5
 """Factor on the best seconds so far, above which a 1F1B pipeline is not timed under other
 schedules. 1F1B takes at most the time of one microbatch through all stages plus the work of the
@@ -94,7 +94,7 @@ busiest rank, and each of these two is a lower bound for every schedule."""
 _NO_HOPE = 1.08
 """Factor on the best seconds so far, above which a first division among chunks is not improved."""
 _HAND_OVERS = 30
-"""Most pipelines to time while layers are handed over."""
+"""Maximum number of pipelines to time while layers are handed over."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -375,7 +375,7 @@ class Searcher:
             classes: Classes of stages.
             choice: Settings of the shape.
             nodes: Number of nodes of each type.
-            most_stages: Most pipeline ranks.
+            most_stages: Maximum number of pipeline ranks.
             exactly: Whether there are exactly ``most_stages`` ranks.
         """
         rates, totals, memories = [], [], []
@@ -479,7 +479,7 @@ class Searcher:
         Args:
             shape: Shape from :meth:`shapes`.
             best: Best plans so far; receives new ones.
-            most_leaves: Most pipelines to time for each level.
+            most_leaves: Maximum number of pipelines to time for each level.
             finish: Whether to time other schedules than 1F1B too.
 
         Returns:

@@ -440,8 +440,8 @@ def search_level(
         goal: Number of the level.
         bounds: ``LevelBounds`` that :func:`bound_levels` filled.
         cap: Limit in seconds; slower pipelines do not count.
-        most_leaves: Most pipelines to time. The search also stops after ``most_leaves`` times the
-            number of stages have been opened.
+        most_leaves: Maximum number of pipelines to time. The search also stops when it has listed
+            the children of ``most_leaves`` times as many stages as the level has.
         best: A ``BestPipeline``, which receives the fastest pipeline, if any is below ``cap``.
 
     Returns:

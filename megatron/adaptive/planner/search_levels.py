@@ -30,7 +30,7 @@ import numpy as np
 from megatron.adaptive.planner.stage_classes import StageClass
 
 _FEW = 2000
-"""Most levels if the search cannot go through all orders of nodes anyway."""
+"""Maximum number of levels if the search cannot go through all orders of nodes anyway."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +68,7 @@ def make_dp_states(
         classes: Classes of stages.
         counts: Number of nodes of each type.
         most_stages: Number of stages of the longest pipeline.
-        most_levels: Most levels for which all orders are kept.
+        most_levels: Maximum number of levels for which all orders are kept.
     """
     run, most = 1, most_levels
     while True:
@@ -99,8 +99,8 @@ class _Level(NamedTuple):
 
 
 _Edges = dict[_Level, list[tuple[_Level | None, int]]]
-"""Levels that can follow behind each level's first stage, and the kinds of the edges; the level
-None is the end of the pipeline."""
+"""Edges of each level: the level of the next stage, or None at the end of the pipeline, and the
+kind of the edge."""
 
 
 def _states_of_runs(

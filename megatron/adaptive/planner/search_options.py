@@ -10,7 +10,8 @@ from megatron.adaptive.planner.model_description import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan
 
 LEAST_TOKENS = 4096
-"""Least tokens of a sequence on each rank, if the user does not say how many ranks share it."""
+"""Minimum number of tokens of a sequence on each rank, if the user does not choose how many ranks
+share it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,8 @@ class SearchOptions:
         unequal: Whether stages may have different widths. The trainer runs such plans only if
             ``tp`` is 1.
         top: Number of plans to return.
-        most_leaves: Most pipelines to time for one shape and set of nodes.
-        most_levels: Most levels of a shape, see ``search_levels.make_dp_states``.
+        most_leaves: Maximum number of pipelines to time for one shape and set of nodes.
+        most_levels: Maximum number of levels of a shape, see ``search_levels.make_dp_states``.
         most_cpu_s: CPU seconds per type of node. Shapes that are not searched by then only count
             in the gap.
     """

@@ -45,7 +45,7 @@ from megatron.adaptive.planner.plan import StagePlace, StageSettings, place_stag
 from megatron.adaptive.planner.profile import PlanInputs
 
 _MOST_MIXED = 8
-"""Most classes whose stages need several nodes."""
+"""Maximum number of classes whose stages need several nodes."""
 
 
 @dataclass(frozen=True)
