@@ -267,9 +267,8 @@ def choose_together(
     """Chooses placement, layers per stage, schedule and cap together.
 
     The best schedule depends on the partition, and the best partition on the schedule. So for each
-    placement, the best few schedules of a balanced partition are determined first. Then partitions
-    near it are compared, each under the fastest of these schedules. At last, all schedules are
-    compared for the best partition.
+    placement, partitions near a balanced one are compared, each under the fastest of a few good
+    schedules. Then all schedules are compared under the best partition.
 
     Args:
         loads: Loads of the stages under the present placement and partition.
@@ -279,8 +278,7 @@ def choose_together(
         halves: Loads of parts of the measured steps. A move must save enough for each of them, too.
         gain: Minimum share of a step that moving layers must save; ``None`` to move no layers.
         num_microbatches: Number of microbatches of a step.
-        options: Further arguments of
-            :func:`~megatron.adaptive.schedule.choose_by_simulation.choose`.
+        options: Further arguments of ``choose_by_simulation.choose``.
 
     Raises:
         ScheduleError: Memory does not allow any schedule.
@@ -297,15 +295,13 @@ def choose_together(
             break
         placed = loads.placed(kind)
         try:
-            chosen = [earlier.best for earlier in (stay, choice) if earlier is not None]
-            candidates = [best for best in chosen if best.placement == placed.placement]
-            partition = job.best_partition(placed, candidates) if moves_layers else present
-            if moves_layers and partition == present:
-                continue
-            choice = job.fastest(placed, partition)
+            chosen = job.choose_for(placed, present, (stay, choice), moves_layers)
         except ScheduleError as error:
             errors.append(error)
             continue
+        if chosen is None:
+            continue
+        partition, choice = chosen
         if placed is loads and not moves_layers:
             stay = choice
             continue
@@ -374,6 +370,31 @@ class _Job:
             quick=quick,
             **self.options,
         )
+
+    def choose_for(
+        self,
+        loads: Loads,
+        present: Partition,
+        earlier: Sequence[ScheduleChoice | None],
+        moves_layers: bool,
+    ) -> tuple[Partition, ScheduleChoice] | None:
+        """Chooses a partition and the fastest schedule for it, under one placement.
+
+        Args:
+            loads: Loads under the placement.
+            present: Layers of each stage at present.
+            earlier: Earlier choices, whose schedules are tried too.
+            moves_layers: Whether to choose another partition.
+
+        Returns:
+            The choice, or ``None`` if the best partition is the present one.
+        """
+        bests = [choice.best for choice in earlier if choice is not None]
+        candidates = [best for best in bests if best.placement == loads.placement]
+        partition = self.best_partition(loads, candidates) if moves_layers else present
+        if moves_layers and partition == present:
+            return None
+        return partition, self.fastest(loads, partition)
 
     def best_partition(self, loads: Loads, candidates: list[Candidate]) -> Partition:
         """Returns the best partition near a balanced one.

@@ -1,4 +1,4 @@
-"""Defines what a search may choose and what it minimises, and keeps its best plans."""
+"""Defines the options and the objective of a search, its result, and a store of its best plans."""
 
 from __future__ import annotations
 

@@ -318,16 +318,12 @@ def _layer(
     """
     element, mask = shape.precision.element_bytes, 1 if shape.dropout else 0
     hidden, queries, pairs = shape.hidden, shape.queries, shape.keys_values
-    attention, latent = shape.attention_weights
     ffn = shape.shared_ffn if shape.experts else shape.ffn
     routed = shape.top_k * shape.load(spread) if shape.experts else 0.0
     gates = 3 if shape.gated else 2
     inner = ffn + routed * shape.expert_ffn
-    linear = tokens * (attention + latent + shape.experts * hidden + gates * hidden * inner)
     scores = _scores(shape, tokens, tokens, causal=causal)
-    if crossed:
-        linear += 2 * tokens * hidden * queries + crossed * hidden * pairs
-        scores += _scores(shape, tokens, crossed, causal=False)
+    scores += _scores(shape, tokens, crossed, causal=False) if crossed else 0.0
     blocks = 3 if crossed else 2  # blocks that add to the residual: attentions and feed-forward
     width = tokens * hidden
     score_area = 0 if shape.fused_attention else shape.heads * tokens * (tokens + crossed)
@@ -337,32 +333,48 @@ def _layer(
     # kernel with a causal mask is for 16 bits only; in 32 bits, masked scores are a third copy.
     is_masked = causal and not shape.fused_attention and element > 2
     attention_work = tokens * (queries + pairs) + (3 if is_masked else 2) * score_area
-    has_own = shape.own_attention or not shape.fused_attention
     weights = _layer_weights(shape, crossed, spread)
     return LayerKind(
         name=name,
         parameters=weights.divided,
         replicated_parameters=weights.replicated,
         output_elements=(tokens + crossed) * hidden,
-        forward_flops=_MULTIPLY_ADD * linear + scores,
+        forward_flops=_MULTIPLY_ADD * _products(shape, tokens, crossed, inner) + scores,
         attention_flops=scores,
         activation_bytes=_divided_bytes(shape, tokens, crossed, inner) + attention_bytes,
         replicated_activation_bytes=blocks * width * (2 * element + mask)
         + (tokens * tokens if is_masked else 0)
-        + tokens * (latent // hidden) * element,
+        + tokens * (shape.attention_weights[1] // hidden) * element,
         attention_bytes=attention_bytes,
         input_bytes=(tokens + crossed) * hidden * element,
         workspace_bytes=element * max(tokens * 2 * (gates - 1) * inner, attention_work),
         weight_bytes=tokens * (queries + shape.outputs + pairs + gates * inner) * element,
         tp_bytes=(blocks - 1 + routed + (ffn > 0)) * width * element,
         expert_parameters=weights.experts,
-        # The trainer's own attention does not support windows if ranks share a sequence.
-        context_bytes=0.0
-        if not causal or shape.experts or (shape.window and has_own)
-        else tokens * pairs * element,
+        context_bytes=tokens * pairs * element if _divides_tokens(shape, causal) else 0.0,
         routed_bytes=routed * width * element,
         group=group,
     )
+
+
+def _products(shape: TransformerShape, tokens: int, crossed: int, inner: float) -> float:
+    """Returns the multiply-adds of a layer's matrix products, without those of scores.
+
+    See :func:`_divided_bytes` for the arguments.
+    """
+    hidden, (attention, latent) = shape.hidden, shape.attention_weights
+    gates = 3 if shape.gated else 2
+    products = tokens * (attention + latent + shape.experts * hidden + gates * hidden * inner)
+    if crossed:
+        products += (2 * tokens * shape.queries + crossed * shape.keys_values) * hidden
+    return products
+
+
+def _divides_tokens(shape: TransformerShape, causal: bool) -> bool:
+    """Returns whether ranks can share the sequences of a layer."""
+    is_engine = shape.fused_attention and not shape.own_attention
+    # The trainer's own attention does not support windows in a part of a sequence.
+    return causal and not shape.experts and (not shape.window or is_engine)
 
 
 class _LayerWeights(NamedTuple):
