@@ -259,7 +259,7 @@ def test_the_front_is_written_and_drawn(
     [
         (
             "--model llama-30b --global-batch-size 8 --precision fp16 --dp 1",
-            r"llama-30b fits nowhere .* stage \d on (big|small) needs [\d.]+ GB of [\d.]+ GB, it "
+            r"llama-30b does not fit on .* stage \d on (big|small) needs [\d.]+ GB of [\d.]+ GB, it "
             r"lacks [\d.]+ GB; what would fit: .*nodes of big in place of 2",
         ),
         (
@@ -277,7 +277,7 @@ def test_the_front_is_written_and_drawn(
             "--tp 2 and --dp 4 and --pp 4 need 32 GPUs, the cluster has 8",
         ),
         ("--model gpt2 --global-batch-size 8 --partition 6-5", "layers 6-5 are 11, model gpt2 has"),
-        ("--model gpt2 --global-batch-size 8 --partition 6-0-6", "stage 1 holds no layer"),
+        ("--model gpt2 --global-batch-size 8 --partition 6-0-6", "stage 1 has no layer"),
         ("--model gpt2 --global-batch-size 8 --recompute some", "--recompute some: choose of none"),
         (
             "--model gpt2 --global-batch-size 8 --partition 6-6 --pp 3",

@@ -400,7 +400,7 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
             )
         for host in names:
             if host in hosts:
-                raise ConfigError(f"{key}.hosts: {host} is named twice: its GPUs exist once")
+                raise ConfigError(f"{key}.hosts: {host} is listed twice: list each host once")
             hosts.add(host)
     links: dict[tuple[str, str], LinkSpeed] = {}
     for index, entry in enumerate(document.get("links", [])):
@@ -497,14 +497,13 @@ def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
         entry = {name: value for name, value in entry.items() if name not in expanded}
         if "sizes" in entry or "by_pairs" in entry:
             raise ConfigError(
-                f"{key}: sizes and by_pairs hold what was measured: leave them out, or rails and"
-                " oversubscription"
+                f"{key}: give either measured sizes and by_pairs, or rails and oversubscription"
             )
         more = [{"pairs": count, "bandwidth": count * speed} for count in range(2, rails + 1)]
         entry |= {"bandwidth": speed, "by_pairs": more}
     sizes = tuple((size, speed) for size, speed in entry.get("sizes", ()))
     if any(a[0] >= b[0] for a, b in itertools.pairwise(sizes)):
-        raise ConfigError(f"{key}.sizes must ascend, each given once: put them in order")
+        raise ConfigError(f"{key}.sizes must ascend without repeats: put them in order")
     return LinkSpeed(
         bytes_per_s=entry["bandwidth"],
         latency_s=entry.get("latency", 0.0),

@@ -139,8 +139,8 @@ class _ToolOutputs:
 
 _FIELD = re.compile(r"(\w+)=(\S*)")
 _TOOLS = (
-    "scontrol show node or topology, sinfo -N, nvidia-smi -q or topo -m, or doctor --json; write"
-    " what one of them prints on a node into a file, and give that"
+    "scontrol show node or topology, sinfo -N, nvidia-smi -q or topo -m, or doctor --json; save the"
+    " output of one of them to a file, and pass the file"
 )
 _MATRIX = re.compile(r"^\s*GPU0\s", re.MULTILINE)
 
@@ -270,7 +270,8 @@ def _with_report(
             assumed.append(f"{node['gpu']} is {listed.name}")
         node["gpu"] = listed.name
     if "link" not in node:
-        assumed.append(f"GPUs of a node of {node['gpu']} are {_ASSUMED_LINK['bandwidth']} apart")
+        speed = _ASSUMED_LINK["bandwidth"]
+        assumed.append(f"the link between two GPUs of a node of {node['gpu']} is {speed}")
     return node
 
 

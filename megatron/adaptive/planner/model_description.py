@@ -280,8 +280,8 @@ class Model:
         """
         if sum(counted) != self.num_counted:
             raise ConfigError(
-                f"layers {'-'.join(map(str, counted))} are {sum(counted)}, model {self.name} has"
-                f" {self.num_counted}: make them equal"
+                f"layers {'-'.join(map(str, counted))} add up to {sum(counted)}, model {self.name}"
+                f" has {self.num_counted}: make them equal"
             )
         positions = [i for i in range(self.num_layers) if self.layer(i).counted]
         # Each stage ends behind its last counted layer. A stage without any is empty, except for

@@ -383,7 +383,8 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     context = only_groups(arguments, (), ("context_parallel_size",))
     if context and context[-1].rpartition("=")[2] != "1":
         raise ConfigError(
-            f"{where}: {' '.join(context)}: a plan decides it: give plan --context-parallel-size"
+            f"{where}: {' '.join(context)}: the plan decides this: pass --context-parallel-size to"
+            " plan instead"
         )
     return arguments
 

@@ -396,8 +396,8 @@ def conf_text(document: Mapping[str, Any]) -> str:
     values = plan_variables(dict(document), "the plan")
     lines = [
         "# shellcheck shell=bash disable=SC2034",
-        f"# {document['model']}: {document['prediction']['step_s']:.4g} s for a step, as planned."
-        " Source it in conf.sh, or copy it there.",
+        f"# {document['model']}, predicted step {document['prediction']['step_s']:.4g} s."
+        " Source this file in conf.sh, or copy it there.",
     ]
     if document["model"] in MODELS:
         lines.append(f"MODEL={document['model']}")
@@ -475,7 +475,9 @@ def _titan_toml(document: Mapping[str, Any], *, fp8: bool) -> str:
     dp, pp = degrees["data"], degrees["pipeline"]
     precision = document["precision"]
     if precision == "fp16":
-        raise ConfigError("--export torchtitan: it does not train in fp16: plan with --precision")
+        raise ConfigError(
+            "--export torchtitan: torchtitan does not train in fp16: plan with --precision bf16"
+        )
     batch = document["global_batch_size"]
     values: dict[str, dict[str, Any]] = {
         "training": {

@@ -258,8 +258,8 @@ def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...
         raise ConfigError(f"--partition: {error}") from error
     if 0 in whole:
         raise ConfigError(
-            f"--partition {format_partition(partition)}: stage {whole.index(0)} holds no layer:"
-            " give each one"
+            f"--partition {format_partition(partition)}: stage {whole.index(0)} has no layer:"
+            " give each stage at least one"
         )
     return whole
 
@@ -571,8 +571,8 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
     for tp in options.tp:
         if model.max_tp % tp:
             raise ConfigError(
-                f"--tp {tp}: heads and feed-forward width of {model.name} do not divide by it; they"
-                f" do by {model.max_tp} and its divisors"
+                f"--tp {tp}: it does not divide heads and feed-forward width of {model.name}: give"
+                f" {model.max_tp} or one of its divisors"
             )
         if all(node.gpus % tp for node in cluster.types):
             counts = ", ".join(f"{node.gpus} on {node.name}" for node in cluster.types)
@@ -637,7 +637,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     if nearest is None:
         return (
             f"no plan for {model.name} on {cluster.num_gpus} GPUs with a global batch of"
-            f" {global_batch}: no widths that are allowed use nodes whole and divide the batch;"
+            f" {global_batch}: no allowed widths use whole nodes and divide the batch;"
             " allow others with --tp, --dp, --pp, --micro-batch-sizes and --partition, or change"
             " --global-batch-size"
         )
@@ -654,7 +654,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     remedies.append(f"GPUs of {math.ceil(memory.total_bytes / _GB)} GB")
     node = cluster.nodes[nearest.places[stage].replicas[0].node]
     return (
-        f"{model.name} fits nowhere on this cluster: at best ({_brief(nearest)})"
+        f"{model.name} does not fit on this cluster: at best ({_brief(nearest)})"
         f" stage {stage} on {node.name} needs {memory.total_bytes / _GB:.1f} GB of"
         f" {memory.limit_bytes / _GB:.1f} GB, it lacks {memory.missing_bytes / _GB:.1f} GB;"
         f" what would fit: {', or '.join(remedies)}"
