@@ -259,8 +259,8 @@ def test_the_front_is_written_and_drawn(
     [
         (
             "--model llama-30b --global-batch-size 8 --precision fp16 --dp 1",
-            r"llama-30b does not fit on .* stage \d on (big|small) needs [\d.]+ GB of [\d.]+ GB, it "
-            r"lacks [\d.]+ GB; what would fit: .*nodes of big in place of 2",
+            r"llama-30b does not fit on .* stage \d on (big|small) needs [\d.]+ GB of [\d.]+ GB, "
+            r"it lacks [\d.]+ GB; what would fit: .*nodes of big in place of 2",
         ),
         (
             "--model gpt2-xl --global-batch-size 16 --recompute none --pp 2 --tp 1 --dp 1"
@@ -276,7 +276,10 @@ def test_the_front_is_written_and_drawn(
             "--model gpt2 --global-batch-size 8 --tp 2 --pp 4 --dp 4",
             "--tp 2 and --dp 4 and --pp 4 need 32 GPUs, the cluster has 8",
         ),
-        ("--model gpt2 --global-batch-size 8 --partition 6-5", "layers 6-5 are 11, model gpt2 has"),
+        (
+            "--model gpt2 --global-batch-size 8 --partition 6-5",
+            "layers 6-5 add up to 11, model gpt2 has",
+        ),
         ("--model gpt2 --global-batch-size 8 --partition 6-0-6", "stage 1 has no layer"),
         ("--model gpt2 --global-batch-size 8 --recompute some", "--recompute some: choose of none"),
         (

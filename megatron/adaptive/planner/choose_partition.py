@@ -109,7 +109,8 @@ class Loads:
         """Returns the loads under another placement, for which a slow rank is as slow as now."""
         if kind == self.placement.kind:
             return self
-        placement, slowness = replace(self.placement, kind=kind), self.slowness
+        placement = replace(self.placement, kind=kind)
+        slowness = self.slowness
         beside = []
         for stage, (forward, backward, weight) in enumerate(self.beside_s):
             old_rank, new_rank = self._ranks[stage], placement.locate(stage)[0]
@@ -266,9 +267,8 @@ def choose_together(
 ) -> Decision:
     """Chooses placement, layers per stage, schedule and cap together.
 
-    The best schedule depends on the partition, and the best partition on the schedule. So for each
-    placement, partitions near a balanced one are compared, each under the fastest of a few good
-    schedules. Then all schedules are compared under the best partition.
+    For each placement, partitions near a balanced one are compared, each under the fastest of a few
+    good schedules. Then all schedules are compared under the best partition.
 
     Args:
         loads: Loads of the stages under the present placement and partition.
@@ -286,7 +286,8 @@ def choose_together(
     Source: AdaPtis, arXiv 2509.23722, for choosing these together. The search is our own.
     """
     job = _Job(profile=profile, limits=limits, num_microbatches=num_microbatches, options=options)
-    present, errors = loads.partition, []
+    present = loads.partition
+    errors = []
     stay: ScheduleChoice | None = None
     choice: ScheduleChoice | None = None
     moves: list[tuple[float, Partition, ScheduleChoice]] = []
@@ -404,13 +405,15 @@ class _Job:
             candidates: Schedules to compare partitions under, besides the best few ones for the
                 balanced partition.
         """
-        start, limit = balanced(loads), self.limits[loads.placement.kind]
+        start = balanced(loads)
+        limit = self.limits[loads.placement.kind]
         leading = self.fastest(loads, start, quick=True).outcomes[:_ORDERS]
         candidates = [*candidates, *(outcome.candidate for outcome in leading)]
 
         @cache
         def step_s(partition: Partition) -> float:
-            times, most = self._profile_of(loads, partition), with_rounding(limit(partition))
+            times = self._profile_of(loads, partition)
+            most = with_rounding(limit(partition))
             runs = (
                 evaluate(candidate, self.num_microbatches, times, (0,)) for candidate in candidates
             )
@@ -481,11 +484,13 @@ def _filled(loads: Loads, pace: float) -> Partition | None:
     Returns:
         Layers of each stage, or ``None`` if some layers are left.
     """
-    placement, kinds = loads.placement, loads.kinds or (0,) * sum(loads.partition)
+    placement = loads.placement
+    kinds = loads.kinds or (0,) * sum(loads.partition)
     seconds = [pace - beside for beside in loads.beside()]
     space = [min(most, _UNLIMITED) for most in loads.most_layers]
     open_stages = [placement.num_chunks] * placement.num_ranks
-    layers, next_layer = [0] * placement.num_stages, 0
+    layers = [0] * placement.num_stages
+    next_layer = 0
     for stage in range(placement.num_stages):
         rank = placement.locate(stage)[0]
         # The rank's later stages get equal shares of the time and memory that it has left.
@@ -505,12 +510,15 @@ def _filled(loads: Loads, pace: float) -> Partition | None:
 
 def _descended(loads: Loads, partition: Partition) -> Partition:
     """Moves single layers between stages as long as this makes the slowest rank faster."""
-    pace, better = max(loads.paces(partition)), True
+    pace = max(loads.paces(partition))
+    better = True
     while better:
         better = False
         for near in _neighbours(loads, partition, pace):
             if (near_pace := max(loads.paces(near))) < pace * (1 - _ROUNDING):
-                partition, pace, better = near, near_pace, True
+                partition = near
+                pace = near_pace
+                better = True
                 break
     return partition
 

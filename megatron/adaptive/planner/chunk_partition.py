@@ -59,7 +59,9 @@ def hand_over(
         The best cuts, their seconds, and the number of pipelines timed.
     """
     pairs = list(itertools.permutations(range(len(cuts) - 1), 2))
-    timed, unchanged, turns = 0, 0, itertools.cycle(pairs)
+    timed = 0
+    unchanged = 0
+    turns = itertools.cycle(pairs)
     while unchanged < len(pairs) and timed < most:
         source, target = next(turns)
         unchanged += 1
@@ -71,7 +73,9 @@ def hand_over(
         value = seconds_of(trial)
         timed += math.isfinite(value)
         if value < seconds:
-            cuts, seconds, unchanged = trial, value, 0
+            cuts = trial
+            seconds = value
+            unchanged = 0
     return cuts, seconds, timed
 
 
@@ -103,7 +107,8 @@ class ChunkedPipeline:
         self._classes = np.array(ranks)[self._rank_of]
         self._held = np.array(in_flight(*order))[self._rank_of]
         # Each pipeline rank's block: ranks of one block share a node or a group of nodes.
-        blocks, left = list[int](), 0
+        blocks = list[int]()
+        left = 0
         for rank in ranks:
             blocks.append(blocks[-1] if left else len(blocks))
             left = (left or classes[rank].block) - 1
@@ -133,7 +138,8 @@ class ChunkedPipeline:
         Returns:
             First layer of each stage, and the number of layers, ``[stages + 1]``.
         """
-        arrays, stages = self._arrays, len(self._rank_of)
+        arrays = self._arrays
+        stages = len(self._rank_of)
         n = arrays.forward.shape[1] - 1
         work = arrays.forward[:, 0, :] + arrays.backward[:, 0, :]
         speed = 1 / np.maximum(work[list(self._ranks), n], 1e-30)
@@ -153,7 +159,9 @@ class ChunkedPipeline:
 
     def _fits(self, cuts: Any) -> bool:
         """Returns whether every rank has the memory for its chunks."""
-        classes, low, high = self._classes, cuts[:-1], cuts[1:]
+        classes = self._classes
+        low = cuts[:-1]
+        high = cuts[1:]
         base = self._arrays.base.swapaxes(0, 1)
         kept = self._arrays.kept.swapaxes(0, 1)
         fixed = base[:, self._ranks, 0, 0]
@@ -168,11 +176,15 @@ class ChunkedPipeline:
         """
         if not self._fits(cuts):
             return np.inf
-        arrays, classes, low, high = self._arrays, self._classes, cuts[:-1], cuts[1:]
+        arrays = self._arrays
+        classes = self._classes
+        low = cuts[:-1]
+        high = cuts[1:]
         stages = len(classes)
         messages = np.zeros((2, 2, stages))
         front, back = classes[:-1], classes[1:]
-        block, is_sent = self._blocks[self._rank_of], np.diff(self._rank_of) != 0
+        block = self._blocks[self._rank_of]
+        is_sent = np.diff(self._rank_of) != 0
         kinds = (block[:-1] == block[1:]).astype(np.int64)
         for row, table in enumerate((arrays.latency, arrays.occupancy)):
             messages[row, 0, :-1] = is_sent * table[0, kinds, front, back, high[:-1]]
@@ -227,7 +239,8 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
         The plan and its prediction. If no schedule fits into memory, the fastest one is returned
         nevertheless; if none is possible, ``None``.
     """
-    run, rows = as_run(plan), []
+    run = as_run(plan)
+    rows = []
     if plan.pp == 1 or (run == plan and not plan.uniform):
         schedules = schedules[:1] and ("1f1b",)
     for name in schedules:

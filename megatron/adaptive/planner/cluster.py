@@ -387,7 +387,8 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
         ConfigError: The contents break a rule.
     """
     document = check_form(document, "cluster", where)
-    groups, hosts = [], set()
+    groups = []
+    hosts = set()
     for index, entry in enumerate(document["nodes"]):
         key = f"{where}: nodes[{index}]"
         names = entry.get("hosts", [])
@@ -457,7 +458,8 @@ def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]
 def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], ...]:
     """Makes the islands of a node type from its entry of ``nodes``."""
     islands: list[tuple[int, LinkSpeed]] = []
-    node_gpus, before = node["gpus_per_node"], 1
+    node_gpus = node["gpus_per_node"]
+    before = 1
     for index, entry in enumerate(node.get("islands", ())):
         island_key = f"{key}.islands[{index}]"
         is_inner = "gpus" in entry
@@ -489,7 +491,8 @@ def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
     """
     if entry is None:
         return None
-    rails, share = entry.get("rails", 1), 1 / entry.get("oversubscription", 1.0)
+    rails = entry.get("rails", 1)
+    share = 1 / entry.get("oversubscription", 1.0)
     if rails > 1 or share < 1:
         # A pair of GPUs uses one rail; two pairs use two rails, and so on, up to all of them.
         speed = entry["bandwidth"] * share

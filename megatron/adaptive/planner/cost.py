@@ -194,7 +194,8 @@ class StageSums:
             rows = np.repeat(rank_of, plan.partition) == rank
             parameters = max(float(table.parameters[rows].sum()) for _, table in tables[rank])
             experts = max(float(table.expert_parameters[rows].sum()) for _, table in tables[rank])
-            ranks, dp = plan.expert_ranks, len(plan.places[rank].replicas)
+            ranks = plan.expert_ranks
+            dp = len(plan.places[rank].replicas)
             reduce.append(reduce_s(plan.places, rank, inputs, parameters, experts, ranks))
             memories.append(_memory(plan, rank, rows, tables[rank], inputs, runtime))
             updated = plan.state_parameters(parameters, experts, dp)
@@ -275,10 +276,12 @@ def _memory(
 ) -> StageMemory:
     """Returns the memory of a pipeline rank, on the replica that has the least of it left."""
     if (widths := dealt_widths(plan)) is not None:
-        held, pending = held_of(plan, widths), (0.0,) * plan.pp
+        held = held_of(plan, widths)
+        pending = (0.0,) * plan.pp
     else:
         order = (plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
-        held, pending = in_flight(*order), waiting(*order)
+        held = in_flight(*order)
+        pending = waiting(*order)
     memories = [
         stage_memory(
             inputs.model,
@@ -380,7 +383,8 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     """
     if sigma <= 0 or catalog.is_rule(plan.schedule):
         return 0.0
-    count, durations = plan.num_microbatches, stages.durations_s
+    count = plan.num_microbatches
+    durations = stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
         # The jitter of a pipeline with one rank per stage and about the same work stands in.
         count = plan.global_batch // plan.micro_batch
@@ -476,7 +480,8 @@ def _dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -
         message_s=message_s.max(axis=0)[:-1].tolist(),
     )
     of_stage = [list(widths.ranks_of(stage)) for stage in range(widths.num_stages)]
-    ends, busy = np.array([ends[-1] for ends in step.ends_ps]) / PS_PER_S, np.array(step.busy_s)
+    ends = np.array([ends[-1] for ends in step.ends_ps]) / PS_PER_S
+    busy = np.array(step.busy_s)
     return ScheduleTimes(
         end_s=np.array([ends[ranks].max() for ranks in of_stage]),
         busy_s=np.array([busy[ranks].mean() for ranks in of_stage]),

@@ -46,7 +46,8 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
     Raises:
         ConfigError: A text is none of these outputs, or no node with a known GPU is up.
     """
-    outputs, assumed = _ToolOutputs(), list[str]()
+    outputs = _ToolOutputs()
+    assumed = list[str]()
     for where, raw in texts:
         text = re.sub(r"\x1b\[[0-9;]*m", "", raw)
         try:
@@ -150,12 +151,14 @@ def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:
 
     Its GPU may be missing, or be the name of a family such as ``a100`` only.
     """
-    host, gres = fields["NodeName"], fields.get("Gres", "")
+    host = fields["NodeName"]
+    gres = fields.get("Gres", "")
     gpu, count = "", 0
     for word in re.sub(r"\([^)]*\)", "", gres).split(","):
         kind, *middle = word.split(":")
         if kind == "gpu" and (number := middle[-1] if middle else "1").isdigit():
-            gpu, count = ":".join(middle[:-1]), count + int(number)
+            gpu = ":".join(middle[:-1])
+            count += int(number)
     if count and known_gpu(gpu) is None:
         features = fields.get("ActiveFeatures", "").split(",")
         gpu = next((feature for feature in features if known_gpu(feature)), gpu)
@@ -299,7 +302,8 @@ def _grouped(
 
     grouped = []
     for number, (plain_entry, names) in enumerate(groups.values()):
-        count, hosts = len(names), [host for host in names if host]
+        count = len(names)
+        hosts = [host for host in names if host]
         hosts.sort(key=lambda host: above(host, 0))
         speed = plain_entry.get("network", _ASSUMED_NETWORK)
         islands = list(plain_entry.get("islands", ()))

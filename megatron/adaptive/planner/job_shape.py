@@ -249,9 +249,12 @@ class _Shape:
         if partition is None:
             partition = self._divide(bounded=True) or self._divide(bounded=False)
         assert partition is not None, "there are as many pieces as stages"
-        needed, busy, begin = [0.0] * self._size, [0.0] * self._size, 0
+        needed = [0.0] * self._size
+        busy = [0.0] * self._size
+        begin = 0
         for stage, pieces in enumerate(partition):
-            rank, end = self.placement.locate(stage)[0], begin + pieces
+            rank = self.placement.locate(stage)[0]
+            end = begin + pieces
             needed[rank] += float(self._ranks[rank][1][begin, end])
             busy[rank] += float(self._ranks[rank][0][begin, end])
             begin = end
@@ -284,7 +287,8 @@ class _Shape:
 
     def seconds(self, partition: tuple[int, ...]) -> float:
         """Predicts the seconds of a step under a partition."""
-        running, chunks = self._running, self.placement.num_chunks
+        running = self._running
+        chunks = self.placement.num_chunks
         plan = Plan(
             tp=1,
             dp=self._replicas,
@@ -332,7 +336,8 @@ def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
         total = squares[:, None] + kept * kept
         origins.append(total.argmin(axis=0))
         squares = total.min(axis=0)
-    end, parts = size - 1, []
+    end = size - 1
+    parts = []
     for origin in reversed(origins):
         begin = int(origin[end])
         parts.append(end - begin)

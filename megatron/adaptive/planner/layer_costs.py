@@ -234,7 +234,8 @@ def layer_table(
     if key in inputs.layer_tables:
         cached: LayerTable = inputs.layer_tables[key]
         return cached
-    rows, is_estimated = {}, False
+    rows = {}
+    is_estimated = False
     setup = _LayerSetup(
         inputs=inputs,
         node=node,
@@ -318,7 +319,9 @@ class _LayerBytes(NamedTuple):
 
 def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _LayerSeconds:
     """Returns the seconds of one layer: its durations, plus communication and recompute."""
-    tp, samples, recompute = setup.tp, setup.samples, setup.settings.recompute
+    tp = setup.tp
+    samples = setup.samples
+    recompute = setup.settings.recompute
     context_ranks = setup.settings.context_ranks
     # Tokens travel to their experts and back in every forward.
     once = 2 * setup.exchange(kind.routed_bytes * samples / tp)
@@ -355,7 +358,9 @@ def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _L
 
 def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _LayerBytes:
     """Returns the parameters of one layer, and the bytes of one microbatch in it."""
-    tp, samples, model = setup.tp, setup.samples, setup.inputs.model
+    tp = setup.tp
+    samples = setup.samples
+    model = setup.inputs.model
     recompute, sequence_parallel = setup.settings.recompute, setup.settings.sequence_parallel
     shared = tp if sequence_parallel else 1
     whole = times.kept_bytes

@@ -298,7 +298,8 @@ class Model:
         Args:
             partition: Number of layers of each stage, embedding and head included.
         """
-        counts, begin = [], 0
+        counts = []
+        begin = 0
         for size in partition:
             counts.append(sum(self.layer(i).counted for i in range(begin, begin + size)))
             begin += size

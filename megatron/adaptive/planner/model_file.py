@@ -207,7 +207,9 @@ def usual_attention(*, on_gpus: bool) -> str:
 
 def _adapter_parameters(config: TrainerConfig) -> int:
     """Returns the number of weights in adapters: rank x (inputs + outputs) per part of a layer."""
-    model, core, rank = config.model, config.core, config.lora.lora_rank or 0
+    model = config.model
+    core = config.core
+    rank = config.lora.lora_rank or 0
     hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads
     values = heads * (core.v_head_dim if core.multi_latent_attention else model.kv_channels)
     pairs = [model.query_groups * model.kv_channels] * 2
@@ -418,7 +420,8 @@ def read_model(
         ConfigError: The text is none of these, or the model breaks a rule.
     """
     make = partial(arguments_model, precision=precision, attention=attention, imbalance=imbalance)
-    path, is_arguments = Path(text), text.lstrip().startswith("--")
+    path = Path(text)
+    is_arguments = text.lstrip().startswith("--")
     if not is_arguments and path.is_dir() and text not in preset_names():
         path = path / "config.json"
     is_document = not is_arguments and path.suffix.lower() in _FILES

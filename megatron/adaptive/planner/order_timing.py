@@ -113,7 +113,8 @@ def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Step
         num_before = len(rows)
         for rank in range(pp):
             for action in static.orders[rank][next_action[rank] :]:
-                kind, stage = _KINDS[action.kind], placement.stage_of(rank, action.chunk)
+                kind = _KINDS[action.kind]
+                stage = placement.stage_of(rank, action.chunk)
                 if not done.issuperset(_inputs(kind, stage, action.microbatch, stages)):
                     break
                 done.add((kind, stage, action.microbatch))

@@ -663,7 +663,8 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
     lines = [["", *titles]]
     for number, column in enumerate(columns, start=1):
         lines.append([str(number), *(column[title] for title in titles)])
-    text, indent = aligned(lines), " " * len(str(len(rows)))
+    text = aligned(lines)
+    indent = " " * len(str(len(rows)))
     for number, row in enumerate(rows, start=1):
         layers = format_partition(inputs.model.counted(row.plan.partition))
         places = placement_text(row.plan, inputs.cluster)

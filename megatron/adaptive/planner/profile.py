@@ -203,7 +203,7 @@ class Profile:
             low_value, high_value = getattr(low, name), getattr(high, name)
             rate = (high_value - low_value) / (large - small)
             if micro_batch > large:
-                # Seconds per further sample are between half and all of the largest size's mean.
+                # A further sample takes between half and all of the largest size's mean seconds.
                 rate = min(max(rate, high_value / large / 2), high_value / large)
             return float(high_value + rate * (micro_batch - large))
 

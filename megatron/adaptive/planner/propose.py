@@ -121,7 +121,8 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
         ConfigError: Nothing fits, limits contradict each other, or an option is wrong. The message
             names it, and changes that would help.
     """
-    searcher, goal = _searcher(inputs, request), request.objective
+    searcher = _searcher(inputs, request)
+    goal = request.objective
     result = searcher.search(goal)
     if not result.plans:
         asked = request.options.schedules
@@ -193,7 +194,8 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
         request: The request that the plan answers.
         best: The plan.
     """
-    plan, options = best.plan, replace(request.options, top=1, most_cpu_s=_NEIGHBOUR_CPU_S)
+    plan = best.plan
+    options = replace(request.options, top=1, most_cpu_s=_NEIGHBOUR_CPU_S)
     choices: list[tuple[str, int | str]] = []
     for name in ("tp", "dp", "pp", "micro_batch"):
         value = getattr(plan, name)
@@ -375,7 +377,8 @@ def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> No
             text = json.dumps(content, indent=2) + "\n"
             (folder / f"{name}.json").write_text(text, encoding="utf-8")
         write_page(rows, inputs, folder / "front.html")
-        prices, speeds = _prices(rows), [row.prediction.tokens_per_s for row in rows]
+        prices = _prices(rows)
+        speeds = [row.prediction.tokens_per_s for row in rows]
         _write_picture(prices, speeds, _title(rows, inputs), folder / "front.png")
     except OSError as error:
         raise ConfigError(f"--pareto {folder}: {error.strerror}; name another folder") from error

@@ -146,7 +146,7 @@ class _Bounded(NamedTuple):
     """A shape and the bounds of all its levels.
 
     Attributes:
-        shape: The shape.
+        shape: Shape of the pipelines.
         levels: Levels of the shape.
         arrays: A ``search_kernel.ShapeArrays``.
         bounds: Bounds of every level, which ``search_kernel.bound_levels`` filled.
@@ -218,7 +218,8 @@ class Searcher:
         shapes = self.shapes()
         visited = []
         self._until = search_s() + self.options.most_cpu_s * len(self._counts)
-        left_out, skipped = math.inf, []
+        left_out = math.inf
+        skipped = []
         for shape in shapes:
             if search_s() > self._until:
                 skipped.append(shape)
@@ -255,7 +256,8 @@ class Searcher:
 
     def shapes(self) -> list[SearchShape]:
         """Returns all shapes, those with the lowest guess of their seconds first."""
-        options, shapes = self.options, []
+        options = self.options
+        shapes = []
         for classes, microbatches, shared in self._class_sets():
             measured = tuple(stage_class for stage_class in classes if self._known(stage_class))
             spreads = [
@@ -449,7 +451,8 @@ class Searcher:
         self.configurations += len(complete)
         self.placements += levels.placements
         for level in complete[bounds.done[complete, 0] < np.inf].tolist():
-            used, stages = levels.used[level], int(arrays.level_follow[level]) + 1
+            used = levels.used[level]
+            stages = int(arrays.level_follow[level]) + 1
             if self.options.pp and stages not in self.options.pp:
                 continue
             if self.options.all_nodes and used != self._counts:
@@ -614,7 +617,8 @@ class Searcher:
             yield row.plan, row.prediction.seconds
         if self.options.partition or not plan.uniform or plan.pp == 1 or self.model.splits:
             return
-        shape, used = bounded.shape, bounded.levels.used
+        shape = bounded.shape
+        used = bounded.levels.used
         numbers = tuple(shape.classes.index(stage_class) for stage_class in classes)
         microbatches = shape.choice.microbatches
         rates = (1 / self._tables.pipeline_s(stage_class, shape.choice) for stage_class in classes)
@@ -665,7 +669,8 @@ class Searcher:
         free = [list(itertools.islice(numbers, group.count)) for group in self.cluster.groups]
         first = [nodes[0] for nodes in free]
         places: list[StagePlace] = []
-        position, nodes = 0, list[int]()
+        position = 0
+        nodes = list[int]()
         for stage, stage_class in enumerate(classes):
             opens = stage == 0 or position + 1 == classes[stage - 1].block
             position = 0 if opens else position + 1

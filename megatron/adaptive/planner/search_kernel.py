@@ -248,11 +248,13 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
 
     Puts a stage with every range of layers in front of the bounded rest of the pipeline.
     """
-    n, m = shape.forward.shape[1] - 1, shape.microbatches
+    n = shape.forward.shape[1] - 1
+    m = shape.microbatches
     c, j = shape.level_class[level], shape.level_follow[level]
     after, kind = shape.edge_from[edge], shape.edge_kind[edge]
     d = shape.level_class[after]
-    w, held = min(j, m - 1), shape.held[j]
+    w = min(j, m - 1)
+    held = shape.held[j]
     for low in range(n - j):
         for high in range(low + 1, n - j + 1):
             f, b = shape.forward[c, low, high], shape.backward[c, low, high]
@@ -284,7 +286,8 @@ def bound_levels(shape: Any, cap: float, bounds: Any) -> None:
         cap: Limit in seconds; entries of pipelines that take as long stay infinite.
         bounds: A ``LevelBounds`` to fill, infinite at first.
     """
-    n, m = shape.forward.shape[1] - 1, shape.microbatches
+    n = shape.forward.shape[1] - 1
+    m = shape.microbatches
     for level in range(shape.level_class.shape[0]):
         c, j = shape.level_class[level], shape.level_follow[level]
         if j > 0:
@@ -307,7 +310,8 @@ def _time_1f1b(walk: Any, p: int, m: int) -> None:
     An end is that of a stage's last backward. Launching needs no input. A message leaves as soon
     as its action has ended and the message before it has left the link.
     """
-    arrive, ends = walk.arrive, walk.seconds[2]
+    arrive = walk.arrive
+    ends = walk.seconds[2]
     link = np.zeros((2, p))
     walk.counters[:, :p] = 0
     ends[:p] = 0.0
@@ -374,10 +378,12 @@ def _list_children(
     shape: Any, walk: Any, depth: int, best: float, bounds: Any, tied: float
 ) -> None:
     """Lists a stage's children whose bound is below ``best`` seconds, lowest bound first."""
-    n, m = shape.forward.shape[1] - 1, shape.microbatches
+    n = shape.forward.shape[1] - 1
+    m = shape.microbatches
     level, low = walk.levels[depth], walk.cuts[depth]
     c, j = shape.level_class[level], shape.level_follow[level]
-    w, number = min(j, m - 1), 0
+    w = min(j, m - 1)
+    number = 0
     for edge in range(shape.level_edges[level], shape.level_edges[level + 1]):
         after, kind = shape.edge_from[edge], shape.edge_kind[edge]
         d = shape.level_class[after]
@@ -429,6 +435,16 @@ def _follow_child(shape: Any, walk: Any, depth: int, child: int, trips: Any, tie
 
 
 @_compiled
+def _begin(walk: Any, goal: int) -> None:
+    """Opens the first stage of a level."""
+    walk.levels[0] = goal
+    walk.reach[0] = -_INF
+    walk.bound[0] = 0.0
+    walk.head[0] = 0.0
+    walk.cuts[0] = 0
+
+
+@_compiled
 def search_level(
     shape: Any, walk: Any, goal: int, bounds: Any, cap: float, most_leaves: int, best: Any
 ) -> tuple[float, float, int]:
@@ -440,22 +456,21 @@ def search_level(
         goal: Number of the level.
         bounds: ``LevelBounds`` that :func:`bound_levels` filled.
         cap: Limit in seconds; slower pipelines do not count.
-        most_leaves: Maximum number of pipelines to time. The search also stops when it has listed
-            the children of ``most_leaves`` times as many stages as the level has.
+        most_leaves: Maximum number of pipelines to time, and of stages to open per stage.
         best: A ``BestPipeline``, which receives the fastest pipeline, if any is below ``cap``.
 
     Returns:
-        Seconds of the fastest pipeline, or ``cap``; the lowest bound among those that the limit on
-        timed pipelines left out, or infinity; and the number of pipelines timed.
+        Seconds of the fastest pipeline, or ``cap``; lowest bound of those that ``most_leaves`` left
+        out, or infinity; number of pipelines timed.
     """
-    p, first = shape.level_follow[goal] + 1, shape.level_class[goal]
+    p = shape.level_follow[goal] + 1
+    first = shape.level_class[goal]
     tied = shape.tied[:, first, :].min() if p > 1 else 0.0
-    best_s, left_out, leaves, opened = cap, _INF, 0, 0
-    walk.levels[0] = goal
-    walk.reach[0] = -_INF
-    walk.bound[0] = 0.0
-    walk.head[0] = 0.0
-    walk.cuts[0] = 0
+    best_s = cap
+    left_out = _INF
+    leaves = 0
+    opened = 0
+    _begin(walk, goal)
     depth, is_new = 0, True
     while depth >= 0:
         if depth == p - 1:
@@ -466,7 +481,8 @@ def search_level(
                 best.cuts[: p + 1] = walk.cuts[: p + 1]
                 best.levels[:p] = walk.levels[:p]
                 best.kinds[:p] = walk.kinds[:p]
-            depth, is_new = depth - 1, False
+            depth -= 1
+            is_new = False
             continue
         if is_new:
             _list_children(shape, walk, depth, best_s, bounds, tied)
@@ -482,11 +498,13 @@ def search_level(
                 # Children are sorted, so this is the lowest bound that the stage leaves out.
                 left_out = min(left_out, bound)
         if is_spent:
-            depth, is_new = depth - 1, False
+            depth -= 1
+            is_new = False
             continue
         walk.taken[depth] = taken + 1
         _follow_child(shape, walk, depth, child, bounds.trips, tied)
-        depth, is_new = depth + 1, True
+        depth += 1
+        is_new = True
     return best_s, left_out, leaves
 
 

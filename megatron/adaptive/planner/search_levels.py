@@ -70,18 +70,20 @@ def make_dp_states(
         most_stages: Number of stages of the longest pipeline.
         most_levels: Maximum number of levels for which all orders are kept.
     """
-    run, most = 1, most_levels
+    run = 1
+    most = most_levels
     while True:
         states = _states_of_runs(classes, counts, most_stages, most, run)
         if states is not None:
             return states
         # Some orders are left out, so nothing can be proven, and more levels cost more than they
         # are worth.
-        run, most = run * 2, min(most, _FEW)
+        run *= 2
+        most = min(most, _FEW)
 
 
 class _Level(NamedTuple):
-    """One state of the dynamic programming.
+    """One way in which the last stages of a pipeline use the nodes of a cluster.
 
     Attributes:
         follow: Number of stages behind its first stage.
@@ -126,7 +128,8 @@ def _states_of_runs(
             follow, used, c, left, more = level
             kind = 0
             if left:
-                steps, kind = [_Level(follow + 1, used, c, left - 1, more)], 1
+                steps = [_Level(follow + 1, used, c, left - 1, more)]
+                kind = 1
             elif more:
                 nodes = tuple(a + b for a, b in zip(used, classes[c].nodes, strict=True))
                 steps = [_Level(follow + 1, nodes, c, classes[c].block - 1, more - 1)]

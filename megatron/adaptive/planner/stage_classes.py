@@ -483,7 +483,8 @@ class Tables:
 
     def _between(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any, Any]:
         """Returns ``latency``, ``occupancy`` and ``tied`` of ``search_kernel.ShapeArrays``."""
-        number, sliced = len(classes), choice.sequence_parallel
+        number = len(classes)
+        sliced = choice.sequence_parallel
         latency, occupancy = np.zeros((2, 2, 2, number, number, len(self._sizes)))
         tied = np.zeros((2, number, number))
         sizes, where = np.unique(self._sizes, return_inverse=True)
@@ -546,7 +547,8 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
         # One width may have the fastest stage, and another the highest total rate.
         fastest, most = max(fastest, rate), max(most, rate * stages)
         by_type[index] = (fastest, most)
-    left, whole = float(most_stages), 0.0
+    left = float(most_stages)
+    whole = 0.0
     for fastest, most in sorted(by_type.values(), reverse=True):
         stages = min(most / fastest, left) if fastest else 0.0
         whole += fastest * stages
@@ -584,7 +586,8 @@ def capacity_bound(
     n = tables.model.num_layers - 2  # the first and the last layer may cost next to nothing
     if n < 1 or len({stage_class.widths for stage_class in classes}) != 1:
         return 0.0
-    types, waits = list[tuple[float, Any]](), math.inf
+    types = list[tuple[float, Any]]()
+    waits = math.inf
     any_node = replace(classes[0], nodes=(), block=1)
     for index, group in enumerate(cluster.groups):
         sums = [
@@ -598,7 +601,8 @@ def capacity_bound(
             waits = min(waits, min(totals.least_s for totals in sums))
     waits = waits if math.isfinite(waits) else 0.0
     finite = [float(row[np.isfinite(row)].max(initial=0.0)) for _, row in types]
-    low, high = 0.0, max(finite, default=0.0) + waits * n
+    low = 0.0
+    high = max(finite, default=0.0) + waits * n
     if not high or _most_layers(high, types, waits) < n:
         return math.inf
     while high - low > 1e-4 * high:

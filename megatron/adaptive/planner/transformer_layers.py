@@ -246,7 +246,8 @@ def _add_kinds(
         names: Name of the kind of each layer, without the number of ranks.
         spread: Number of ranks; 1 also adds the kinds without experts.
     """
-    tokens, causal = shape.sequence, shape.family == "gpt"
+    tokens = shape.sequence
+    causal = shape.family == "gpt"
     suffix = f"/{spread}" if spread > 1 else ""
     for name in dict.fromkeys(names):
         if spread == 1 or name.startswith("experts"):
@@ -316,21 +317,21 @@ def _layer(
         crossed: Tokens of the encoder's output that a decoder layer also attends to; 0 for none.
         spread: Number of ranks that its experts are spread over.
     """
-    element, mask = shape.precision.element_bytes, 1 if shape.dropout else 0
+    element = shape.precision.element_bytes
+    mask = 1 if shape.dropout else 0
     hidden, queries, pairs = shape.hidden, shape.queries, shape.keys_values
     ffn = shape.shared_ffn if shape.experts else shape.ffn
     routed = shape.top_k * shape.load(spread) if shape.experts else 0.0
     gates = 3 if shape.gated else 2
     inner = ffn + routed * shape.expert_ffn
-    scores = _scores(shape, tokens, tokens, causal=causal)
-    scores += _scores(shape, tokens, crossed, causal=False) if crossed else 0.0
+    scores = _all_scores(shape, tokens, crossed, causal=causal)
     blocks = 3 if crossed else 2  # blocks that add to the residual: attentions and feed-forward
     width = tokens * hidden
     score_area = 0 if shape.fused_attention else shape.heads * tokens * (tokens + crossed)
     # Dropout keeps probabilities before and after it, and its mask.
     attention_bytes = float(score_area * ((2 if mask else 1) * element + mask))
-    # The backward has the gradients of scores before and after a softmax in memory. The softmax
-    # kernel with a causal mask is for 16 bits only; in 32 bits, masked scores are a third copy.
+    # The backward has the gradients of scores before and after the softmax in memory. In 16 bits,
+    # the softmax kernel applies the causal mask; in 32 bits, a separate mask needs a third copy.
     is_masked = causal and not shape.fused_attention and element > 2
     attention_work = tokens * (queries + pairs) + (3 if is_masked else 2) * score_area
     weights = _layer_weights(shape, crossed, spread)
@@ -430,7 +431,8 @@ def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: fl
         crossed: Tokens of the encoder's output that the layer also attends to.
         inner: Inner width of the feed-forward block and of the experts that a token goes to.
     """
-    element, pairs = shape.precision.element_bytes, shape.keys_values
+    element = shape.precision.element_bytes
+    pairs = shape.keys_values
     attentions = 2 if crossed else 1
     query_width = shape.queries + shape.outputs
     kept: float = attentions * tokens * query_width * element + tokens * pairs * element
@@ -478,6 +480,14 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
         expert_parameters=total("expert_parameters"),
         routed_bytes=total("routed_bytes"),
     )
+
+
+def _all_scores(shape: TransformerShape, tokens: int, crossed: int, *, causal: bool) -> float:
+    """Returns the operations of all attention scores of a layer, see :func:`_scores`."""
+    scores = _scores(shape, tokens, tokens, causal=causal)
+    if crossed:
+        scores += _scores(shape, tokens, crossed, causal=False)
+    return scores
 
 
 def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) -> float:
