@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner import search_kernel
 from megatron.adaptive.planner.chunk_partition import (
@@ -84,7 +85,9 @@ _CHUNKED = {
 and all schedules with the same placement of stages."""
 SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values() for n in names))))
 """All schedules that the search can choose."""
-_WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved", "breadth-first")
+_WHOLE_BACKWARD = selectable_names(
+    lambda spec: spec.planned != "no" and spec.splits_backward == "never"
+)
 _ROW_STEPS = 500_000
 """Maximum number of actions to time for one shape, set of nodes and length of pipeline."""
 _FORWARD_BACK = 2.5
