@@ -86,7 +86,7 @@ class TracedRun:
         layers = next(iter(self.trace.ranks.values())).header.layers
         if not layers:
             raise ConfigError(
-                f"{self.trace.origin}: the trace does not contain the layers of its stages: trace"
+                f"{self.trace.origin}: the trace lacks the number of layers of each stage: trace"
                 " the run again"
             )
         return tuple(layers)

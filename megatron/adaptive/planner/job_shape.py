@@ -202,9 +202,13 @@ class _Shape:
         self._replicas = running.cluster.num_gpus // size
         self._count = running.batch // (self._replicas * micro_batch)
         self._places = place_ranks(
-            running.cluster, running.order, tp=1, dp=self._replicas, pp=size,
+            running.cluster,
+            running.order,
+            tp=1,
+            dp=self._replicas,
+            pp=size,
             micro_batch=micro_batch,
-        )  # fmt: skip
+        )
         self._held = in_flight(running.schedule, size, self.placement.num_chunks, self._count)
         if running.cap is not None and catalog.is_rule(running.schedule):
             self._held = (min(running.cap, float(self._count)),) * size

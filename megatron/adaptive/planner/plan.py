@@ -504,8 +504,10 @@ def _titan_toml(document: Mapping[str, Any], *, fp8: bool) -> str:
             "pipeline_parallel_microbatch_size": document["micro_batch_size"],
             "module_fqns_per_model_part": parts,
         }
-    lines = [f"# {document['model']}: add your settings, and pass it as torchtitan's"]
-    lines[0] += " --job.config_file"
+    lines = [
+        f"# {document['model']}: add your settings, and pass this file to torchtitan as"
+        " --job.config_file"
+    ]
     for table, keys in values.items():
         lines += [
             "",

@@ -451,7 +451,7 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
 
     Args:
         shape: Sizes of the model.
-        head: The head alone.
+        head: Costs of the head without these layers.
         layer: Kind of the layers.
         name: Name of the kind.
     """
