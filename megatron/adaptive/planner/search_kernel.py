@@ -35,10 +35,11 @@ The bounds of a stage with ``f`` seconds forward, ``b`` seconds backward and ``m
     D      = max(span, rounds, f + b + transfers + D of the next) end of its last backward
     Z      = max(D + reduction, f + transfer + Z of the next)     end of the step, from here on
 
-If ``m = w + 1``, the two idle times of ``span`` are the same time, and only the larger one counts.
-A rank can launch an action while it waits for its input, so launch times count in no path through
-other ranks. ``r``, ``D`` and ``Z`` are minimised separately over all ways to continue, so each of
-them is a lower bound for every way.
+Here ``rest`` is ``(m - 1) % (w + 1)``, and transfers are the message to the next stage and the one
+back. If ``m = w + 1``, the two idle times of ``span`` are the same time, and only the larger one
+counts. A rank can launch an action while it waits for its input, so launch times count in no path
+through other ranks. ``r``, ``D`` and ``Z`` are minimised separately over all ways to continue, so
+each of them is a lower bound for every way.
 
 Importing this module imports numba, which takes half a second. Numba keeps the compiled code on
 disk.
