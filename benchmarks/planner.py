@@ -52,7 +52,7 @@ def small_rows(quick: bool) -> list[Row]:
 
 
 def _seconds(problem: Any) -> float:
-    found = solve(problem).found
+    found = solve(problem).plans
     return found[0].seconds if found else math.inf
 
 

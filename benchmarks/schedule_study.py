@@ -323,7 +323,7 @@ def joint_choice() -> list[Row]:
         orders = choose_together(loads, profile, limits, **given)
         order = orders.move or orders.stay
         assert order is not None
-        lying = loads.lying(order.placement.kind)
+        lying = loads.placed(order.placement.kind)
         moved = propose(lying, simulated_step(lying, order, 4 * ranks), GAIN)
         together = choose_together(loads, profile, limits, gain=GAIN, **given)
         best = together.move or together.stay
@@ -333,7 +333,7 @@ def joint_choice() -> list[Row]:
             (order, loads.partition if moved is None else moved.partition),
             (best, together.partition or loads.partition),
         ):
-            times = loads.lying(candidate.placement.kind).stage_times(cut)
+            times = loads.placed(candidate.placement.kind).stage_times(cut)
             drawn = replace(profile, times=times)
             step_s.append(evaluate(candidate, 4 * ranks, drawn, FRESH).mean_s)
         all_ratios.append(step_s[0] / step_s[1])

@@ -12,10 +12,11 @@ from pathlib import Path
 from benchmarks.planning.published.fasop import Fasop, FasopRun
 from benchmarks.planning.published.files import read_csv
 from benchmarks.report import Row
-from megatron.adaptive.planner.layer_costs import boundary_s, embedding_s, layer_table, reduce_s
+from megatron.adaptive.planner.layer_costs import layer_table
+from megatron.adaptive.planner.link_costs import boundary_s, embedding_s, reduce_s
 from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.propose import pareto
-from megatron.adaptive.planner.search import SearchOptions
+from megatron.adaptive.planner.search_options import SearchOptions
 from megatron.adaptive.schedule import catalog
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
@@ -98,7 +99,7 @@ def neutral_rows(data: Fasop) -> list[Row]:
         # Machine code is loaded before the clock starts, as imports are.
         run.searcher(_SPACE).search()
         began = time.process_time()
-        ours = run.searcher(_SPACE).search().found[0].plan
+        ours = run.searcher(_SPACE).search().plans[0].plan
         taken = time.process_time() - began
         theirs = next(one for one in run.plans if not one.out_of_memory)
         mine, other = neutral_s(run, ours), neutral_s(run, run.plan(theirs))

@@ -13,7 +13,8 @@ from megatron.adaptive.planner.layer_costs import CHANNELS_BYTES
 from megatron.adaptive.planner.model_description import LayerKind, Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
-from megatron.adaptive.planner.search import Searcher, SearchOptions, SearchResult
+from megatron.adaptive.planner.search import Searcher
+from megatron.adaptive.planner.search_options import SearchOptions, SearchResult
 
 
 @dataclass(frozen=True, kw_only=True)

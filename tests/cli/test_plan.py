@@ -176,7 +176,7 @@ def test_two_plans_are_compared(
     assert re.search(r"step, s .* \([+-][\d.]+%\)", said)
     assert re.search(r"b.json is (slower|faster) than .*a.json: \w+ [+-]", said)
     for text, words in (
-        ('{"format": 1}', "does not say what is predicted"),
+        ('{"format": 1}', "the plan has no prediction"),
         ("[1]", "keys with values"),
     ):
         files[1].write_text(text)
@@ -259,8 +259,8 @@ def test_the_front_is_written_and_drawn(
     [
         (
             "--model llama-30b --global-batch-size 8 --precision fp16 --dp 1",
-            r"llama-30b fits nowhere .* stage \d on (big|small) needs [\d.]+ GB of [\d.]+ GB, it "
-            r"lacks [\d.]+ GB; what would fit: .*nodes of big in place of 2",
+            r"llama-30b does not fit on .* stage \d on (big|small) needs [\d.]+ GB of [\d.]+ GB, "
+            r"it lacks [\d.]+ GB; what would fit: .*nodes of big in place of 2",
         ),
         (
             "--model gpt2-xl --global-batch-size 16 --recompute none --pp 2 --tp 1 --dp 1"
@@ -276,8 +276,11 @@ def test_the_front_is_written_and_drawn(
             "--model gpt2 --global-batch-size 8 --tp 2 --pp 4 --dp 4",
             "--tp 2 and --dp 4 and --pp 4 need 32 GPUs, the cluster has 8",
         ),
-        ("--model gpt2 --global-batch-size 8 --partition 6-5", "layers 6-5 are 11, model gpt2 has"),
-        ("--model gpt2 --global-batch-size 8 --partition 6-0-6", "stage 1 holds no layer"),
+        (
+            "--model gpt2 --global-batch-size 8 --partition 6-5",
+            "layers 6-5 add up to 11, model gpt2 has",
+        ),
+        ("--model gpt2 --global-batch-size 8 --partition 6-0-6", "stage 1 has no layer"),
         ("--model gpt2 --global-batch-size 8 --recompute some", "--recompute some: choose of none"),
         (
             "--model gpt2 --global-batch-size 8 --partition 6-6 --pp 3",
@@ -374,7 +377,7 @@ def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
     assert schedules("--attention kernel") == schedules("") <= {"zb-v", "zb-h1", "adaptive"}
     for name in ("1f1b", "interleaved", "zb-v", "v-half", "hinted"):
         assert schedules(f"--schedules {name}") == {name}
-    with pytest.raises(ConfigError, match="--schedules interleaved: no plan that fits can be run"):
+    with pytest.raises(ConfigError, match="--schedules interleaved: no plan that fits can run"):
         schedules("--schedules interleaved --partition 6-6-6-6")
 
 

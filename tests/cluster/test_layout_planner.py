@@ -127,7 +127,7 @@ def test_what_would_change_losses_stays(tmp_path: Path) -> None:
         ({"fast": "abcd", "other": ""}, (), "'other-gpu' is neither in the profile nor"),
         ({"fast": "abcd"}, ("--partition", "3-3"), "--partition: with --plan-with the planner"),
         ({"fast": "abcd"}, ("--plan", "x"), "x: No such file or directory; name a plan file"),
-        ({"fast": "abcd"}, ("--hidden-size", "8192"), r"fits nowhere .* on fast needs"),
+        ({"fast": "abcd"}, ("--hidden-size", "8192"), r"does not fit on .* on fast needs"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_before_anything_starts(

@@ -89,7 +89,7 @@ def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
     path.write_text('{"format": 0}')
     assert MeasuredModule.read(path) is None  # measured anew
     path.write_text("{")
-    with pytest.raises(ConfigError, match="remove it, and the model is measured anew"):
+    with pytest.raises(ConfigError, match="remove it, and the model is measured again"):
         MeasuredModule.read(path)
 
 

@@ -214,7 +214,7 @@ def together(
 def seconds(given: Loads, candidate: Candidate | None, partition: tuple[int, ...] | None) -> float:
     """A step of what was found."""
     assert candidate is not None
-    times = given.lying(candidate.placement.kind).stage_times(partition or given.partition)
+    times = given.placed(candidate.placement.kind).stage_times(partition or given.partition)
     return evaluate(candidate, 8, StageProfile(times=times), (0,)).mean_s
 
 
@@ -279,6 +279,6 @@ def test_memory_is_counted_for_each_placement() -> None:
 
 def test_what_slows_a_rank_stays_with_it_under_another_placement() -> None:
     given = loads(V4, (2,) * 8, (2.0, 1.0, 1.0, 1.0), {7: 4.0})  # the last stage is on rank 0
-    lying = given.lying("loop")
+    lying = given.placed("loop")
     assert sum(lying.beside_s[7]) == pytest.approx(sum(given.beside_s[7]) / 2)
-    assert lying.lying("v").beside_s == given.beside_s
+    assert lying.placed("v").beside_s == given.beside_s

@@ -12,14 +12,8 @@ import yaml
 
 from megatron.adaptive.config.schema_files import quantity
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import (
-    describe_cluster,
-    describe_node,
-    find_gpu,
-    gpu_names,
-    make_cluster,
-    read_cluster,
-)
+from megatron.adaptive.planner.cluster import find_gpu, gpu_names, make_cluster, read_cluster
+from megatron.adaptive.planner.discover_cluster import describe_cluster, describe_node
 
 YAML = """\
 format: 1
@@ -98,7 +92,7 @@ bandwidth = "100 Gbit/s"
         ("count: 3", "counts: 3", r"nodes\[1\].counts is not a key: the nearest is count"),
         ("gpus_per_node: 4, ", "", r"nodes\[1\].gpus_per_node is missing"),
         ("[old, a100-40]", "[older, a100-40]", "no node type 'older'"),
-        ("price_per_hour: 32.77", "hosts: [n1, n1]", "n1 is named twice: its GPUs exist once"),
+        ("price_per_hour: 32.77", "hosts: [n1, n1]", "n1 is listed twice: list each host once"),
         ("price_per_hour: 32.77", "hosts: [n1]", "names 1 nodes, but count is 2"),
         ("format: 1", "format: 7", "format is 7"),
         (
@@ -327,7 +321,7 @@ def test_sinfo_alone_says_nodes_and_their_gpus() -> None:
     ("text", "message"),
     [
         ("hello", "given: it begins with 'hello': it must be the output of scontrol show node"),
-        ("", "it begins with '': it must be .*; write what one of them prints on a node"),
+        ("", "it begins with '': it must be .*; save the output of one of them to a file"),
         ('{"host": "n1"}', "given: 'node' is missing: it must be the output of"),
         ('{"host": "n1", "node": {"gpu": "x"}}', "'gpus_per_node' is missing"),
         ("NODELIST GRES STATE\na[1-x] gpu:h100:8 idle", "invalid .* 'x': it must be the output of"),

@@ -16,7 +16,7 @@ from megatron.adaptive.planner.model_description import Model
 from megatron.adaptive.planner.model_file import arguments_model, read_model
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
-from megatron.adaptive.planner.search import SearchOptions
+from megatron.adaptive.planner.search_options import SearchOptions
 
 
 def _sizes(kind: str, hidden: int, ffn: int, heads: int, layers: int, **more: Any) -> Any:
@@ -223,7 +223,7 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
     for ranks, one in seen.items():
         result = propose(inputs, replace(request, options=replace(options, expert_ranks=(ranks,))))
         assert result.rows[0].plan.expert_ranks == ranks
-        assert result.result.found[0].seconds == pytest.approx(result.rows[0].prediction.seconds)
+        assert result.result.plans[0].seconds == pytest.approx(result.rows[0].prediction.seconds)
         assert result.rows[0].prediction.seconds <= one.seconds * (1 + 1e-9)
 
 
@@ -246,5 +246,5 @@ def test_what_is_not_known_is_named(change: Any, words: str, tmp_path: Path) -> 
 def test_experts_that_no_degree_divides_are_named(tmp_path: Path) -> None:
     inputs = _inputs(read(MIXTRAL, tmp_path))
     options = SearchOptions(expert_ranks=(3, 6))
-    with pytest.raises(ConfigError, match=r"size 3,6: .* give of 1,2,4,8"):
+    with pytest.raises(ConfigError, match=r"size 3,6: .* choose from 1,2,4,8"):
         propose(inputs, Request(global_batch=8, options=options))

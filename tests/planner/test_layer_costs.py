@@ -12,11 +12,11 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType, make_cluster
 from megatron.adaptive.planner.layer_costs import (
     MATRIX_SHARE,
-    boundary_s,
     layer_table,
     make_estimator,
     stage_memory,
 )
+from megatron.adaptive.planner.link_costs import boundary_s
 from megatron.adaptive.planner.model_description import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model, preset
 from megatron.adaptive.planner.plan import Replica, StagePlace, StageSettings

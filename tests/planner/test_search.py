@@ -21,14 +21,15 @@ from megatron.adaptive.planner.model_file import arguments_model, preset
 from megatron.adaptive.planner.plan import Plan, plan_document
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import SCHEDULES, Request, complete_profile, pareto, propose
-from megatron.adaptive.planner.search import Objective, Searcher, SearchOptions
+from megatron.adaptive.planner.search import Searcher
+from megatron.adaptive.planner.search_options import Objective, SearchOptions
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_small_problems_equal_brute_force(seed: int) -> None:
     problem = random_problem(seed)
     result = solve(problem)
-    seconds = result.found[0].seconds if result.found else math.inf
+    seconds = result.plans[0].seconds if result.plans else math.inf
     assert seconds == pytest.approx(brute_force(problem), rel=1e-9)
     assert result.gap == pytest.approx(0, abs=1e-9)
 
@@ -43,7 +44,7 @@ def test_small_problems_with_islands_equal_brute_force(seed: int) -> None:
     ]
     cluster = replace(problem.cluster, groups=tuple(groups))
     result = solve(replace(problem, cluster=cluster))
-    seconds = result.found[0].seconds if result.found else math.inf
+    seconds = result.plans[0].seconds if result.plans else math.inf
     assert seconds == pytest.approx(brute_force(replace(problem, cluster=cluster)), rel=1e-9)
 
 
@@ -74,7 +75,7 @@ def test_tensor_parallelism_stays_in_an_island_and_rings_of_replicas_in_a_leaf()
         model = preset("llama3-8b", "bf16")
         inputs = PlanInputs(model, cluster, complete_profile(None, model, cluster))
         searcher = Searcher(inputs, global_batch=96, options=options)
-        found = searcher.search().found
+        found = searcher.search().plans
         for one in found:
             assert one.seconds == pytest.approx(predict(one.plan, inputs).seconds)
         return [one.plan for one in found]
@@ -94,9 +95,9 @@ def test_no_plan_is_faster_than_the_bound_of_what_was_not_looked_at(seed: int) -
     problem = random_problem(seed)
     options = replace(problem.options, schedules=SCHEDULES, most_cpu_s=0.0)
     unseen = solve(replace(problem, options=options))
-    assert not unseen.found
+    assert not unseen.plans
     looked = solve(replace(problem, options=replace(options, most_cpu_s=60.0)))
-    fastest = min([one.seconds for one in looked.found], default=math.inf)
+    fastest = min([one.seconds for one in looked.plans], default=math.inf)
     assert unseen.bound <= min(fastest, brute_force(problem)) * (1 + 1e-9)
 
 
@@ -140,15 +141,15 @@ def test_long_sequences_are_shared_and_the_trainer_takes_such_plans() -> None:
 def test_a_better_cluster_never_has_a_worse_plan(seed: int) -> None:
     problem = random_problem(seed)
     before, after = solve(problem), solve(better(problem, seed))
-    if before.found:
-        assert after.found[0].seconds <= before.found[0].seconds * (1 + 1e-9)
+    if before.plans:
+        assert after.plans[0].seconds <= before.plans[0].seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("unequal", [False, True])
 def test_a_plan_takes_what_is_predicted_of_it(unequal: bool) -> None:
     problem = random_problem(3)
     options = replace(problem.options, top=5, unequal=unequal, schedules=("1f1b", "interleaved"))
-    found = solve(replace(problem, options=options)).found
+    found = solve(replace(problem, options=options)).plans
     assert found
     for one in found:
         seen = predict(one.plan, problem)
@@ -162,8 +163,8 @@ def test_unequal_stages_are_never_worse() -> None:
         problem = random_problem(seed)
         options = replace(problem.options, unequal=True)
         equal, unequal = solve(problem), solve(replace(problem, options=options))
-        if equal.found:
-            assert unequal.found[0].seconds <= equal.found[0].seconds * (1 + 1e-9)
+        if equal.plans:
+            assert unequal.plans[0].seconds <= equal.plans[0].seconds * (1 + 1e-9)
 
 
 def test_front_has_the_fastest_and_no_plan_that_another_beats() -> None:
@@ -171,21 +172,21 @@ def test_front_has_the_fastest_and_no_plan_that_another_beats() -> None:
     searcher = searcher_of(problem)
     front, slack = pareto(searcher)
     assert slack == 0
-    assert front[0].seconds == pytest.approx(solve(problem).found[0].seconds)
+    assert front[0].seconds == pytest.approx(solve(problem).plans[0].seconds)
     for one in front:
         for other in front:
             assert other is one or other.seconds > one.seconds or other.value > one.value
     for one in front:
         # The same by a search for the cheapest within that time.
         goal = Objective(least="cost", most_seconds_per_step=one.seconds * (1 + 1e-12))
-        assert searcher.search(goal).found[0].value == pytest.approx(one.value)
+        assert searcher.search(goal).plans[0].value == pytest.approx(one.value)
 
 
 def test_limits_are_kept() -> None:
     problem = random_problem(5)
-    free = solve(problem).found[0]
+    free = solve(problem).plans[0]
     goal = Objective(most_price_per_hour=free.price_per_hour * 0.99)
-    found = searcher_of(problem).search(goal).found
+    found = searcher_of(problem).search(goal).plans
     assert all(one.price_per_hour < free.price_per_hour for one in found)
 
 
@@ -201,12 +202,12 @@ def test_limits_and_front_are_those_of_each_part_searched_alone(seed: int) -> No
         if kept:
             part = replace(problem.cluster, groups=tuple(kept))
             every = replace(options, all_nodes=True)
-            alone += solve(replace(problem, cluster=part, options=every)).found
+            alone += solve(replace(problem, cluster=part, options=every)).plans
     costs = [(one.seconds, one.seconds * one.price_per_hour / 3600) for one in alone]
     for limit_s in sorted(one.seconds for one in alone):
         goal = Objective(least="cost", most_seconds_per_step=limit_s * (1 + 1e-9))
         least = min(cost for s, cost in costs if s <= goal.most_seconds_per_step)
-        found = searcher_of(problem).search(goal).found[0]
+        found = searcher_of(problem).search(goal).plans[0]
         assert found.value == pytest.approx(least)
         assert found.seconds == pytest.approx(predict(found.plan, problem).seconds)
     front = [(one.seconds, one.value) for one in pareto(searcher_of(problem))[0]]
@@ -222,7 +223,7 @@ def test_a_given_partition_is_kept() -> None:
     problem = random_problem(2)
     layers = problem.model.num_layers
     options = replace(problem.options, partition=(1, layers - 1))
-    found = solve(replace(problem, options=options)).found
+    found = solve(replace(problem, options=options)).plans
     assert found
     assert found[0].plan.partition == (1, layers - 1)
 
@@ -243,7 +244,7 @@ def test_measured_all_reduces_count_in_search_and_prediction_alike() -> None:
         searcher = Searcher(PlanInputs(model, cluster, profile), global_batch=8, options=options)
         return [
             (one.seconds, predict(one.plan, PlanInputs(model, cluster, profile)).seconds)
-            for one in searcher.search().found
+            for one in searcher.search().plans
         ]
 
     for profile in (free, slow):

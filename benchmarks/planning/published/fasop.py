@@ -19,7 +19,8 @@ from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, Node
 from megatron.adaptive.planner.model_description import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
-from megatron.adaptive.planner.search import Searcher, SearchOptions
+from megatron.adaptive.planner.search import Searcher
+from megatron.adaptive.planner.search_options import SearchOptions
 
 _GIB = 2**30
 

@@ -26,7 +26,7 @@ from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.environment import job_secret
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.network import interface_of, is_loopback, own_address
-from megatron.adaptive.planner.cluster import describe_node
+from megatron.adaptive.planner.discover_cluster import describe_node
 
 
 def main(argv: Sequence[str]) -> int:

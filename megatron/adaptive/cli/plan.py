@@ -32,7 +32,8 @@ from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.config.schema_files import FORMS, forms, quantity
 from megatron.adaptive.errors import ConfigError, SetupError
-from megatron.adaptive.planner.cluster import describe_cluster, make_cluster
+from megatron.adaptive.planner.cluster import make_cluster
+from megatron.adaptive.planner.discover_cluster import describe_cluster
 from megatron.adaptive.planner.model_description import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import PRESETS
 from megatron.adaptive.planner.plan import (
@@ -55,7 +56,8 @@ from megatron.adaptive.planner.propose import (
     write_front,
     write_page,
 )
-from megatron.adaptive.planner.search import SEARCHED, Objective, SearchOptions
+from megatron.adaptive.planner.search import SEARCHED
+from megatron.adaptive.planner.search_options import Objective, SearchOptions
 
 _WHOLE = selectable_names(
     lambda spec: spec.planned == "by default" and spec.splits_backward == "never"

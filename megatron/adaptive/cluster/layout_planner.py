@@ -67,7 +67,7 @@ from megatron.adaptive.planner.model_file import arguments_model, usual_attentio
 from megatron.adaptive.planner.plan import PlanRow, plan_document
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
-from megatron.adaptive.planner.search import SearchOptions
+from megatron.adaptive.planner.search_options import SearchOptions
 from megatron.adaptive.schedule.catalog import policy_names
 
 PLAN_WITH = "--plan-with"

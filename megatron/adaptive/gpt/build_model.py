@@ -80,8 +80,8 @@ from megatron.adaptive.gpt.model_placement import (
     sum_gradients,
     widths_of,
 )
-from megatron.adaptive.planner.model_description import build_model
 from megatron.adaptive.planner.model_file import trainer_shape
+from megatron.adaptive.planner.transformer_layers import build_model
 from megatron.adaptive.schedule.stage_placement import Placement
 
 

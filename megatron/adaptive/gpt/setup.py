@@ -39,8 +39,8 @@ from megatron.adaptive.gpt.build_model import (
 )
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.model_placement import finalize_gradients, placement_of, widths_of
-from megatron.adaptive.planner.model_description import build_model
 from megatron.adaptive.planner.model_file import trainer_shape
+from megatron.adaptive.planner.transformer_layers import build_model
 from megatron.adaptive.profiling.free_memory import total_host_bytes
 from megatron.adaptive.schedule.stage_placement import Placement
 

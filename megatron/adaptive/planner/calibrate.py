@@ -1,11 +1,22 @@
-"""Fits a profile to traces of runs: what layers, links, reductions and the optimizer took.
+"""Fits a profile to traces of runs: durations of layers, links, reductions and the optimizer.
 
-A trace knows durations of stages. Those of each kind of layer are the non-negative least-squares
-solution over all stages of all runs given; where stages do not separate two kinds, such as the
-embedding and the layers behind it, they are divided as their operations are. Runs with partitions
-that differ, and with stages that hold neither embedding nor head, add more.
+A trace has durations of stages, not of layers. The durations of layers are those that explain all
+stages of all runs best: a least-squares solution without negative values. An example with two
+runs of one model on two stages::
 
-Durations are taken as they were: a run whose ranks shared cores gives those of ranks that do.
+    run 1    embedding + 6 transformer layers    13 s
+             6 transformer layers + head         15 s
+    run 2    embedding + 5 transformer layers    11 s
+             7 transformer layers + head         17 s
+
+    fitted   embedding 1 s, transformer layer 2 s, head 3 s
+
+With run 1 alone, nothing separates the embedding from the layers behind it. Their time is then
+divided in proportion to their operations. So runs with other partitions, and stages without
+embedding and head, make a profile better.
+
+Durations are not corrected: if the ranks of a run shared CPU cores, the profile is that of ranks
+which share cores.
 """
 
 from __future__ import annotations
@@ -28,24 +39,25 @@ from megatron.adaptive.trace.step_view import stages_of_rank
 from megatron.adaptive.trace.trace_format import KINDS
 
 _PRIOR = 1e-3
-"""Weight of the operations against a measured stage; decides only where stages do not."""
+"""Weight of the number of operations, relative to a measured stage. It is so low that it only
+matters if stages do not separate two kinds of layers."""
 
 _SIGMA_OF_MAD = 1.4826
-"""Of a normal distribution: spread over the median distance from the median."""
+"""Standard deviation of a normal distribution, divided by its median absolute deviation."""
 
 _F, _B, _W = range(3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRun:
-    """Describes a run to learn from.
+    """A traced run, as input of :func:`calibrate`.
 
     Attributes:
-        trace: what its ranks recorded.
-        micro_batch: samples of a microbatch.
-        hosts: type of the node by host.
-        skip: iterations at the beginning that do not count.
-        iterations: those that count, instead; empty for all but the skipped.
+        trace: Trace of all ranks.
+        micro_batch: Samples of a microbatch.
+        hosts: Type of each host's node.
+        skip: Number of iterations at the beginning that do not count.
+        iterations: Iterations that count; empty for all except those that ``skip`` leaves out.
     """
 
     trace: RunTrace
@@ -61,21 +73,21 @@ class TracedRun:
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas."""
+        """Number of data-parallel replicas."""
         return 1 + max(rank.header.dp_rank for rank in self.trace.ranks.values())
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of each stage, as ``--num-layers`` counts them.
+        """Number of layers of each stage, as ``--num-layers`` counts them.
 
         Raises:
-            ConfigError: the trace does not say them.
+            ConfigError: The trace does not contain them.
         """
         layers = next(iter(self.trace.ranks.values())).header.layers
         if not layers:
             raise ConfigError(
-                f"{self.trace.origin}: the trace does not say how many layers its stages hold:"
-                " trace the run anew"
+                f"{self.trace.origin}: the trace lacks the number of layers of each stage: trace"
+                " the run again"
             )
         return tuple(layers)
 
@@ -83,7 +95,7 @@ class TracedRun:
         """Returns the figures of the iterations that count.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: There is no such iteration.
         """
         complete = self.trace.complete_iterations()
         if self.iterations:
@@ -99,28 +111,28 @@ class TracedRun:
 def calibrate(
     model: Model, runs: Sequence[TracedRun], described: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Fits a profile.
+    """Fits a profile to traced runs.
 
     Args:
-        model: that all runs trained.
-        runs: at least one.
-        described: the model as the profile file has it; by its name and arguments by default.
+        model: Model that all runs trained.
+        runs: Traced runs, at least one.
+        described: Entry ``model`` of the profile file; by default the model's name and arguments.
 
     Returns:
-        What a profile file holds.
+        Contents of a profile file.
 
     Raises:
-        ConfigError: a run does not say which layers its stages hold, or holds others than the
+        ConfigError: A trace does not contain the layers of its stages, or has others than the
             model.
-        TraceError: a trace is damaged or has no complete iterations beyond those skipped.
+        TraceError: A trace is damaged, or has no complete iterations that count.
     """
     stages: dict[_Key, list[_Stage]] = {}
-    found = _Found()
+    gathered = _Gathered()
     for run in runs:
         figures = run.figures()
         for key, rows in _stages(model, run, figures).items():
             stages.setdefault(key, []).extend(rows)
-        _learn(found, model, run, figures)
+        _gather(gathered, model, run, figures)
     return profile_file.document(
         described or {"name": model.name, "arguments": list(model.arguments)},
         [
@@ -131,35 +143,37 @@ def calibrate(
         made=profile_file.timestamp(),
         nodes={node.name: {"gpu": node.gpu} for run in runs for node in run.hosts.values()},
         links=[
-            {"nodes": [one, other], "within": within, **_curve(sizes)}
-            for (one, other, within), sizes in found.travel.items()
+            {"nodes": [node_type, other], "within": within, **_curve(sizes)}
+            for (node_type, other, within), sizes in gathered.travel.items()
         ],
         all_reduce=[
             {"node": node, "ranks": ranks, **_curve(sizes)}
-            for (node, ranks), sizes in found.reduce.items()
+            for (node, ranks), sizes in gathered.reduce.items()
         ],
-        optimizer_s_per_parameter={gpu: median(each) for gpu, each in found.optimizer.items()},
-        step_s={gpu: median(each) for gpu, each in found.rest.items()},
-        action_sigma=median(found.spread) if found.spread else 0.0,
+        optimizer_s_per_parameter={gpu: median(each) for gpu, each in gathered.optimizer.items()},
+        step_s={gpu: median(each) for gpu, each in gathered.rest.items()},
+        action_sigma=median(gathered.spread) if gathered.spread else 0.0,
     )
 
 
 _Stage = tuple[Sequence[int], tuple[float, float, float]]
-"""Layers of a stage, and seconds of one microbatch: forward, backward, weight gradient or NaN."""
+"""Indices of the layers of a stage, and its seconds of one microbatch: forward, backward by inputs
+or whole, and backward by weights (NaN if it is not split off)."""
 _Key = tuple[str, int, int]
-"""GPU, tensor-parallel ranks, samples of a microbatch."""
+"""GPU, number of tensor-parallel ranks, samples of a microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    """Collects what runs show beside their stages.
+class _Gathered:
+    """Measurements from all runs, except those of stages.
 
     Attributes:
-        travel: seconds of messages by size, by both node types and whether on one host.
-        reduce: seconds of reductions by bytes, by node type and replicas.
-        optimizer: seconds for each parameter, by GPU.
-        rest: seconds of a step that nothing explains, by GPU.
-        spread: of each rank's forwards and backwards, as a part of them.
+        travel: Seconds of messages by bytes, for each pair of node types, and whether both ends
+            were on one host.
+        reduce: Seconds of gradient reductions by bytes, for each node type and number of replicas.
+        optimizer: Seconds of the optimizer per parameter, by GPU.
+        rest: Seconds of a step that no other measurement explains, by GPU.
+        spread: Standard deviation of each rank's forwards and backwards, divided by their median.
     """
 
     travel: dict[tuple[str, str, bool], dict[int, list[float]]] = field(default_factory=dict)
@@ -170,24 +184,24 @@ class _Found:
 
 
 def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
-    """Layers of each chunk of a rank."""
+    """Returns the indices of the layers of each chunk of a rank."""
     header = run.trace.ranks[rank].header
     stages = model.stage_layers(run.layers)
     return tuple(stages[stage] for stage in stages_of_rank(header, header.pp_rank))
 
 
 def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, list[_Stage]]:
-    """Returns one row for each rank and chunk, by GPU, width and microbatch."""
+    """Returns layers and seconds of every chunk of every rank, by GPU, width and microbatch."""
     rows: dict[_Key, list[_Stage]] = {}
-    known = np.isfinite(figures.median_ns).any(axis=0)
-    typical = np.nanmedian(np.where(known, figures.median_ns, 0.0), axis=0)
-    typical[~known] = np.nan
+    is_measured = np.isfinite(figures.median_ns).any(axis=0)
+    typical = np.nanmedian(np.where(is_measured, figures.median_ns, 0.0), axis=0)
+    typical[~is_measured] = np.nan
     pieces = figures.count.max(axis=0)
     for column, rank in enumerate(figures.ranks.tolist()):
         host = run.trace.ranks[rank].header.host
         for chunk, layers in enumerate(_held(model, run, rank)):
             count = np.maximum(pieces[column, chunk], 1)
-            # A weight gradient that was cut takes all its pieces.
+            # The schedule may cut a weight gradient into pieces; its seconds are those of all.
             whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
             key = (run.hosts[host].gpu, run.tp, run.micro_batch)
             seconds = (float(whole[_F]), float(whole[_B]), float(whole[_W]))
@@ -196,6 +210,7 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
 
 
 def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
+    """Fits the durations of layers to those of stages; returns a row for each kind of layer."""
     kinds = sorted({model.layers[i] for layers, _ in rows for i in layers})
     held = [[sum(model.layers[i] == kind for i in layers) for kind in kinds] for layers, _ in rows]
     counts = np.array(held, dtype=np.float64)
@@ -220,7 +235,7 @@ def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
 
 
 def _weight_share(model: Model, name: str) -> float:
-    """Returns the share of weight gradients in a backward: half of all but attention."""
+    """Returns the share of weight gradients in a backward: half, except in the attention core."""
     kind = model.kinds[name]
     if not kind.parameters:
         return 0.0
@@ -230,10 +245,15 @@ def _weight_share(model: Model, name: str) -> float:
 
 
 def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
-    """Seconds of each kind, not negative, that explain the stages best.
+    """Returns the seconds of each kind of layer, not negative, that explain the stages best.
 
-    Projected coordinate descent on ``|A x - b|^2 + prior |x - p|^2``, ``p`` in proportion to the
-    operations.
+    Minimises ``|A x - b|^2 + prior |x - p|^2`` by projected coordinate descent, where ``A`` are the
+    counts, ``b`` the measured seconds, and ``p`` seconds in proportion to the operations.
+
+    Args:
+        counts: Number of layers of each kind in each stage, ``[stages, kinds]``.
+        seconds: Seconds of each stage, ``[stages]``.
+        flops: Operations of a layer of each kind, ``[kinds]``.
     """
     work = counts @ flops
     rate = float(work @ seconds / (work @ work)) if (work > 0).any() else 0.0
@@ -244,14 +264,15 @@ def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
     x = np.maximum(prior, 0.0)
     for _ in range(2000):
         before = x.copy()
-        for i in range(len(x)):
-            x[i] = max(0.0, x[i] + (right[i] - gram[i] @ x) / gram[i, i])
+        for kind in range(len(x)):
+            x[kind] = max(0.0, x[kind] + (right[kind] - gram[kind] @ x) / gram[kind, kind])
         if np.abs(x - before).max() <= 1e-9 * max(x.max(), 1e-12):
             break
     return x
 
 
-def _learn(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> None:
+def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigures) -> None:
+    """Adds the measurements of a run, except those of stages."""
     ranks = figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
     column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}
@@ -264,30 +285,30 @@ def _learn(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> 
     for i, header in enumerate(headers):
         gpu = run.hosts[header.host].gpu
         if column["optimizer"][i] > 0 and held[i]:
-            each = float(column["optimizer"][i]) / 1e9 / held[i]
-            found.optimizer.setdefault(gpu, []).append(each)
+            each_s = float(column["optimizer"][i]) / 1e9 / held[i]
+            gathered.optimizer.setdefault(gpu, []).append(each_s)
         rest = column["step"][i] - np.median(figures.step_ns[:, i])
         rest -= column["reduce"][i] + column["optimizer"][i]
         if column["step"][i] > 0:
-            found.rest.setdefault(gpu, []).append(max(0.0, float(rest) / 1e9))
-    # The reduction of gradients between the replicas of one host.
-    alone = run.dp > 1 and len({header.host for header in headers}) == 1
-    for pp_rank in range(run.trace.num_ranks if alone else 0):
-        mine = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
-        size = round(held[mine[0]] * model.precision.reduce_bytes)
-        # The replica that comes last waits for nobody.
-        seconds = min(float(column["reduce"][i]) for i in mine) / 1e9
+            gathered.rest.setdefault(gpu, []).append(max(0.0, float(rest) / 1e9))
+    # A profile has all-reduces within one node, so only runs on one host show them.
+    is_one_host = run.dp > 1 and len({header.host for header in headers}) == 1
+    for pp_rank in range(run.trace.num_ranks if is_one_host else 0):
+        replicas = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
+        size = round(held[replicas[0]] * model.precision.reduce_bytes)
+        # The shortest reduction is that of the replica that starts last and waits for no other.
+        seconds = min(float(column["reduce"][i]) for i in replicas) / 1e9
         if seconds > 0 and size:
-            sizes = found.reduce.setdefault((run.hosts[headers[0].host].name, run.dp), {})
+            sizes = gathered.reduce.setdefault((run.hosts[headers[0].host].name, run.dp), {})
             sizes.setdefault(size, []).append(seconds)
-    known = (figures.count[..., :_W] > 1) & (figures.median_ns[..., :_W] > 0)
-    part = figures.mad_ns[..., :_W][known] / figures.median_ns[..., :_W][known]
-    found.spread.extend((_SIGMA_OF_MAD * part).tolist())
-    _messages(found, run, figures)
+    has_spread = (figures.count[..., :_W] > 1) & (figures.median_ns[..., :_W] > 0)
+    part = figures.mad_ns[..., :_W][has_spread] / figures.median_ns[..., :_W][has_spread]
+    gathered.spread.extend((_SIGMA_OF_MAD * part).tolist())
+    _messages(gathered, run, figures)
 
 
-def _messages(found: _Found, run: TracedRun, figures: RunFigures) -> None:
-    """Messages whose arrival is exact: from being handed over to being there."""
+def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
+    """Gathers the seconds of messages whose arrival was seen, from sending to arrival."""
     tables = {
         rank: trace.table(figures.iterations.tolist()) for rank, trace in run.trace.ranks.items()
     }
@@ -295,18 +316,21 @@ def _messages(found: _Found, run: TracedRun, figures: RunFigures) -> None:
     for i in np.flatnonzero(messages.seen):
         ends = [int(messages.source[i]), int(messages.target[i])]
         hosts = [run.trace.ranks[rank].header.host for rank in ends]
-        one, other = sorted(run.hosts[host].name for host in hosts)
+        node_type, other = sorted(run.hosts[host].name for host in hosts)
         seconds = float(messages.arrived_ns[i] - messages.sent_ns[i]) / 1e9
         size = int(messages.bytes[i])
         if size > 0 and seconds > 0:
-            key = (one, other, hosts[0] == hosts[1])
-            found.travel.setdefault(key, {}).setdefault(size, []).append(seconds)
+            key = (node_type, other, hosts[0] == hosts[1])
+            gathered.travel.setdefault(key, {}).setdefault(size, []).append(seconds)
 
 
 def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """Fits latency and bandwidths to the median of each size; one size gives a bandwidth."""
+    """Fits latency and bandwidths of a link to the median seconds of each size of message.
+
+    If there is only one size, the latency is 0.
+    """
     size = np.array(sorted(sizes), dtype=np.float64)
-    seconds = np.array([median(sizes[int(one)]) for one in size])
+    seconds = np.array([median(sizes[int(message_bytes)]) for message_bytes in size])
     latency = 0.0
     if len(size) > 1:
         slope, intercept = np.polyfit(size, seconds, 1)
@@ -319,15 +343,18 @@ def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
     """Returns figures of how well the steps of some runs were predicted, by name.
 
-    Errors are shares of the measured seconds; ``rank_correlation`` is 1 for the same order;
-    ``place_of_best`` is that of the fastest run in the predicted order, 1 for first; ``regret`` is
-    the part by which the run predicted to be fastest was slower than the fastest.
+    Errors are shares of the measured seconds. ``rank_correlation`` is 1 if the order of the runs
+    is the same. ``place_of_best`` is the position of the fastest run in the predicted order, from
+    1. ``regret`` is the share by which the run predicted to be fastest was slower than the fastest.
 
     Args:
-        predicted: seconds of each run's step, of one run at least.
-        measured: the same as they were.
+        predicted: Predicted seconds of each run's step, for at least one run.
+        measured: Measured seconds of each run's step.
     """
-    errors = [abs(one / other - 1) for one, other in zip(predicted, measured, strict=True)]
+    errors = [
+        abs(predicted_s / measured_s - 1)
+        for predicted_s, measured_s in zip(predicted, measured, strict=True)
+    ]
     order = np.argsort(predicted, kind="stable").tolist()
     best = min(range(len(errors)), key=measured.__getitem__)
     return {
@@ -341,15 +368,16 @@ def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str,
     }
 
 
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Returns Spearman's correlation of ranks; equal values share the mean of theirs."""
-    a, b = _ranks(one), _ranks(other)
-    if a.std() == 0 or b.std() == 0:
+def rank_correlation(values: Sequence[float], other: Sequence[float]) -> float:
+    """Returns Spearman's rank correlation; equal values get the mean of their ranks."""
+    ranks, other_ranks = _ranks(values), _ranks(other)
+    if ranks.std() == 0 or other_ranks.std() == 0:
         return 0.0
-    return float(np.corrcoef(a, b)[0, 1])
+    return float(np.corrcoef(ranks, other_ranks)[0, 1])
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
+    """Returns the rank of each value, from 0; equal values get the mean of their ranks."""
     array = np.asarray(values, dtype=np.float64)
     below = (array[None, :] < array[:, None]).sum(axis=1)
     equal = (array[None, :] == array[:, None]).sum(axis=1)

@@ -1,18 +1,25 @@
-"""Finds layers per stage for ranks whose speed was measured while they train.
+"""Finds the layers per stage for a running job, from the measured speed of its ranks.
 
-Layers and stages keep their order and stages their ranks, so a partition is a number of layers for
-each stage. The quickest pace, that of the slowest rank, is found by halving::
+The search has three steps:
 
-    rank takes beside + layers x its layer     8  8  8  8  on ranks 1, 1.5, 1, 1: 12
-    at pace T it holds (T - beside) / layer    9  6  9  8                          9
+1. :func:`balanced` finds a partition whose slowest rank is as fast as possible. The *pace* of a
+   rank is its seconds per microbatch. Halving finds the smallest pace T for which all layers fit: a
+   rank can hold (T - seconds outside of layers) / (seconds per layer) layers. An example: 32 layers
+   on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
 
-Stages are filled in order as far as a pace and memory allow, the stages of a rank sharing its time
-evenly. That is exact where layers are alike, and for one stage per rank. Then layers are moved one
-by one while that makes the slowest rank quicker.
+       layers of each stage    8  8  8  8    slowest pace 8 x 1.5 = 12 s
+       room at T = 9 s         9  6  9  9    33 layers, enough
+       layers of each stage    9  6  9  8    slowest pace 9 s
 
-What a step takes also depends on the order of work, so the partitions near it are simulated under
-the job's own schedule. Of those that are as quick as the quickest, the one for which fewest layers
-change their rank is taken.
+2. Stages are filled in order. If a rank has several stages, they divide its time evenly. This is
+   optimal if all layers are equal, or if each rank has one stage. Afterwards, single layers are
+   moved as long as this makes the slowest rank faster.
+3. The length of a step also depends on the order of work. So partitions near that one are simulated
+   under the job's schedule. Of those about as fast as the fastest, the one that moves the fewest
+   layers to another rank is chosen.
+
+Layers and stages keep their order, and stages keep their ranks. :func:`choose_together` also
+chooses the schedule and the placement of stages.
 
 Source: the minimal bottleneck of a chain of tasks on ranks of given speed, by bisection over the
 pace as in Iqbal 1991, "Approximate algorithms for partitioning and assignment problems".
@@ -42,29 +49,36 @@ Times = tuple[float, float, float]
 """Seconds of forward, backward and weight gradients of one microbatch."""
 
 _ALIKE = 0.005
-"""Steps that differ by less are as quick as each other: simulated and measured differ by more."""
+"""Relative difference up to which two steps count as equally fast; simulated and measured steps
+differ by more."""
 PLACEMENT_GAIN = 0.03
-"""Least gain of another placement over the present one: to move there, weights must be moved."""
+"""Minimum share of a step that another placement must save, because the weights have to move."""
 _SIMULATIONS = 24
+"""Maximum number of partitions to simulate."""
 _ORDERS = 6
+"""Number of schedules that partitions are compared under."""
 _LEAST_S = 1e-9
+"""Seconds that stand in for 0, to avoid division by zero and effects of rounding."""
 _ROUNDING = 1e-6
+"""Share by which rounding may change a value."""
 _UNLIMITED = 1e9
+"""Number of layers that stands in for an unlimited one."""
 _HALVINGS = 40
+"""Number of halvings, which find a pace to 12 digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loads:
-    """Seconds of a pipeline's stages for one microbatch, and the layers that its ranks can hold.
+    """Measured seconds of one microbatch in a pipeline, and the memory of its ranks in layers.
 
     Attributes:
-        placement: which rank holds which stage.
-        partition: layers of each stage as they were measured.
-        layer_s: what a layer of each kind takes, per rank.
-        beside_s: what a stage takes beside its layers, per stage.
-        most_layers: layers that a rank's memory allows, per rank, in its mean ones.
-        kinds: of all layers in order, from 0; empty where they are alike.
-        sizes: what a layer of each kind takes of ``most_layers``, per rank; empty for 1.
+        placement: Rank of each stage.
+        partition: Layers of each stage during the measurement.
+        layer_s: Seconds of a layer of each kind, for each rank.
+        beside_s: Seconds of each stage outside of its layers, such as embedding and loss.
+        most_layers: Number of layers of mean size that fit into the memory of each rank.
+        kinds: Kind of each layer in order, as a number from 0; empty if all layers are equal.
+        sizes: Size of a layer of each kind, divided by the mean, for each rank; empty if all are 1.
     """
 
     placement: Placement
@@ -77,13 +91,13 @@ class Loads:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Time of all layers on each rank, over that on the middle one of them."""
+        """Seconds of all layers on each rank, divided by those on the median rank."""
         layers = self.whole()
         middle = sorted(layers)[(len(layers) - 1) // 2]
         return tuple(layer / max(middle, _LEAST_S) for layer in layers)
 
     def whole(self) -> list[float]:
-        """Returns the seconds that all layers would take on each rank."""
+        """Returns the seconds of all layers together on each rank."""
         return (self._each.sum(axis=2) @ self._before[-1]).tolist()  # type: ignore[no-any-return]
 
     def stage_times(self, partition: Sequence[int]) -> StageTimes:
@@ -91,28 +105,29 @@ class Loads:
         forward, backward, weight = map(tuple, self._seconds(partition).T.tolist())
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
-    def lying(self, kind: PlacementKind) -> Loads:
-        """Returns the loads under another placement; what slows a rank stays with it."""
+    def placed(self, kind: PlacementKind) -> Loads:
+        """Returns the loads under another placement, for which a slow rank is as slow as now."""
         if kind == self.placement.kind:
             return self
-        wanted, slowness = replace(self.placement, kind=kind), self.slowness
+        placement = replace(self.placement, kind=kind)
+        slowness = self.slowness
         beside = []
         for stage, (forward, backward, weight) in enumerate(self.beside_s):
-            now, then = self._ranks[stage], wanted.locate(stage)[0]
-            factor = slowness[then] / max(slowness[now], _LEAST_S)
+            old_rank, new_rank = self._ranks[stage], placement.locate(stage)[0]
+            factor = slowness[new_rank] / max(slowness[old_rank], _LEAST_S)
             beside.append((forward * factor, backward * factor, weight * factor))
-        return replace(self, placement=wanted, beside_s=tuple(beside))
+        return replace(self, placement=placement, beside_s=tuple(beside))
 
     def paces(self, partition: Sequence[int]) -> list[float]:
-        """Returns the seconds that each rank takes for a microbatch under a partition."""
+        """Returns the seconds of a microbatch on each rank under a partition."""
         return self._by_rank(self._seconds(partition).sum(axis=1))
 
     def beside(self) -> list[float]:
-        """Returns the seconds of each rank outside its layers."""
+        """Returns the seconds of each rank outside of its layers."""
         return self._by_rank(np.array(self.beside_s).sum(axis=1))
 
     def fits(self, partition: Sequence[int]) -> bool:
-        """Returns whether every rank's memory allows a partition."""
+        """Returns whether a partition fits into the memory of every rank."""
         sizes = np.array(self.sizes) if self.sizes else np.ones(self._each.shape[:2])
         taken = self._by_rank((self._counts(partition) * sizes[self._ranks]).sum(axis=1))
         pairs = zip(taken, self.most_layers, strict=True)
@@ -126,39 +141,40 @@ class Loads:
 
     @cached_property
     def _each(self) -> Any:
-        """``layer_s``, ``[ranks, kinds, 3]``."""
+        """Seconds ``layer_s`` as an array, ``[ranks, kinds, 3]``."""
         return np.array(self.layer_s)
 
     @cached_property
     def _before(self) -> Any:
-        """Layers of each kind before every layer and behind the last, ``[layers + 1, kinds]``."""
-        every = np.eye(self._each.shape[1])
+        """Number of layers of each kind in front of every layer, ``[layers + 1, kinds]``."""
+        one_hot = np.eye(self._each.shape[1])
         kinds = list(self.kinds) or [0] * sum(self.partition)
-        return np.concatenate([0 * every[:1], every[kinds].cumsum(axis=0)])
+        return np.concatenate([0 * one_hot[:1], one_hot[kinds].cumsum(axis=0)])
 
     def _counts(self, partition: Sequence[int]) -> Any:
-        """Returns the layers of each kind in every stage, ``[stages, kinds]``."""
+        """Returns the number of layers of each kind in every stage, ``[stages, kinds]``."""
         ends = np.cumsum(partition)
         return self._before[ends] - self._before[ends - partition]
 
     def _seconds(self, partition: Sequence[int]) -> Any:
-        """Returns the seconds of each stage, ``[stages, 3]``."""
+        """Returns the seconds of forward, backward and weight gradients, ``[stages, 3]``."""
         layers = self._counts(partition)[:, :, None] * self._each[self._ranks]
         return np.array(self.beside_s) + layers.sum(axis=1)
 
     def _by_rank(self, values: Any) -> list[float]:
+        """Adds the values of each rank's stages."""
         sums = np.bincount(self._ranks, weights=values, minlength=self.placement.num_ranks)
         return sums.tolist()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionMove:
-    """A partition that is worth a move.
+    """A partition that is better than the present one.
 
     Attributes:
-        partition: layers of each stage.
-        present_s: the step as it is, simulated.
-        step_s: the step under ``partition``, simulated.
+        partition: Layers of each stage.
+        present_s: Simulated seconds of a step under the present partition.
+        step_s: Simulated seconds of a step under ``partition``.
     """
 
     partition: Partition
@@ -173,13 +189,13 @@ class PartitionMove:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Holds what ``auto`` lets all ranks run from here on.
+    """Decision of the schedule ``auto`` for all ranks.
 
     Attributes:
-        text: what was chosen and why, for the log.
-        stay: what to run with the stages as they are, ``None`` to leave it as it is.
-        move: what to run after moving the stages or their layers, ``None`` to stay.
-        partition: layers of each stage then, ``None`` for those at present.
+        text: Choice and its reason, for the log.
+        stay: Schedule for the present placement and partition; ``None`` to keep the present one.
+        move: Schedule to run after stages or layers were moved; ``None`` to move nothing.
+        partition: Layers of each stage after the move; ``None`` for the present ones.
     """
 
     text: str
@@ -189,7 +205,7 @@ class Decision:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Returns the layers that lie on another rank under ``new`` than under ``old``."""
+    """Returns the number of layers that change their rank from partition ``old`` to ``new``."""
     ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 
@@ -197,21 +213,21 @@ def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> 
 def simulated_step(
     loads: Loads, candidate: Candidate, num_microbatches: int
 ) -> Callable[[Partition], float]:
-    """Returns a function that simulates a step under a partition and the job's order of work.
+    """Returns a function that simulates a step of the job under a partition.
 
     Args:
-        loads: of the stages.
-        candidate: what runs.
-        num_microbatches: microbatches per step.
+        loads: Loads of the stages.
+        candidate: Schedule of the job.
+        num_microbatches: Number of microbatches of a step.
     """
-    known: dict[Partition, float] = {}
+    step_s_of: dict[Partition, float] = {}
 
     def step_s(partition: Partition) -> float:
-        if partition not in known:
+        if partition not in step_s_of:
             profile = StageProfile(times=loads.stage_times(partition))
             outcome = evaluate(candidate, num_microbatches, profile, (0,))
-            known[partition] = outcome.mean_s
-        return known[partition]
+            step_s_of[partition] = outcome.mean_s
+        return step_s_of[partition]
 
     return step_s
 
@@ -219,23 +235,24 @@ def simulated_step(
 def propose(
     loads: Loads, step_s: Callable[[Partition], float], gain: float
 ) -> PartitionMove | None:
-    """Finds the partition to move to.
+    """Finds a better partition for a job whose schedule stays.
 
     Args:
-        loads: of the stages.
-        step_s: seconds of a step under a partition, see :func:`simulated_step`.
-        gain: least share of a step that a move must save.
+        loads: Loads of the stages.
+        step_s: Function that returns the seconds of a step under a partition, see
+            :func:`simulated_step`.
+        gain: Minimum share of a step that a move must save.
 
     Returns:
-        The proposal, ``None`` to stay.
+        The move, or ``None`` if no move is worth it.
     """
     present = loads.partition
     start = balanced(loads)
     if not max(loads.paces(start)) < max(loads.paces(present)) * (1 - gain / 2):
-        return None  # nothing is simulated on a quiet job
+        return None  # ranks are balanced well enough, so no simulation is needed
     choice, seconds = _quickest(loads, start, step_s)
-    found = PartitionMove(partition=choice, present_s=step_s(present), step_s=seconds)
-    return found if choice != present and found.gain >= gain else None
+    move = PartitionMove(partition=choice, present_s=step_s(present), step_s=seconds)
+    return move if choice != present and move.gain >= gain else None
 
 
 def choose_together(
@@ -248,120 +265,198 @@ def choose_together(
     num_microbatches: int,
     **options: Any,
 ) -> Decision:
-    """Finds placement, layers per stage, order of work and cap together.
+    """Chooses placement, layers per stage, schedule and cap together.
 
-    What is best for equal stages need not be for those at hand, nor layers that suit one order
-    another. So under each placement partitions are compared by the fastest of several orders, those
-    that lead where ranks are as even as they can be; the choice is then made anew for the best.
+    For each placement, partitions near a balanced one are compared, each under the fastest of a few
+    good schedules. Then all schedules are compared under the best partition.
 
     Args:
-        loads: of the stages as they are.
-        profile: spreads, lengths and links.
-        limits: how stages may lie, as they do first, and the most activations that memory allows
-            then under a partition, in whole-rank microbatches.
-        halves: loads of parts of the measured steps, each of which must promise the gain too.
-        gain: least share of a step that moving layers must save, ``None`` where they stay.
-        num_microbatches, options: see
-        :func:`~megatron.adaptive.schedule.choose_by_simulation.choose`.
+        loads: Loads of the stages under the present placement and partition.
+        profile: Spreads and lengths of actions, and links.
+        limits: For each placement to consider, the present one first, a function that returns the
+            most activations that memory allows under a partition, in microbatches of a whole rank.
+        halves: Loads of parts of the measured steps. A move must save enough for each of them, too.
+        gain: Minimum share of a step that moving layers must save; ``None`` to move no layers.
+        num_microbatches: Number of microbatches of a step.
+        options: Further arguments of ``choose_by_simulation.choose``.
 
     Raises:
-        ScheduleError: memory does not allow any candidate.
+        ScheduleError: Memory does not allow any schedule.
 
-    Source: AdaPtis, arXiv 2509.23722, for choosing these together; the search is ours.
+    Source: AdaPtis, arXiv 2509.23722, for choosing these together. The search is our own.
     """
-
-    def times_of(lying: Loads, partition: Partition) -> StageProfile:
-        return replace(profile, times=lying.stage_times(partition))
-
-    def fastest(lying: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:
-        return choose(
-            times_of(lying, partition),
-            placement=lying.placement,
-            num_microbatches=num_microbatches,
-            most=limits[lying.placement.kind](partition),
-            quick=quick,
-            **options,
-        )
-
-    def near(lying: Loads, orders: list[Candidate]) -> Partition:
-        start, limit = balanced(lying), limits[lying.placement.kind]
-        leading = fastest(lying, start, quick=True).outcomes[:_ORDERS]
-        orders += [one.candidate for one in leading]
-
-        @cache
-        def step_s(partition: Partition) -> float:
-            times, most = times_of(lying, partition), with_rounding(limit(partition))
-            runs = (evaluate(one, num_microbatches, times, (0,)) for one in orders)
-            return min((run.mean_s for run in runs if run.peak_units <= most), default=math.inf)
-
-        return _quickest(lying, start, step_s)[0]
-
-    def step_of(choice: ScheduleChoice, of: Loads, partition: Partition) -> float:
-        times = times_of(of.lying(choice.best.placement.kind), partition)
-        return evaluate(choice.best, num_microbatches, times, (0,)).mean_s
-
-    present, errors = loads.partition, []
+    job = _Job(profile=profile, limits=limits, num_microbatches=num_microbatches, options=options)
+    present = loads.partition
+    errors = []
     stay: ScheduleChoice | None = None
     choice: ScheduleChoice | None = None
-    found: list[tuple[float, Partition, ScheduleChoice]] = []
-    for kind, cuts in product(limits, (False, True) if gain is not None else (False,)):
+    moves: list[tuple[float, Partition, ScheduleChoice]] = []
+    for kind, moves_layers in product(limits, (False, True) if gain is not None else (False,)):
         if stay is not None and time.monotonic() >= options.get("until_s", math.inf):
             break
-        lying = loads.lying(kind)
+        placed = loads.placed(kind)
         try:
-            known = [one.best for one in (stay, choice) if one is not None]
-            orders = [one for one in known if one.placement == lying.placement]
-            partition = near(lying, orders) if cuts else present
-            if cuts and partition == present:
-                continue
-            choice = fastest(lying, partition)
+            chosen = job.choose_for(placed, present, (stay, choice), moves_layers)
         except ScheduleError as error:
             errors.append(error)
             continue
-        if lying is loads and not cuts:
+        if chosen is None:
+            continue
+        partition, choice = chosen
+        if placed is loads and not moves_layers:
             stay = choice
             continue
-        least = gain if cuts and gain is not None else PLACEMENT_GAIN
+        least = gain if moves_layers and gain is not None else PLACEMENT_GAIN
         if stay is None or all(
-            step_of(choice, of, partition) < step_of(stay, of, present) * (1 - least)
-            for of in (loads, *halves)
+            job.step_s(choice, part, partition) < job.step_s(stay, part, present) * (1 - least)
+            for part in (loads, *halves)
         ):
-            found.append((step_of(choice, loads, partition), partition, choice))
-    if not found:
-        if stay is None:
-            raise errors[0]
+            moves.append((job.step_s(choice, loads, partition), partition, choice))
+    if not moves and stay is None:
+        raise errors[0]
+    return _decision(loads, moves, stay)
+
+
+def _decision(
+    loads: Loads, moves: list[tuple[float, Partition, ScheduleChoice]], stay: ScheduleChoice | None
+) -> Decision:
+    """Returns the decision for the best move, or to stay if there is none.
+
+    Args:
+        loads: Loads under the present placement and partition.
+        moves: Seconds of a step after each move, its partition and its schedule.
+        stay: Best schedule without a move, if any fits.
+    """
+    if not moves:
+        assert stay is not None
         return Decision(text=stay.reason, stay=stay.best)
-    _, partition, choice = min(found, key=lambda one: one[0])
-    text, cut = choice.reason, None if partition == present else partition
+    _, partition, choice = min(moves, key=lambda move: move[0])
+    text = choice.reason
+    new_partition = None if partition == loads.partition else partition
     if stay is not None:
-        was = "" if cut is None else f" of {'-'.join(map(str, present))} layers"
-        text += f"; in a {loads.placement.kind}{was} at best {stay.step_s * 1e3:.4g} ms"
+        layers = "-".join(map(str, loads.partition))
+        layers_text = "" if new_partition is None else f" of {layers} layers"
+        text += f"; in a {loads.placement.kind}{layers_text} at best {stay.step_s * 1e3:.4g} ms"
     best = None if stay is None else stay.best
-    return Decision(text=text, stay=best, move=choice.best, partition=cut)
+    return Decision(text=text, stay=best, move=choice.best, partition=new_partition)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """Parameters of :func:`choose_together` that stay the same, and simulations under them.
+
+    Attributes:
+        profile: Spreads and lengths of actions, and links.
+        limits: Function that returns the maximum activations under a partition, by placement.
+        num_microbatches: Number of microbatches of a step.
+        options: Further arguments of ``choose``.
+    """
+
+    profile: StageProfile
+    limits: Mapping[PlacementKind, Callable[[Partition], float]]
+    num_microbatches: int
+    options: Mapping[str, Any]
+
+    def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
+        """Returns the profile with the durations of stages under a partition."""
+        return replace(self.profile, times=loads.stage_times(partition))
+
+    def fastest(self, loads: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:
+        """Returns the fastest schedule for a partition, from few simulations if ``quick``."""
+        return choose(
+            self._profile_of(loads, partition),
+            placement=loads.placement,
+            num_microbatches=self.num_microbatches,
+            most=self.limits[loads.placement.kind](partition),
+            quick=quick,
+            **self.options,
+        )
+
+    def choose_for(
+        self,
+        loads: Loads,
+        present: Partition,
+        earlier: Sequence[ScheduleChoice | None],
+        moves_layers: bool,
+    ) -> tuple[Partition, ScheduleChoice] | None:
+        """Chooses a partition and the fastest schedule for it, under one placement.
+
+        Args:
+            loads: Loads under the placement.
+            present: Layers of each stage at present.
+            earlier: Earlier choices, whose schedules are tried too.
+            moves_layers: Whether to choose another partition.
+
+        Returns:
+            The choice, or ``None`` if the best partition is the present one.
+        """
+        bests = [choice.best for choice in earlier if choice is not None]
+        candidates = [best for best in bests if best.placement == loads.placement]
+        partition = self.best_partition(loads, candidates) if moves_layers else present
+        if moves_layers and partition == present:
+            return None
+        return partition, self.fastest(loads, partition)
+
+    def best_partition(self, loads: Loads, candidates: list[Candidate]) -> Partition:
+        """Returns the best partition near a balanced one.
+
+        Args:
+            loads: Loads of the stages.
+            candidates: Schedules to compare partitions under, besides the best few ones for the
+                balanced partition.
+        """
+        start = balanced(loads)
+        limit = self.limits[loads.placement.kind]
+        leading = self.fastest(loads, start, quick=True).outcomes[:_ORDERS]
+        candidates = [*candidates, *(outcome.candidate for outcome in leading)]
+
+        @cache
+        def step_s(partition: Partition) -> float:
+            times = self._profile_of(loads, partition)
+            most = with_rounding(limit(partition))
+            runs = (
+                evaluate(candidate, self.num_microbatches, times, (0,)) for candidate in candidates
+            )
+            return min((run.mean_s for run in runs if run.peak_units <= most), default=math.inf)
+
+        return _quickest(loads, start, step_s)[0]
+
+    def step_s(self, choice: ScheduleChoice, loads: Loads, partition: Partition) -> float:
+        """Returns the simulated seconds of a step under a chosen schedule and its placement."""
+        times = self._profile_of(loads.placed(choice.best.placement.kind), partition)
+        return evaluate(choice.best, self.num_microbatches, times, (0,)).mean_s
 
 
 def balanced(loads: Loads) -> Partition:
-    """Returns a partition under which the slowest rank is about as quick as it can be."""
-    every = loads.beside(), loads.whole()
-    slowest, quickest = max(map(sum, zip(*every, strict=True))), max(loads.beside())
+    """Returns a partition under which the slowest rank is about as fast as possible."""
+    outside_and_layers = loads.beside(), loads.whole()
+    slowest = max(map(sum, zip(*outside_and_layers, strict=True)))
+    quickest = max(loads.beside())
     filled = loads.partition
     for _ in range(_HALVINGS):
         pace = (slowest + quickest) / 2
-        found = _filled(loads, pace)
-        if found is None:
+        partition = _filled(loads, pace)
+        if partition is None:
             quickest = pace
         else:
-            filled, slowest = found, pace
-    ends = [one for one in (_descended(loads, loads.partition), filled) if loads.fits(one)]
+            filled, slowest = partition, pace
+    ends = [end for end in (_descended(loads, loads.partition), filled) if loads.fits(end)]
     return min(ends, key=lambda partition: max(loads.paces(partition)), default=loads.partition)
 
 
 def _quickest(
     loads: Loads, start: Partition, step_s: Callable[[Partition], float]
 ) -> tuple[Partition, float]:
-    """Returns the quickest partition near two, or one as quick for which fewer layers travel."""
+    """Finds the fastest partition by moving single layers, from the present one or ``start``.
+
+    Of partitions that are about as fast, it takes the one that moves the fewest layers to another
+    rank.
+
+    Returns:
+        The partition, and the seconds of its step.
+    """
     present = loads.partition
-    tried = {one: step_s(one) for one in (present, start)}
+    tried = {partition: step_s(partition) for partition in (present, start)}
     best = min(tried, key=tried.__getitem__)
     while len(tried) < _SIMULATIONS:
         better = None
@@ -384,44 +479,58 @@ def _quickest(
 
 
 def _filled(loads: Loads, pace: float) -> Partition | None:
-    """Fills stages in order as far as a pace and memory allow, ``None`` if layers are left."""
-    placement, kinds = loads.placement, loads.kinds or (0,) * sum(loads.partition)
+    """Fills stages in order with as many layers as a pace and memory allow.
+
+    Returns:
+        Layers of each stage, or ``None`` if some layers are left.
+    """
+    placement = loads.placement
+    kinds = loads.kinds or (0,) * sum(loads.partition)
     seconds = [pace - beside for beside in loads.beside()]
     space = [min(most, _UNLIMITED) for most in loads.most_layers]
     open_stages = [placement.num_chunks] * placement.num_ranks
-    layers, next_one = [0] * placement.num_stages, 0
+    layers = [0] * placement.num_stages
+    next_layer = 0
     for stage in range(placement.num_stages):
         rank = placement.locate(stage)[0]
+        # The rank's later stages get equal shares of the time and memory that it has left.
         others = 1 - 1 / open_stages[rank]
         least_s, least = seconds[rank] * others - _LEAST_S, space[rank] * others - _ROUNDING
         open_stages[rank] -= 1
-        while next_one < len(kinds):
-            left_s = seconds[rank] - sum(loads.layer_s[rank][kinds[next_one]])
-            left = space[rank] - (loads.sizes[rank][kinds[next_one]] if loads.sizes else 1.0)
+        while next_layer < len(kinds):
+            left_s = seconds[rank] - sum(loads.layer_s[rank][kinds[next_layer]])
+            left = space[rank] - (loads.sizes[rank][kinds[next_layer]] if loads.sizes else 1.0)
             if left_s < least_s or left < least:
                 break
             seconds[rank], space[rank] = left_s, left
             layers[stage] += 1
-            next_one += 1
-    return tuple(layers) if next_one == len(kinds) else None
+            next_layer += 1
+    return tuple(layers) if next_layer == len(kinds) else None
 
 
 def _descended(loads: Loads, partition: Partition) -> Partition:
-    """Moves layers one by one while that makes the slowest rank quicker."""
-    pace, better = max(loads.paces(partition)), True
+    """Moves single layers between stages as long as this makes the slowest rank faster."""
+    pace = max(loads.paces(partition))
+    better = True
     while better:
         better = False
         for near in _neighbours(loads, partition, pace):
-            if (found := max(loads.paces(near))) < pace * (1 - _ROUNDING):
-                partition, pace, better = near, found, True
+            if (near_pace := max(loads.paces(near))) < pace * (1 - _ROUNDING):
+                partition = near
+                pace = near_pace
+                better = True
                 break
     return partition
 
 
 def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
-    """Yields partitions with one layer moved, slowest giver and quickest taker first.
+    """Yields partitions with one layer moved, from the slowest rank to the fastest one first.
 
-    ``least``: pace of the givers, for nothing gets quicker where others give.
+    Args:
+        loads: Loads of the stages.
+        partition: Layers of each stage.
+        least: Minimum pace of the ranks that give a layer. The slowest rank gets no faster if
+            another one gives.
     """
     paces = loads.paces(partition)
 

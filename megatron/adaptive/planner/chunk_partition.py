@@ -1,10 +1,20 @@
-"""Chooses orders of work for pipelines, and divides layers among chunks and for these orders.
+"""Improves a pipeline that the search found: its schedule, and its layers per stage.
 
-There is no proof here. With several stages on each rank the partition starts in proportion to the
-speed of the ranks, then :func:`hand_over` hands layers over while that helps. Every hand-over is
-timed in the true order of the schedule, that of a rule in the order of a static schedule on the
-same placement. For what is chosen in the end they are handed over once more, each time predicted as
-it runs.
+The search finds pipelines with one stage per rank under 1F1B. This module tries other schedules,
+some of which give each rank several stages (chunks), and divides the layers for them. Unlike the
+search it proves nothing: it improves a first partition step by step. An example: 15 layers in 4
+interleaved stages on 2 ranks, with 4 microbatches. A layer takes 1 s forward and 2 s backward on
+rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
+
+    first partition   5 3 5 2   135 s   work in proportion to the speed of the ranks
+    0 gives to 1      4 4 5 2   156 s   slower, undone
+    0 gives to 2      4 3 6 2   132 s   faster, kept
+    ...                                 until no hand-over makes the step faster
+
+Each hand-over is timed in the order of the schedule (``order_timing``). A rule has no fixed order,
+so that of a static schedule with the same placement stands in for it. The plans that are chosen in
+the end get a second round, in which every partition is predicted under its own schedule
+(:func:`handed_over`).
 """
 
 from __future__ import annotations
@@ -28,28 +38,34 @@ from megatron.adaptive.planner.stage_classes import StageClass
 from megatron.adaptive.schedule import catalog
 
 ONE_CHUNK = selectable_names(lambda spec: spec.planned != "no" and spec.least_chunks == 1)
-"""Schedules that the trainer runs with one chunk for each rank."""
+"""Schedules that the trainer runs with one chunk per rank."""
 
 
 def hand_over(
     cuts: Any, seconds: float, seconds_of: Callable[[Any], float], most: int
 ) -> tuple[Any, float, int]:
-    """Hands layers over, one at a time, between any two stages while a pipeline gets faster.
+    """Moves one layer at a time between two stages, as long as this makes the pipeline faster.
+
+    All pairs of stages take turns. The stages between the two shift by a layer, so that each of
+    them keeps its number of layers. The search ends if a whole round has found no improvement.
 
     Args:
-        cuts: first layer of each stage and the number of layers, ``[stages + 1]``.
-        seconds: of the pipeline.
-        seconds_of: returns those of other cuts, infinite where memory is short.
-        most: pipelines to time at most.
+        cuts: First layer of each stage, and the number of layers, ``[stages + 1]``.
+        seconds: Seconds of the pipeline with these cuts.
+        seconds_of: Function that returns the seconds of other cuts, infinite if they do not fit
+            into memory.
+        most: Maximum number of pipelines to time.
 
     Returns:
-        The cuts, their seconds, and how many pipelines were timed.
+        The best cuts, their seconds, and the number of pipelines timed.
     """
     pairs = list(itertools.permutations(range(len(cuts) - 1), 2))
-    timed, since, turns = 0, 0, itertools.cycle(pairs)
-    while since < len(pairs) and timed < most:
+    timed = 0
+    unchanged = 0
+    turns = itertools.cycle(pairs)
+    while unchanged < len(pairs) and timed < most:
         source, target = next(turns)
-        since += 1
+        unchanged += 1
         trial = cuts.copy()
         between = slice(min(source, target) + 1, max(source, target) + 1)
         trial[between] += -1 if source < target else 1
@@ -58,19 +74,21 @@ def hand_over(
         value = seconds_of(trial)
         timed += math.isfinite(value)
         if value < seconds:
-            cuts, seconds, since = trial, value, 0
+            cuts = trial
+            seconds = value
+            unchanged = 0
     return cuts, seconds, timed
 
 
 class ChunkedPipeline:
-    """A pipeline with several chunks for each rank, without its partition.
+    """Finds the partition of a pipeline with several chunks per rank.
 
     Args:
-        arrays: ``kernel.ShapeArrays`` of its shape.
-        classes: the classes of its shape.
-        ranks: class of each pipeline rank, by number.
-        schedule: a static schedule.
-        chunks: of each rank.
+        arrays: ``search_kernel.ShapeArrays`` of the pipeline's shape.
+        classes: Classes of the shape.
+        ranks: Index of each pipeline rank's class.
+        schedule: Name of a static schedule.
+        chunks: Number of chunks of each rank.
     """
 
     def __init__(
@@ -83,27 +101,30 @@ class ChunkedPipeline:
     ) -> None:
         order = self._order = (schedule, len(ranks), chunks, arrays.microbatches)
         self._arrays, self._ranks, self._chunks = arrays, ranks, chunks
-        place = catalog.placement_for(schedule, len(ranks), chunks)
-        # Of each stage: its pipeline rank, class and microbatches in flight.
-        self._rank_of = np.array([place.locate(stage)[0] for stage in range(place.num_stages)])
+        placement = catalog.placement_for(schedule, len(ranks), chunks)
+        # Pipeline rank, class and microbatches in flight of each stage.
+        stages = range(placement.num_stages)
+        self._rank_of = np.array([placement.locate(stage)[0] for stage in stages])
         self._classes = np.array(ranks)[self._rank_of]
         self._held = np.array(in_flight(*order))[self._rank_of]
-        # Number of the node, or of the group of nodes, of each pipeline rank.
-        blocks, left = list[int](), 0
+        # Each pipeline rank's block: ranks of one block share a node or a group of nodes.
+        blocks = list[int]()
+        left = 0
         for rank in ranks:
             blocks.append(blocks[-1] if left else len(blocks))
             left = (left or classes[rank].block) - 1
         self._blocks = np.array(blocks)
 
     def best(self, most: int, hopeless_s: float) -> tuple[int, ...]:
-        """Finds a partition; see :func:`hand_over`.
+        """Finds a partition by handing layers over, see :func:`hand_over`.
 
         Args:
-            most: pipelines to time at most.
-            hopeless_s: seconds from which on the first partition is not worth more.
+            most: Maximum number of pipelines to time.
+            hopeless_s: Limit in seconds; if the first partition takes as long, the method gives up.
 
         Returns:
-            Where the stages begin, and the number of layers; empty where nothing fits.
+            First layer of each stage, and the number of layers; empty if the first partition is
+            too slow or no partition fits into memory.
         """
         cuts = self._first_cuts()
         best = self._seconds(cuts)
@@ -113,8 +134,13 @@ class ChunkedPipeline:
         return tuple(cuts.tolist()) if math.isfinite(best) else ()
 
     def _first_cuts(self) -> Any:
-        """Returns the first layer of each stage, work by the ranks' speed, ``[stages + 1]``."""
-        arrays, stages = self._arrays, len(self._rank_of)
+        """Returns cuts that give each stage work in proportion to its rank's speed.
+
+        Returns:
+            First layer of each stage, and the number of layers, ``[stages + 1]``.
+        """
+        arrays = self._arrays
+        stages = len(self._rank_of)
         n = arrays.forward.shape[1] - 1
         work = arrays.forward[:, 0, :] + arrays.backward[:, 0, :]
         speed = 1 / np.maximum(work[list(self._ranks), n], 1e-30)
@@ -122,37 +148,48 @@ class ChunkedPipeline:
         done = work[0] / max(float(work[0, n]), 1e-30)
         cuts = np.concatenate([[0], np.searchsorted(done, share - 1e-9)]).astype(np.int64)
         cuts[-1] = n
-        # Every stage has a layer: cuts ascend from the front, and leave room behind.
-        at = np.arange(stages + 1)
-        cuts = np.maximum.accumulate(cuts - at) + at
-        return np.minimum(cuts, n - stages + at)
+        # Every stage needs a layer, so each cut is above the one before it, and leaves a layer for
+        # every stage behind it.
+        numbers = np.arange(stages + 1)
+        cuts = np.maximum.accumulate(cuts - numbers) + numbers
+        return np.minimum(cuts, n - stages + numbers)
 
     def _by_rank(self, values: Any) -> Any:
-        """Adds up the chunks of each rank; ``values``: ``[tables, stages]``."""
+        """Adds the values of each rank's chunks: ``[tables, stages]`` to ``[tables, ranks]``."""
         return values @ (self._rank_of[:, None] == np.arange(len(self._ranks)))
 
     def _fits(self, cuts: Any) -> bool:
         """Returns whether every rank has the memory for its chunks."""
-        classes, low, high = self._classes, cuts[:-1], cuts[1:]
-        base, kept = (one.swapaxes(0, 1) for one in (self._arrays.base, self._arrays.kept))
+        classes = self._classes
+        low = cuts[:-1]
+        high = cuts[1:]
+        base = self._arrays.base.swapaxes(0, 1)
+        kept = self._arrays.kept.swapaxes(0, 1)
         fixed = base[:, self._ranks, 0, 0]
-        own = base[:, classes, low, high] - fixed[:, self._rank_of]
-        own += self._held * kept[:, classes, low, high]
-        return bool((fixed + self._by_rank(own) <= 0).all())
+        chunk_bytes = base[:, classes, low, high] - fixed[:, self._rank_of]
+        chunk_bytes += self._held * kept[:, classes, low, high]
+        return bool((fixed + self._by_rank(chunk_bytes) <= 0).all())
 
     def _seconds(self, cuts: Any) -> float:
-        """Returns the seconds without the embedding's; infinite where memory is short."""
+        """Returns the seconds of a step, or infinity if the cuts do not fit into memory.
+
+        The all-reduce of tied embeddings is left out, because it is the same for all cuts.
+        """
         if not self._fits(cuts):
             return np.inf
-        arrays, classes, low, high = self._arrays, self._classes, cuts[:-1], cuts[1:]
+        arrays = self._arrays
+        classes = self._classes
+        low = cuts[:-1]
+        high = cuts[1:]
         stages = len(classes)
         messages = np.zeros((2, 2, stages))
-        one, other = classes[:-1], classes[1:]
-        block, sent = self._blocks[self._rank_of], np.diff(self._rank_of) != 0
+        front, back = classes[:-1], classes[1:]
+        block = self._blocks[self._rank_of]
+        is_sent = np.diff(self._rank_of) != 0
         kinds = (block[:-1] == block[1:]).astype(np.int64)
         for row, table in enumerate((arrays.latency, arrays.occupancy)):
-            messages[row, 0, :-1] = sent * table[0, kinds, one, other, high[:-1]]
-            messages[row, 1, 1:] = sent * table[1, kinds, other, one, high[:-1]]
+            messages[row, 0, :-1] = is_sent * table[0, kinds, front, back, high[:-1]]
+            messages[row, 1, 1:] = is_sent * table[1, kinds, back, front, high[:-1]]
         forward, backward, weight = (
             table[classes, low, high] for table in (arrays.forward, arrays.backward, arrays.weight)
         )
@@ -165,40 +202,46 @@ class ChunkedPipeline:
 
 
 def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tuple[Plan, float]:
-    """Hands layers over while that makes a plan's step faster in its own order of work.
+    """Improves a plan's partition by hand-overs, each predicted under the plan's own schedule.
 
-    At most ``most`` plans are predicted.
+    Args:
+        plan: The plan.
+        seconds: Predicted seconds of its step.
+        inputs: Model, cluster and profile.
+        most: Maximum number of plans to predict.
 
     Returns:
-        The plan and the seconds of its step.
+        The best plan, and the seconds of its step.
     """
 
     def plan_of(cuts: Any) -> Plan:
         return replace(plan, partition=tuple(np.diff(cuts).tolist()))
 
     def seconds_of(cuts: Any) -> float:
-        seen = predict(plan_of(cuts), inputs)
-        return seen.seconds if seen.fits else math.inf
+        prediction = predict(plan_of(cuts), inputs)
+        return prediction.seconds if prediction.fits else math.inf
 
     cuts = np.concatenate([[0], np.cumsum(plan.partition)])
-    found, seconds, _ = hand_over(cuts, seconds, seconds_of, most)
-    return plan_of(found), seconds
+    handed_cuts, seconds, _ = hand_over(cuts, seconds, seconds_of, most)
+    return plan_of(handed_cuts), seconds
 
 
 def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanRow | None:
-    """Gives a pipeline the order of work that is fastest for it and fits.
+    """Gives a plan the fastest schedule that fits into memory.
 
     Args:
-        plan: as the search found it; stages of unequal widths get microbatches of one size.
-        inputs: what is trained where, and how long it takes.
-        schedules: orders to choose from; with one chunk for each rank, those that need several do
-            not count.
+        plan: Plan of the search. If its stages have unequal widths, they get microbatches of one
+            size, see ``cost.as_run``.
+        inputs: Model, cluster and profile.
+        schedules: Schedules to choose from. If the plan has one chunk per rank, those that need
+            several are left out.
 
     Returns:
-        The plan and its prediction; None where no order is possible, and one that does not fit
-        where none does.
+        The plan and its prediction. If no schedule fits into memory, the fastest one is returned
+        nevertheless; if none is possible, ``None``.
     """
-    run, rows = as_run(plan), []
+    run = as_run(plan)
+    rows = []
     if plan.pp == 1 or (run == plan and not plan.uniform):
         schedules = schedules[:1] and ("1f1b",)
     for name in schedules:
@@ -206,11 +249,11 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
             continue
         candidate = replace(run, schedule=name)
         try:
-            seen = predict(candidate, inputs)
+            prediction = predict(candidate, inputs)
         except ScheduleError:
-            continue  # not with these stages or so few microbatches
-        rows.append(PlanRow(plan=candidate, prediction=seen))
-    # The first of equal ones: what was asked for first.
+            continue  # the schedule does not allow these stages, or so few microbatches
+        rows.append(PlanRow(plan=candidate, prediction=prediction))
+    # If several are equal, ``min`` returns the one whose schedule was listed first.
     return min(
         rows, default=None, key=lambda row: (not row.prediction.fits, row.prediction.seconds)
     )

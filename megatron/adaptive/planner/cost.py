@@ -1,16 +1,24 @@
-"""Predicts what a plan takes: seconds of a step and bytes of every stage.
+"""Predicts the seconds of a step of a plan, and the memory of every pipeline rank.
 
-A step is the pipeline in the true order of the schedule, with the durations of each stage's layers
-on its slowest replica and a message over every stage boundary; then each rank reduces its gradients
-with its replicas, tied embeddings are added up, and the optimizer runs.
+A step has four parts, one after the other::
 
-The search gives stages of unequal widths microbatches of unequal sizes, so that each stage has the
-same number of them. The trainer has microbatches of one size, and each is the work of one replica
-of a stage (``schedule.unequal_widths``)::
+    | pipeline                                  | reduction | tied embeddings | optimizer |
+      forwards, backwards and messages, in the
+      order of the plan's schedule
 
-    3 GPUs, 8 samples         searched                     run
-    stage 0, 2 replicas       4 microbatches of 1 each     4 of the 8 microbatches of 1 each
-    stage 1, 1 replica        4 microbatches of 2          8 microbatches of 1
+The pipeline is timed in the order of its schedule: with the durations of each stage's layers on its
+slowest replica, and a message over every boundary between stages. Then each rank reduces its
+gradients with its replicas, the first and the last stage add their gradients of tied embeddings,
+and the optimizer runs.
+
+A plan may have stages of unequal widths. The search then gives the stages microbatches of unequal
+sizes, so that all stages have the same number of them. The trainer has microbatches of one size,
+and deals them out to the replicas of a stage (``schedule.unequal_widths``). :func:`as_run` makes
+the second form of a plan from the first::
+
+    3 GPUs, 8 samples      in the search                 in the trainer
+    stage 0, 2 replicas    4 microbatches of 1 sample    each replica runs 4 of 8 microbatches
+    stage 1, 1 replica     4 microbatches of 2 samples   the replica runs 8 microbatches of 1 sample
 """
 
 from __future__ import annotations
@@ -29,15 +37,12 @@ from megatron.adaptive.planner.layer_costs import (
     OURS,
     LayerTable,
     Runtime,
-    boundary_s,
-    embedding_s,
-    exposed_reduce_s,
     in_flight,
     layer_table,
-    reduce_s,
     stage_memory,
     waiting,
 )
+from megatron.adaptive.planner.link_costs import boundary_s, embedding_s, exposed_reduce_s, reduce_s
 from megatron.adaptive.planner.order_timing import ScheduleTimes, jitter_s, step_times, steps_of
 from megatron.adaptive.planner.plan import (
     Plan,
@@ -58,28 +63,24 @@ from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, draw
 def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Prediction:
     """Predicts a step of a plan.
 
-    A plan that does not fit into memory is predicted as if it did; ``Prediction.fits`` and the
-    stages' memory say so.
+    A plan that does not fit into memory is predicted as if it did, and ``Prediction.fits`` is
+    false.
 
     Args:
-        plan: what runs where.
-        inputs: what is trained where, and how long it takes.
-        runtime: how the training program behaves.
+        plan: The plan.
+        inputs: Model, cluster and profile.
+        runtime: Properties of the training program.
 
     Raises:
-        ConfigError: the profile lacks a duration, or the partition does not cover the model.
-        ScheduleError: the schedule refuses the degrees.
+        ConfigError: The profile lacks a duration, or the partition does not cover the model.
+        ScheduleError: The schedule does not allow the plan's number of stages or microbatches.
     """
     stages = StageSums.of(plan, inputs, runtime)
     times = _pipeline(plan, stages, runtime)
     of_rank = stages.of_rank
-    forward, backward = (
-        of_rank @ stages.durations_s[0],
-        of_rank @ stages.durations_s[1:].sum(axis=0),
-    )
-    sends = of_rank @ (stages.latency_s[0] + stages.occupancy_s[0])
     reduce, optimizer = np.array(stages.reduce_s), np.array(stages.optimizer_s)
     if plan.overlap_reduce:
+        backward = of_rank @ stages.durations_s[1:].sum(axis=0)
         layers = of_rank @ np.array(plan.partition)
         reduce = exposed_reduce_s(reduce, backward, np.maximum(layers, 1))
     tied = embedding_s(plan.places, inputs, plan.tp)
@@ -89,18 +90,8 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     beside = max(inputs.profile.step_s.get(node.gpu, 0.0) * node.slowness for node in nodes)
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
-    predicted = tuple(
-        StagePrediction(
-            forward_s=float(forward[rank]),
-            backward_s=float(backward[rank]),
-            send_s=float(sends[rank]),
-            bubble=1 - float(times.busy_s[rank]) / times.seconds if times.seconds else 0.0,
-            memory=stages.memory[rank],
-        )
-        for rank in range(plan.pp)
-    )
     quiet = _pipeline(plan, stages.without_messages(), runtime)
-    # By cause, on the rank that ends last; they add up to the step.
+    # The parts of the step on the rank that ends last. They add up to the whole step.
     tp_s = float(of_rank[last] @ stages.tp_s) * plan.num_microbatches
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
@@ -115,7 +106,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     return Prediction(
         seconds=seconds,
         parts=parts,
-        stages=predicted,
+        stages=_stage_predictions(stages, times),
         tokens_per_s=plan.global_batch * inputs.model.tokens_per_sample / seconds
         if seconds
         else 0.0,
@@ -124,22 +115,48 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     )
 
 
+def _stage_predictions(stages: StageSums, times: ScheduleTimes) -> tuple[StagePrediction, ...]:
+    """Returns times and memory of each pipeline rank.
+
+    Args:
+        stages: Costs of the plan's stages.
+        times: Ends and work of the ranks.
+    """
+    forward = stages.of_rank @ stages.durations_s[0]
+    backward = stages.of_rank @ stages.durations_s[1:].sum(axis=0)
+    sends = stages.of_rank @ (stages.latency_s[0] + stages.occupancy_s[0])
+    return tuple(
+        StagePrediction(
+            forward_s=float(forward[rank]),
+            backward_s=float(backward[rank]),
+            send_s=float(sends[rank]),
+            bubble=1 - float(times.busy_s[rank]) / times.seconds if times.seconds else 0.0,
+            memory=memory,
+        )
+        for rank, memory in enumerate(stages.memory)
+    )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageSums:
-    """Sums over the stages of a plan; a stage is a chunk of a pipeline rank.
+    """Costs of every stage and rank of a plan, added over layers. Each chunk of a rank is a stage.
 
     Attributes:
-        durations_s: ``[3, stages]``: forward, backward by inputs, by weights, slowest replica.
-        launch_s: ``[3, stages]``, part of them that is hidden where a rank waits.
-        tp_s: ``[stages]``, communication within them.
-        latency_s: ``[2, stages]`` of the message after a forward and after a backward.
-        occupancy_s: ``[2, stages]``, how long it keeps the link busy.
-        reduce_s: ``[ranks]`` gradient reduction, none of it hidden.
-        optimizer_s: ``[ranks]``.
-        memory: of each pipeline rank.
-        of_rank: ``[ranks, stages]``, 1 where a rank has a stage, else 0.
-        message_bytes: ``[2, stages]``, whole output of a stage for one microbatch of a replica.
-        estimated: whether a duration was estimated.
+        durations_s: Seconds of forward, backward by inputs and backward by weights on the slowest
+            replica, ``[3, stages]``.
+        launch_s: Part of ``durations_s`` that runs while a rank waits for its input,
+            ``[3, stages]``.
+        tp_s: Seconds of communication within ``durations_s``, ``[stages]``.
+        latency_s: Seconds of latency of the message after a forward and after a backward,
+            ``[2, stages]``.
+        occupancy_s: Seconds for which that message keeps its link busy, ``[2, stages]``.
+        reduce_s: Seconds of the gradient reduction without overlap, ``[ranks]``.
+        optimizer_s: Seconds of the optimizer, ``[ranks]``.
+        memory: Memory of each pipeline rank.
+        of_rank: 1 if a rank has a stage, 0 if not, ``[ranks, stages]``.
+        message_bytes: Bytes of a stage's output for one microbatch of a replica, sent forward and
+            backward, ``[2, stages]``.
+        estimated: Whether a duration was estimated instead of measured.
     """
 
     durations_s: Any
@@ -156,7 +173,11 @@ class StageSums:
 
     @classmethod
     def of(cls, plan: Plan, inputs: PlanInputs, runtime: Runtime) -> StageSums:
-        """Adds up what the layers of every stage take."""
+        """Adds up the costs of the layers of every stage.
+
+        Raises:
+            ConfigError: The profile lacks a duration, or the partition does not cover the model.
+        """
         if sum(plan.partition) != inputs.model.num_layers or min(plan.partition) < 0:
             raise ConfigError(
                 f"partition {format_partition(plan.partition)} has {sum(plan.partition)} layers,"
@@ -166,14 +187,15 @@ class StageSums:
         placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
         bounds = np.concatenate([[0], np.cumsum(plan.partition)])
         rank_of = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
-        tables = [_tables(plan, place, inputs) for place in plan.places]
+        tables = [_tables(plan, stage_place, inputs) for stage_place in plan.places]
         durations, launch, tp_s = _durations(rank_of, bounds, tables, inputs)
         reduce, memories, updates = [], [], []
         for rank in range(plan.pp):
             rows = np.repeat(rank_of, plan.partition) == rank
             parameters = max(float(table.parameters[rows].sum()) for _, table in tables[rank])
             experts = max(float(table.expert_parameters[rows].sum()) for _, table in tables[rank])
-            ranks, dp = plan.expert_ranks, len(plan.places[rank].replicas)
+            ranks = plan.expert_ranks
+            dp = len(plan.places[rank].replicas)
             reduce.append(reduce_s(plan.places, rank, inputs, parameters, experts, ranks))
             memories.append(_memory(plan, rank, rows, tables[rank], inputs, runtime))
             updated = plan.state_parameters(parameters, experts, dp)
@@ -194,23 +216,29 @@ class StageSums:
         )
 
     def without_messages(self) -> StageSums:
-        """Returns the same stages with messages that take no time."""
-        none = np.zeros_like(self.latency_s)
-        return replace(self, latency_s=none, occupancy_s=none)
+        """Returns a copy in which messages take no time."""
+        zeros = np.zeros_like(self.latency_s)
+        return replace(self, latency_s=zeros, occupancy_s=zeros)
 
 
 _Tables = list[tuple[NodeType, LayerTable]]
-"""Layers as each kind of replica of a pipeline rank has them."""
+"""Type of node and layer table of each kind of replica of a pipeline rank."""
 
 
-def _tables(plan: Plan, place: StagePlace, inputs: PlanInputs) -> _Tables:
-    nodes = [(inputs.cluster.nodes[one.node], one.tp) for one in place.replicas]
+def _tables(plan: Plan, stage_place: StagePlace, inputs: PlanInputs) -> _Tables:
+    """Returns a layer table for each kind of replica of a pipeline rank."""
+    nodes = [(inputs.cluster.nodes[replica.node], replica.tp) for replica in stage_place.replicas]
     others = list({node.name: node for node, _ in nodes}.values())
     return [
         (
             node,
             layer_table(
-                inputs, node, tp=tp, micro_batch=place.micro_batch, settings=plan, others=others
+                inputs,
+                node,
+                tp=tp,
+                micro_batch=stage_place.micro_batch,
+                settings=plan,
+                others=others,
             ),
         )
         for node, tp in {(node.name, tp): (node, tp) for node, tp in nodes}.values()
@@ -220,17 +248,24 @@ def _tables(plan: Plan, place: StagePlace, inputs: PlanInputs) -> _Tables:
 def _durations(
     rank_of: Sequence[int], bounds: Any, tables: list[_Tables], inputs: PlanInputs
 ) -> tuple[Any, Any, Any]:
-    """Returns durations, launches ``[3, stages]`` and communication of the slowest replica."""
+    """Returns ``durations_s``, ``launch_s`` and ``tp_s`` of :class:`StageSums`.
+
+    Args:
+        rank_of: Pipeline rank of each stage.
+        bounds: First layer of each stage, and the number of layers.
+        tables: Layer tables of each pipeline rank.
+        inputs: Model, cluster and profile.
+    """
     durations, work = np.zeros((2, 3, len(rank_of)))
     tp_s = np.zeros(len(rank_of))
     for stage, rank in enumerate(rank_of):
         part = slice(bounds[stage], bounds[stage + 1])
         for _, table in tables[rank]:
             kinds = (table.forward_s, table.backward_s, table.weight_s)
-            sums = np.array([one[part].sum() for one in kinds])
-            alone = table.launch_s[part].sum() * np.array([1.0, 1.0, 0.0])
+            sums = np.array([seconds[part].sum() for seconds in kinds])
+            launches = table.launch_s[part].sum() * np.array([1.0, 1.0, 0.0])
             durations[:, stage] = np.maximum(durations[:, stage], sums)
-            work[:, stage] = np.maximum(work[:, stage], sums - alone)
+            work[:, stage] = np.maximum(work[:, stage], sums - launches)
             tp_s[stage] = max(tp_s[stage], table.tp_s[part].sum())
         durations[:2, stage] += inputs.action_s(node for node, _ in tables[rank])
     return durations, durations - work, tp_s
@@ -239,13 +274,15 @@ def _durations(
 def _memory(
     plan: Plan, rank: int, rows: Any, tables: _Tables, inputs: PlanInputs, runtime: Runtime
 ) -> StageMemory:
-    """Returns the memory of the replica of a pipeline rank that has the least left."""
+    """Returns the memory of a pipeline rank, on the replica that has the least of it left."""
     if (widths := dealt_widths(plan)) is not None:
-        held, pending = held_of(plan, widths), (0.0,) * plan.pp
+        held = held_of(plan, widths)
+        pending = (0.0,) * plan.pp
     else:
         order = (plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
-        held, pending = in_flight(*order), waiting(*order)
-    found = [
+        held = in_flight(*order)
+        pending = waiting(*order)
+    memories = [
         stage_memory(
             inputs.model,
             parameters=float(table.parameters[rows].sum()),
@@ -262,7 +299,7 @@ def _memory(
         )
         for node, table in tables
     ]
-    return max(found, key=lambda one: one.total_bytes - one.limit_bytes)
+    return max(memories, key=lambda memory: memory.total_bytes - memory.limit_bytes)
 
 
 def _messages(
@@ -271,13 +308,16 @@ def _messages(
     """Returns latency, occupancy and bytes of the messages between stages, ``[2, stages]`` each."""
     latency, occupancy, whole = np.zeros((3, 2, placement.num_stages))
     for stage in range(placement.num_stages - 1):
-        one, other = placement.locate(stage)[0], placement.locate(stage + 1)[0]
+        rank, next_rank = placement.locate(stage)[0], placement.locate(stage + 1)[0]
         size = inputs.model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
         size *= inputs.model.precision.element_bytes / plan.context_ranks
-        whole[0, stage] = whole[1, stage + 1] = size * plan.places[one].micro_batch
-        if one == other:
+        whole[0, stage] = whole[1, stage + 1] = size * plan.places[rank].micro_batch
+        if rank == next_rank:
             continue
-        for kind, sender, receiver, row in ((0, one, other, stage), (1, other, one, stage + 1)):
+        for kind, sender, receiver, row in (
+            (0, rank, next_rank, stage),
+            (1, next_rank, rank, stage + 1),
+        ):
             ends = plan.places[sender], plan.places[receiver]
             if dealt_widths(plan) is not None:
                 both = _hop_s(*ends, inputs, size)
@@ -289,14 +329,14 @@ def _messages(
 
 
 def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
-    """Times the pipeline: exactly for a static schedule, else by simulation."""
+    """Times the pipeline: a static schedule by its order, a rule by simulation."""
     latency, occupancy = stages.latency_s, stages.occupancy_s
     if (widths := dealt_widths(plan)) is not None:
         return _dealt_times(plan, widths, stages.durations_s, latency + occupancy)
     if runtime.pipeline is not None:
-        given: ScheduleTimes | None = runtime.pipeline(plan, stages)
-        if given is not None:
-            return given
+        replaced: ScheduleTimes | None = runtime.pipeline(plan, stages)
+        if replaced is not None:
+            return replaced
     if not catalog.is_rule(plan.schedule):
         steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
         return step_times(steps, stages.durations_s, latency, occupancy, launch_s=stages.launch_s)
@@ -306,7 +346,12 @@ def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
 
 
 def simulated(plan: Plan, stages: StageSums) -> SimResult:
-    """Simulates the pipeline of a plan whose stages have equal widths."""
+    """Simulates the pipeline of a plan whose stages have equal widths.
+
+    Args:
+        plan: The plan.
+        stages: Its durations and messages.
+    """
     latency, occupancy = stages.latency_s, stages.occupancy_s
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     links = {}
@@ -319,25 +364,29 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
     forward, backward, weight = (tuple(map(float, row)) for row in stages.durations_s)
     times = StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
     cap = default_cap(placement, plan.num_microbatches)
-    rule = catalog.is_rule(plan.schedule)
+    is_rule = catalog.is_rule(plan.schedule)
     shape = plan.schedule, plan.pp, plan.chunks, plan.num_microbatches
     candidate = catalog.Candidate(
         name=plan.schedule,
         placement=placement,
-        weight_pieces=0 if rule else int(steps_of(*shape).split),
+        weight_pieces=0 if is_rule else int(steps_of(*shape).split),
         cap=cap,
     )
     work = draw(placement, plan.num_microbatches, times, links=links)
-    return candidate.simulate(work, compiled=rule)
+    return candidate.simulate(work, compiled=is_rule)
 
 
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
-    """Returns the seconds that jitter adds; a rule works around it."""
+    """Returns the seconds that random durations add to a step.
+
+    They are 0 for a rule, which runs another action while a late input is missing.
+    """
     if sigma <= 0 or catalog.is_rule(plan.schedule):
         return 0.0
-    count, durations = plan.num_microbatches, stages.durations_s
+    count = plan.num_microbatches
+    durations = stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
-        # About the same work with one rank for each stage.
+        # The jitter of a pipeline with one rank per stage and about the same work stands in.
         count = plan.global_batch // plan.micro_batch
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)
@@ -345,57 +394,83 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 
 
 def as_run(plan: Plan) -> Plan:
-    """Returns the plan with one size of microbatches if the trainer can run it so."""
-    plain = all(one.tp == 1 for place in plan.places for one in place.replicas)
-    if plan.uniform or not plain or plan.chunks > 1 or plan.distributed_optimizer:
+    """Returns the plan with microbatches of one size, if the trainer can run it like this.
+
+    Otherwise, and if all stages have equal widths, it returns the plan unchanged.
+    """
+    is_tp_1 = all(
+        replica.tp == 1 for stage_place in plan.places for replica in stage_place.replicas
+    )
+    if plan.uniform or not is_tp_1 or plan.chunks > 1 or plan.distributed_optimizer:
         return plan
-    size = math.gcd(*(place.micro_batch for place in plan.places))
-    places = tuple(replace(place, micro_batch=size) for place in plan.places)
+    size = math.gcd(*(stage_place.micro_batch for stage_place in plan.places))
+    places = tuple(replace(stage_place, micro_batch=size) for stage_place in plan.places)
     return replace(plan, micro_batch=size, places=places)
 
 
 def dealt_widths(plan: Plan) -> Widths | None:
-    """Returns the replicas of each stage, where microbatches are dealt out to them."""
-    if plan.uniform or any(place.micro_batch != plan.micro_batch for place in plan.places):
+    """Returns the widths of the stages if they are unequal and microbatches have one size.
+
+    Microbatches are then dealt out to the replicas of each stage. For other plans, it returns
+    ``None``.
+    """
+    if plan.uniform or any(
+        stage_place.micro_batch != plan.micro_batch for stage_place in plan.places
+    ):
         return None
-    return Widths(tuple(len(place.replicas) for place in plan.places))
+    return Widths(tuple(len(stage_place.replicas) for stage_place in plan.places))
 
 
 def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
-    """Returns the microbatches that a replica of each stage holds at the worst moment."""
-    held, count = [], plan.global_batch // plan.micro_batch
+    """Returns the most microbatches that a replica of each stage has in flight.
+
+    Args:
+        plan: Plan whose microbatches are dealt out to the replicas.
+        widths: Its widths, from :func:`dealt_widths`.
+    """
+    held: list[float] = []
+    count = plan.global_batch // plan.micro_batch
     for stage in range(widths.num_stages):
-        own = widths.own_microbatches(stage, count)
-        most = {"1f1b": widths.warmup(stage) + 1.0, "gpipe": float(own)}.get(plan.schedule)
-        held.append(
-            unequal_widths.default_cap(widths, stage, own) if most is None else min(most, own)
-        )
+        dealt = widths.own_microbatches(stage, count)
+        if plan.schedule == "1f1b":
+            held.append(min(widths.warmup(stage) + 1.0, dealt))
+        elif plan.schedule == "gpipe":
+            held.append(float(dealt))
+        else:
+            held.append(unequal_widths.default_cap(widths, stage, dealt))
     return tuple(held)
 
 
 def _hop_s(
     sender: StagePlace, receiver: StagePlace, inputs: PlanInputs, bytes_per_sample: float
 ) -> tuple[float, float]:
-    """Times one message between a replica of one stage and one of the next.
+    """Computes the seconds of one message between a replica of one stage and one of the next.
 
     Returns:
-        Latency, and seconds that the link is busy, of the slowest pair.
+        Latency, and seconds for which the link is busy, of the slowest pair.
     """
-    both = [
+    hops = [
         boundary_s(
-            replace(sender, replicas=(one,)),
-            replace(receiver, replicas=(other,)),
+            replace(sender, replicas=(source,)),
+            replace(receiver, replicas=(target,)),
             inputs,
             bytes_per_sample,
         )
-        for one in sender.replicas
-        for other in receiver.replicas
+        for source in sender.replicas
+        for target in receiver.replicas
     ]
-    return max(both, key=sum)
+    return max(hops, key=sum)
 
 
 def _dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -> ScheduleTimes:
-    """Simulates a step whose microbatches are dealt out to the replicas of each stage."""
+    """Simulates a step whose microbatches are dealt out to the replicas of each stage.
+
+    Args:
+        plan: The plan.
+        widths: Its widths, from :func:`dealt_widths`.
+        durations_s: Seconds of forward and both parts of backward, ``[3, stages]``.
+        message_s: Seconds of the messages after forward and backward, ``[2, stages]``.
+    """
     step = unequal_widths.simulate(
         plan.schedule,
         widths,
@@ -405,7 +480,8 @@ def _dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -
         message_s=message_s.max(axis=0)[:-1].tolist(),
     )
     of_stage = [list(widths.ranks_of(stage)) for stage in range(widths.num_stages)]
-    ends, busy = np.array([ends[-1] for ends in step.ends_ps]) / PS_PER_S, np.array(step.busy_s)
+    ends = np.array([ends[-1] for ends in step.ends_ps]) / PS_PER_S
+    busy = np.array(step.busy_s)
     return ScheduleTimes(
         end_s=np.array([ends[ranks].max() for ranks in of_stage]),
         busy_s=np.array([busy[ranks].mean() for ranks in of_stage]),

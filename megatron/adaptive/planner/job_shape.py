@@ -1,14 +1,17 @@
-"""Chooses the shape of a job whose processes are there already.
+"""Chooses pipeline size, microbatch and partition of a job whose processes already run.
 
-Other than ``search``, which picks nodes and their order, this takes every process, in the order of
-their ranks. What is left is small, and is looked at whole:
+Unlike ``search``, which picks nodes and their order, it uses every process, in the order of the
+ranks. The remaining choices are few, so all of them are tried::
 
-::
+    for each pipeline size that divides the processes:
+        for each microbatch that divides a replica's samples:
+            partition = the one with the fastest slowest stage, of those that fit into memory
+            bound     = microbatches x seconds of the slowest rank
 
-    pipeline sizes      x   microbatches            partition              time
-    that divide the         that divide a           exact: the least       ``cost.predict``, best
-    processes               replica's samples       largest stage that     bound first
-                                                    fits into memory
+    predict the steps of these shapes by ascending bound, until no bound is lower than the
+    second-best step
+
+:func:`least_largest` finds the partition exactly, by dynamic programming.
 """
 
 from __future__ import annotations
@@ -37,24 +40,26 @@ from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.schedule import catalog
 from megatron.adaptive.schedule.stage_placement import Placement
 
-_RUNTIME = Runtime(context_bytes=0.0)  # limits of memory are of what is free
+# Memory limits of processes are measured without the memory that the processes already use.
+_RUNTIME = Runtime(context_bytes=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A job and what it trains.
+    """A running job, and the durations of its model.
 
     Attributes:
-        model: its pieces.
-        cluster: its nodes; their memory is what a process may use.
-        order: numbers of the nodes in the order of the ranks.
-        batch: samples of a step over all replicas.
-        schedule: order of work.
-        chunks: stages of each process, where the schedule leaves the choice.
-        whole: durations with whole backwards.
-        split: those with split ones, where several ranks split them.
-        cap: most activations that a process keeps under a rule, in microbatches; the rule's own
-            where ``None``.
+        model: Model as a list of pieces between cut points.
+        cluster: Nodes of the job. The memory of a GPU is the memory that a process may use.
+        order: Numbers of the nodes in the order of the ranks.
+        batch: Samples of a step over all replicas.
+        schedule: Name of the schedule.
+        chunks: Number of stages of each process, if the schedule allows several numbers.
+        whole: Durations with whole backwards.
+        split: Durations with split backwards, for pipelines of several processes; ``None`` if the
+            schedule does not split them.
+        cap: Maximum number of microbatches whose activations a process keeps under a rule; ``None``
+            for the default of the rule.
     """
 
     model: Model
@@ -68,11 +73,11 @@ class Running:
     cap: float | None = None
 
     def placement(self, pipeline_size: int) -> Placement:
-        """Returns the placement of the stages."""
+        """Returns the placement of stages on a pipeline's processes."""
         return catalog.placement_for(self.schedule, pipeline_size, self.chunks)
 
     def inputs(self, pipeline_size: int) -> PlanInputs:
-        """Returns model, cluster and the durations of a pipeline of that size."""
+        """Returns model, cluster and durations for pipelines of a size."""
         profile = self.whole if pipeline_size == 1 or self.split is None else self.split
         return PlanInputs(self.model, self.cluster, profile)
 
@@ -82,14 +87,14 @@ class Option:
     """One shape of the job.
 
     Attributes:
-        pipeline_size: processes of a pipeline.
-        replicas: pipelines.
-        micro_batch_size: samples of a microbatch.
-        partition: pieces of each stage.
-        seconds: predicted for a step.
-        needed_bytes: of the process whose memory is fullest.
-        limit_bytes: what that one may use.
-        fullest: its position in the pipeline.
+        pipeline_size: Number of processes of a pipeline.
+        replicas: Number of pipelines.
+        micro_batch_size: Samples of a microbatch.
+        partition: Number of pieces of each stage.
+        seconds: Predicted seconds of a step, or a lower bound of them before the prediction.
+        needed_bytes: Bytes that the process with the least free memory needs.
+        limit_bytes: Bytes that this process may use.
+        fullest: Position of this process in its pipeline.
     """
 
     pipeline_size: int
@@ -103,7 +108,7 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """Whether memory suffices."""
+        """Whether the memory of every process suffices."""
         return self.needed_bytes <= self.limit_bytes
 
     def __str__(self) -> str:
@@ -123,48 +128,52 @@ def choose_option(
     partition: Callable[[int], tuple[int, ...] | None] = lambda num_stages: None,
     most: int = 0,
 ) -> list[Option]:
-    """Returns the best shape and the next best ones, as far as their steps were timed.
+    """Finds the best shapes of a job.
 
     Args:
-        running: the job.
-        pipeline_sizes: to choose from; empty for all.
-        micro_batches: likewise.
-        partition: returns that of so many stages where it is given, ``None`` where not.
-        most: samples of the largest microbatch, where none is given.
+        running: The job.
+        pipeline_sizes: Pipeline sizes to choose from; empty for all.
+        micro_batches: Samples of a microbatch to choose from; empty for all up to ``most``.
+        partition: Function that returns the user's partition for a number of stages, or ``None``
+            to choose one.
+        most: Samples of the largest microbatch.
+
+    Returns:
+        Shapes whose steps were predicted, fastest first.
 
     Raises:
-        ConfigError: no shape divides processes and samples, or none fits into memory.
+        ConfigError: No shape divides processes and samples, or none fits into memory.
     """
     untimed = []
     for size, micro_batch in _shapes(running, pipeline_sizes, micro_batches, most):
         try:
-            made = _Shape(running, size, micro_batch)
-            untimed.append((made, made.best(partition(made.placement.num_stages))))
+            shape = _Shape(running, size, micro_batch)
+            untimed.append((shape, shape.best(partition(shape.placement.num_stages))))
         except ScheduleError:
-            continue  # not with so few microbatches
+            continue  # the schedule needs more microbatches
     if not untimed:
         raise ConfigError(_nothing_divides(running, pipeline_sizes, micro_batches))
-    fitting = [(shape, one) for shape, one in untimed if one.fits]
+    fitting = [(shape, option) for shape, option in untimed if option.fits]
     if not fitting:
-        raise ConfigError(_nothing_fits([one for _, one in untimed]))
-    found: list[Option] = []
-    for shape, one in sorted(fitting, key=lambda pair: pair[1].seconds):
-        # What is there of seconds is a bound yet.
-        if len(found) > 1 and one.seconds >= sorted(f.seconds for f in found)[1]:
+        raise ConfigError(_nothing_fits([option for _, option in untimed]))
+    options: list[Option] = []
+    for shape, option in sorted(fitting, key=lambda pair: pair[1].seconds):
+        # ``option.seconds`` is only a lower bound until the step is predicted.
+        if len(options) > 1 and option.seconds >= sorted(timed.seconds for timed in options)[1]:
             break
         try:
-            found.append(replace(one, seconds=shape.seconds(one.partition)))
+            options.append(replace(option, seconds=shape.seconds(option.partition)))
         except ScheduleError:
             continue
-    if not found:
+    if not options:
         raise ConfigError(_nothing_divides(running, pipeline_sizes, micro_batches))
-    return sorted(found, key=lambda one: one.seconds)
+    return sorted(options, key=lambda option: option.seconds)
 
 
 def _shapes(
     running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int], most: int
 ) -> Iterator[tuple[int, int]]:
-    """Returns the pipeline sizes and microbatches that divide what there is."""
+    """Yields pipeline sizes and microbatches that divide the job's processes and samples."""
     world = running.cluster.num_gpus
     for size in pipeline_sizes or range(1, world + 1):
         if world % size or running.batch % (world // size):
@@ -178,7 +187,13 @@ def _shapes(
 
 
 class _Shape:
-    """A pipeline size and a microbatch on the job's processes."""
+    """A pipeline size and a microbatch, with the costs of all possible stages.
+
+    Args:
+        running: The job.
+        size: Number of processes of a pipeline.
+        micro_batch: Samples of a microbatch.
+    """
 
     def __init__(self, running: Running, size: int, micro_batch: int) -> None:
         self._running = running
@@ -187,21 +202,28 @@ class _Shape:
         self._replicas = running.cluster.num_gpus // size
         self._count = running.batch // (self._replicas * micro_batch)
         self._places = place_ranks(
-            running.cluster, running.order, tp=1, dp=self._replicas, pp=size,
+            running.cluster,
+            running.order,
+            tp=1,
+            dp=self._replicas,
+            pp=size,
             micro_batch=micro_batch,
-        )  # fmt: skip
+        )
         self._held = in_flight(running.schedule, size, self.placement.num_chunks, self._count)
         if running.cap is not None and catalog.is_rule(running.schedule):
             self._held = (min(running.cap, float(self._count)),) * size
         self._ranks = [self._rank(rank) for rank in range(size)]
 
     def _rank(self, rank: int) -> tuple[Any, Any, float]:
-        """Returns seconds and bytes, ``[pieces + 1, pieces + 1]``, of runs of pieces; the limit."""
+        """Returns seconds and bytes of every range of pieces on a rank, and its memory limit.
+
+        Both arrays are ``[pieces + 1, pieces + 1]``, by first piece and the piece behind the last.
+        """
         running = self._running
         count = running.model.num_layers
         seconds, needed = np.zeros((2, count + 1, count + 1))
-        nodes = [running.cluster.nodes[one.node] for one in self._places[rank].replicas]
-        for node in {one.name: one for one in nodes}.values():
+        nodes = [running.cluster.nodes[replica.node] for replica in self._places[rank].replicas]
+        for node in {node.name: node for node in nodes}.values():
             inputs = running.inputs(self._size)
             table = layer_table(inputs, node, tp=1, micro_batch=self._micro_batch)
             seconds = np.maximum(
@@ -217,20 +239,26 @@ class _Shape:
                 runtime=_RUNTIME,
             )
             needed = np.maximum(needed, memory.total_bytes)
-        return seconds, needed, min(one.memory_bytes for one in nodes)
+        return seconds, needed, min(node.memory_bytes for node in nodes)
 
-    def best(self, given: tuple[int, ...] | None) -> Option:
-        """Returns the best partition, or the given one, with a bound of its seconds.
+    def best(self, fixed: tuple[int, ...] | None) -> Option:
+        """Returns the shape with its best partition, and a lower bound of its seconds.
 
-        Where none fits into memory, the one that is best without regard to it.
+        If no partition fits into memory, it takes the best one without regard to memory.
+
+        Args:
+            fixed: Partition of the user, ``None`` to choose one.
         """
-        partition = given
+        partition = fixed
         if partition is None:
             partition = self._divide(bounded=True) or self._divide(bounded=False)
         assert partition is not None, "there are as many pieces as stages"
-        needed, busy, begin = [0.0] * self._size, [0.0] * self._size, 0
+        needed = [0.0] * self._size
+        busy = [0.0] * self._size
+        begin = 0
         for stage, pieces in enumerate(partition):
-            rank, end = self.placement.locate(stage)[0], begin + pieces
+            rank = self.placement.locate(stage)[0]
+            end = begin + pieces
             needed[rank] += float(self._ranks[rank][1][begin, end])
             busy[rank] += float(self._ranks[rank][0][begin, end])
             begin = end
@@ -248,7 +276,12 @@ class _Shape:
         )
 
     def _divide(self, *, bounded: bool) -> tuple[int, ...] | None:
-        """Divides the pieces; with several chunks on a rank, each gets its part of the memory."""
+        """Finds the partition with the fastest slowest stage; ``None`` if none fits.
+
+        Args:
+            bounded: Whether it has to fit into memory. If a rank has several stages, each may use
+                an equal share of its memory.
+        """
         costs = []
         for stage in range(self.placement.num_stages):
             seconds, needed, limit = self._ranks[self.placement.locate(stage)[0]]
@@ -257,8 +290,9 @@ class _Shape:
         return least_largest(costs)
 
     def seconds(self, partition: tuple[int, ...]) -> float:
-        """Predicts a step."""
-        running, chunks = self._running, self.placement.num_chunks
+        """Predicts the seconds of a step under a partition."""
+        running = self._running
+        chunks = self.placement.num_chunks
         plan = Plan(
             tp=1,
             dp=self._replicas,
@@ -274,32 +308,40 @@ class _Shape:
 
 
 def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
-    """Divides pieces so that the largest stage is as small as possible; ``None`` if none can be.
+    """Divides a row of pieces among stages so that the most expensive stage costs least.
 
-    Exact. Of several such divisions the one with the least sum of squares.
+    If several divisions are equally good, the one with the least sum of squared costs is taken. An
+    example: pieces of cost 3 1 1 4 on two stages give 3 1 | 1 4, with costs 4 and 5.
+
+    Dynamic programming over the stages: the best division of the first pieces among k stages is
+    the best one of fewer pieces among k - 1 stages, with one more stage.
 
     Args:
-        costs: of each stage ``[pieces + 1, pieces + 1]``: what it costs from one piece up to
-            before another; infinite where it may not have them.
+        costs: Cost of each stage for every range of pieces, ``[pieces + 1, pieces + 1]`` by first
+            piece and the piece behind the last; infinite for ranges that the stage may not have.
+
+    Returns:
+        Number of pieces of each stage, at least 1, or ``None`` if there is no division.
     """
     size = costs[0].shape[0]
-    some = np.triu(np.ones((size, size), dtype=bool), 1)
-    costs = [np.where(some, one, np.inf) for one in costs]
+    is_range = np.triu(np.ones((size, size), dtype=bool), 1)
+    costs = [np.where(is_range, stage_costs, np.inf) for stage_costs in costs]
     largest = np.full(size, np.inf)
     largest[0] = 0.0
-    for one in costs:
-        largest = np.maximum(largest[:, None], one).min(axis=0)
+    for stage_costs in costs:
+        largest = np.maximum(largest[:, None], stage_costs).min(axis=0)
     if not np.isfinite(largest[-1]):
         return None
     squares = np.full(size, np.inf)
     squares[0] = 0.0
     origins = []
-    for one in costs:
-        kept = np.where(one <= largest[-1], one, np.inf)
+    for stage_costs in costs:
+        kept = np.where(stage_costs <= largest[-1], stage_costs, np.inf)
         total = squares[:, None] + kept * kept
         origins.append(total.argmin(axis=0))
         squares = total.min(axis=0)
-    end, parts = size - 1, []
+    end = size - 1
+    parts = []
     for origin in reversed(origins):
         begin = int(origin[end])
         parts.append(end - begin)
@@ -308,11 +350,14 @@ def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ...] | None:
-    """Divides pieces of known weight likewise; ``None`` if there are too few.
+    """Divides a row of weights among stages so that the heaviest stage is as light as possible.
 
     Args:
-        weights: of each piece.
-        num_stages: each of one piece at least.
+        weights: Weight of each piece.
+        num_stages: Number of stages, each of which gets at least one piece.
+
+    Returns:
+        Number of pieces of each stage, or ``None`` if there are fewer pieces than stages.
     """
     return least_largest([range_sums(weights)] * num_stages)
 
@@ -320,8 +365,10 @@ def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ..
 def _nothing_divides(
     running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int]
 ) -> str:
+    """Returns a message for a job that no shape divides."""
     world = running.cluster.num_gpus
-    sizes, samples = (", ".join(map(str, one)) or "any" for one in (pipeline_sizes, micro_batches))
+    sizes = ", ".join(map(str, pipeline_sizes)) or "any"
+    samples = ", ".join(map(str, micro_batches)) or "any"
     return (
         f"a batch of {running.batch} samples on {_counted(world, 'process', 'es')}, pipeline_size "
         f"{sizes}, micro_batch_size {samples}, schedule {running.schedule} and "
@@ -332,7 +379,8 @@ def _nothing_divides(
 
 
 def _nothing_fits(options: Sequence[Option]) -> str:
-    best = min(options, key=lambda one: one.needed_bytes - one.limit_bytes)
+    """Returns a message for a job of which no shape fits into memory."""
+    best = min(options, key=lambda option: option.needed_bytes - option.limit_bytes)
     return (
         f"no pipeline size and microbatch fits into memory: nearest is {best}, where process "
         f"{best.fullest} of a pipeline needs {best.needed_bytes / 1e9:.3g} GB of "
@@ -342,4 +390,5 @@ def _nothing_fits(options: Sequence[Option]) -> str:
 
 
 def _counted(count: int, name: str, plural: str = "s") -> str:
+    """Returns a number with a noun, in the plural if it is not 1."""
     return f"{count} {name}{'' if count == 1 else plural}"

@@ -1,6 +1,7 @@
-"""Stores a measured module with cut points in a running job, to plan anew when machines change.
+"""Stores measurements of a module in a running job, to plan again when the machines change.
 
-Its ranks write it once, before the first layout; whoever plans reads it. JSON, whole or not there.
+The ranks write the file once, before the first layout, and the planner reads it. It is JSON, and
+is replaced atomically, so a reader never sees a part of it.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from megatron.adaptive.planner.profile_file import make_profile
 
 FORMAT = 1
 MESSAGE_ELEMENT_BYTES = 4
-"""Bytes of an element, in which a profile gives the sizes of messages between pieces."""
+"""Bytes of the elements that a profile counts in messages between pieces."""
 _FORMER_HOST_KEYS = ("cores",)
+"""Keys of earlier versions of the file, which are ignored."""
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredHost:
-    """Describes a node as its processes found it.
+    """Properties of a node that its processes measured.
 
     Attributes:
-        host: its own name.
-        type: of nodes, as in the profile.
-        gpu: its device, as in the profile.
-        processes: that it had.
-        memory_bytes: that each of them may use.
-        shares_memory: whether fewer processes have more of it each.
+        host: Name of the node.
+        type: Type of the node, as in the profile.
+        gpu: Name of its device, as in the profile.
+        processes: Number of processes on it.
+        memory_bytes: Bytes that each process may use.
+        shares_memory: Whether each process may use more if there are fewer of them.
     """
 
     host: str
@@ -52,25 +54,29 @@ class MeasuredHost:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredModule:
-    """Holds what layouts of a module are planned with.
+    """Measurements of a module, and the settings that its layouts have to keep.
 
     Attributes:
-        signature: of the model and of what the script gave; another one is another module.
-        name: of the model.
-        whole: a profile with whole backwards.
-        split: one with split backwards, ``None`` where the schedule splits none.
-        element_bytes: of most parameters.
-        hosts: the nodes that it was measured on.
-        batch_size: samples of a step over all replicas.
-        most: samples of the largest microbatch that was measured.
-        schedule: order of work.
-        chunks: stages of each process.
-        cap: most activations that a process keeps under a rule, ``None`` for the rule's own.
-        pipeline_size: processes of a pipeline that are wished for.
-        micro_batch_size: samples of a microbatch, where they must stay.
-        partition: segments of each stage, for pipelines of so many stages.
-        weights: what each segment costs, where the user says so.
-        is_random: whether the model draws random numbers, which depend on the microbatch.
+        signature: Signature of the model and of the script's settings. If it differs, the file is
+            of another module.
+        name: Name of the model.
+        whole: Contents of a profile file with whole backwards.
+        split: Contents of a profile file with split backwards; ``None`` if the schedule does not
+            split them.
+        element_bytes: Bytes of an element of most parameters.
+        hosts: Nodes on which it was measured.
+        batch_size: Samples of a step over all replicas.
+        most: Samples of the largest microbatch that was measured.
+        schedule: Name of the schedule.
+        chunks: Number of stages of each process.
+        cap: Maximum number of microbatches whose activations a process keeps under a rule; ``None``
+            for the default of the rule.
+        pipeline_size: Number of processes of a pipeline that the user wants; ``None`` for any.
+        micro_batch_size: Samples of a microbatch, if they must not change; otherwise ``None``.
+        partition: Number of segments of each stage, for pipelines with as many stages; ``None`` to
+            choose them.
+        weights: Costs of the segments that the user gave; ``None`` for the measured ones.
+        is_random: Whether the model draws random numbers, which depend on the microbatch.
     """
 
     signature: str
@@ -92,39 +98,39 @@ class MeasuredModule:
 
     @cached_property
     def model(self) -> Model:
-        """Its pieces."""
+        """Model as a list of pieces between cut points."""
         return module_model(self.whole["model"], self.name, self.element_bytes)
 
     def profile(self, *, split: bool) -> Profile:
-        """Its durations.
+        """Returns the measured durations.
 
         Args:
-            split: of backwards in two halves.
+            split: Whether to return those with split backwards, if there are any.
         """
         return make_profile(self.split if split and self.split is not None else self.whole)
 
     def costs(self, micro_batch_size: int) -> tuple[float, ...]:
-        """Returns seconds of each piece, on the device of the first node.
+        """Returns the seconds of each piece on the device of the first node.
 
         Args:
-            micro_batch_size: samples; those nearest to it that were measured count.
+            micro_batch_size: Samples of a microbatch. The nearest measured size counts.
         """
         rows = [row for row in self.whole["layers"] if row["gpu"] == self.hosts[0].gpu]
         sizes = {row["micro_batch"] for row in rows}
         nearest = min(sizes, key=lambda size: (abs(size - micro_batch_size), size))
         parts = ("forward_s", "backward_input_s", "backward_weight_s")
-        takes = {
+        seconds = {
             row["kind"]: sum(row[part] for part in parts)
             for row in rows
             if row["micro_batch"] == nearest
         }
-        return tuple(takes[layer["kind"]] for layer in self.whole["model"]["layers"])
+        return tuple(seconds[layer["kind"]] for layer in self.whole["model"]["layers"])
 
     def write(self, path: Path) -> None:
-        """Replaces the file.
+        """Writes the file, or replaces it atomically.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: The file cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -136,49 +142,53 @@ class MeasuredModule:
 
     @classmethod
     def read(cls, path: Path) -> MeasuredModule | None:
-        """Reads the file; ``None`` where there is none, or of an earlier version of this program.
+        """Reads the file.
+
+        Returns:
+            The measurements, or ``None`` if there is no file, or if an earlier version of this
+            program wrote it.
 
         Raises:
-            ConfigError: it is damaged, or of a later version.
+            ConfigError: The file is damaged, or a later version wrote it.
         """
         try:
-            read = parse_json(read_whole(path))
+            content = parse_json(read_whole(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{path} cannot be read ({error}): remove it, and the model is measured anew"
+                f"{path} cannot be read ({error}): remove it, and the model is measured again"
             ) from None
-        names = {one.name for one in fields(cls)}
-        if not isinstance(read, dict):
+        names = {field.name for field in fields(cls)}
+        if not isinstance(content, dict):
             return None
-        written = read.pop("format", None)
+        written = content.pop("format", None)
         if isinstance(written, int) and written > FORMAT:
             raise ConfigError(
                 f"{path} has format {written}, but this program reads {FORMAT}: use the program"
-                " that wrote it, or remove the file, and the model is measured anew"
+                " that wrote it, or remove the file, and the model is measured again"
             )
-        if written != FORMAT or set(read) != names:
+        if written != FORMAT or set(content) != names:
             return None
         for name in ("partition", "weights"):
-            read[name] = None if read[name] is None else tuple(read[name])
+            content[name] = None if content[name] is None else tuple(content[name])
         hosts = tuple(
-            MeasuredHost(**{key: one[key] for key in one if key not in _FORMER_HOST_KEYS})
-            for one in read["hosts"]
+            MeasuredHost(**{key: host[key] for key in host if key not in _FORMER_HOST_KEYS})
+            for host in content["hosts"]
         )
-        return cls(**{**read, "hosts": hosts})
+        return cls(**{**content, "hosts": hosts})
 
 
 def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster:
-    """Returns the cluster of some hosts; of each type the one with the least memory counts.
+    """Returns the cluster of some hosts. For each type, the host with the least memory counts.
 
     Args:
-        hosts: its nodes.
-        profile: of links between them.
+        hosts: Nodes of the cluster.
+        profile: Profile with the links between them.
     """
     counts = Counter(host.type for host in hosts)
-    # The last of a type stays, at the place of the first.
-    least_last = sorted(hosts, key=lambda one: -one.memory_bytes)
+    # A dictionary keeps the last value of a key, at the position where the key first came.
+    least_last = sorted(hosts, key=lambda host: -host.memory_bytes)
     smallest = {host.type: host for host in (*hosts, *least_last)}
     groups = tuple(
         NodePool(
@@ -197,10 +207,12 @@ def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster
 
 
 def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
-    """Returns the number of each node in a cluster, which has the nodes of a kind together.
+    """Returns the number of each node in a cluster that numbers the nodes of a kind in a row.
+
+    For kinds a, b, a, the numbers are 0, 2, 1.
 
     Args:
-        kinds: of the nodes.
+        kinds: Kind of each node.
     """
     first = list(dict.fromkeys(kinds))
     together = sorted(range(len(kinds)), key=lambda node: first.index(kinds[node]))
@@ -208,12 +220,12 @@ def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def module_model(layers: Mapping[str, Any], name: str, element_bytes: int) -> Model:
-    """Returns the pieces of a module: parameters, gradients and Adam in their own type.
+    """Returns a module as a list of pieces; gradients and Adam state have the parameters' type.
 
     Args:
-        layers: the model of its profile.
-        name: of it.
-        element_bytes: of most parameters.
+        layers: Entry ``model`` of its profile.
+        name: Name of the model.
+        element_bytes: Bytes of an element of most parameters.
     """
     precision = Precision(
         name="fp32" if element_bytes == 4 else f"{8 * element_bytes} bit",

@@ -1,8 +1,8 @@
-"""Reads models: names of presets, lists of arguments, model files, and profiles that hold one.
+"""Reads models from names of presets, lists of the trainer's arguments, model files and profiles.
 
-GPT and Llama presets are those of ``config.model``, which the trainer takes as well. BERT and T5
-are known here alone: they can be planned, for Megatron-LM's own scripts. The form of a model file
-is ``model`` of ``config.schema_files``; ``docs/planner.md`` describes it.
+GPT and Llama presets are those of ``config.model``, which the trainer also has. Only the planner
+knows BERT and T5, for Megatron-LM's own scripts. The schema of a model file is ``model`` in
+``config.schema_files``; ``docs/planner.md`` describes it.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from megatron.adaptive.config.optimizer import LoraConfig, PrecisionConfig
 from megatron.adaptive.config.schema_files import check_form, read_file
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.model_description import (
-    LayerKind,
-    Model,
-    Precision,
-    TransformerShape,
-    build_model,
-)
+from megatron.adaptive.planner.model_description import LayerKind, Model, Precision
+from megatron.adaptive.planner.transformer_layers import TransformerShape, build_model
 
 _VOCABULARY = {"gpt": 50257, "llama3": 128256, "qwen2.5": 152064, "qwen3": 151936}
 _VOCABULARY |= {"deepseek": 129280} | dict.fromkeys(
     ("llama", "llama2", "mistral", "mixtral"), 32000
 )
+"""Entries of the vocabulary of each family of models."""
 _SMALL_VOCABULARY = 50303
+"""Entries of the vocabulary of all other presets."""
 ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
+"""Arguments that the trainer requires, and that do not change the model."""
 
 
 def _only_planned(
     name: str, layers: int, hidden: int, heads: int, width: int = 64, ffn: int = 0
 ) -> TransformerShape:
-    # Megatron's T5 learns positions, shares one embedding and has biases, unlike the original.
+    """Returns the shape of a BERT or T5 in Megatron-LM.
+
+    Unlike the original, Megatron's T5 has learned positions, one shared embedding and biases.
+    """
     family = name.partition("-")[0]
     return TransformerShape(
         name=name,
@@ -66,6 +67,7 @@ def _only_planned(
 
 
 def _padded(vocabulary: int, multiple: int = 128) -> int:
+    """Returns the next multiple of a number, as Megatron pads a vocabulary."""
     return -(-vocabulary // multiple) * multiple
 
 
@@ -85,26 +87,27 @@ PRESETS: Mapping[str, TransformerShape] = {
 
 
 def preset_names() -> tuple[str, ...]:
-    """Returns every name that :func:`preset` takes."""
+    """Returns all names of presets."""
     return (*MODELS, *PRESETS)
 
 
 def preset(
     name: str, precision: str = "bf16", *, attention: str | None = None, imbalance: float = 1.0
 ) -> Model:
-    """Returns a model by its name.
+    """Returns a preset.
 
     Args:
-        name: one of :func:`preset_names`; capitals and hyphens do not count.
+        name: Name, one of :func:`preset_names`; capitals and hyphens do not matter.
         precision: ``fp32``, ``fp16`` or ``bf16``.
-        attention: Kernels of attention, see :func:`arguments_model`.
-        imbalance: Ratio of the most tokens of a rank to their average, if experts are spread.
+        attention: Way to compute attention, see :func:`arguments_model`.
+        imbalance: Tokens of the busiest rank, divided by the average, if experts are spread over
+            ranks.
 
     Raises:
-        ConfigError: no such model; names the nearest.
+        ConfigError: There is no such preset. The message names the nearest one.
     """
-    alike = {one.replace("-", ""): one for one in preset_names()}
-    name = alike.get(name.lower().replace("-", ""), name)
+    by_plain_name = {preset_name.replace("-", ""): preset_name for preset_name in preset_names()}
+    name = by_plain_name.get(name.lower().replace("-", ""), name)
     if name in PRESETS:
         shape = replace(PRESETS[name], precision=Precision.named(precision))
         # Models of PRESETS run in Megatron-LM's own programs, without the trainer's layers.
@@ -130,39 +133,34 @@ def arguments_model(
 ) -> Model:
     """Returns the model that a list of the trainer's arguments describes.
 
-    Only arguments of the model and its precision count: how a run is spread is for the plan to
-    decide, and data, logs and checkpoints do not matter. Without ``--vocab-size`` and without a
-    vocabulary that can be read, GPT-2's is taken.
+    Only arguments of the model and its precision count. The plan decides the degrees of
+    parallelism, and data, logs and checkpoints do not matter. If there is neither a
+    ``--vocab-size`` nor a vocabulary file that can be read, GPT-2's size is taken.
 
     Args:
-        arguments: as ``pretrain_gpt.py`` takes them.
-        name: of the model, for people and for matching profiles.
-        precision: wins over ``--fp16`` and ``--bf16``; without any of them it is fp32, as in a run.
-        attention: How the run computes attention if the arguments do not say it, one of
-            ``ATTENTIONS``; by default as in a run without GPUs. With ``kernel``, scores are still
+        arguments: Arguments of ``pretrain_gpt.py``.
+        name: Name of the model, which also matches profiles to models.
+        precision: Precision, which overrides ``--fp16`` and ``--bf16``. If all are missing, it is
+            fp32, as in a run.
+        attention: Way to compute attention if the arguments do not decide it, one of
+            ``ATTENTIONS``; by default that of a run without GPUs. With ``kernel``, scores are still
             counted if no kernel supports the model's attention.
-        imbalance: see ``TransformerShape``.
+        imbalance: Imbalance of experts, see ``TransformerShape``.
 
     Raises:
-        ConfigError: an argument is wrong, unknown or missing.
+        ConfigError: An argument is wrong, unknown or missing.
     """
-    groups = (ModelConfig, PrecisionConfig, CoreConfig)
     adapters = only_groups(arguments, (LoraConfig,), ("load_hf",))
     adapters = adapters if "lora" in " ".join(adapters) else []
-    kept = only_groups(arguments, groups, ("vocab_size",))
-    names = {word.split("=")[0] for word in kept}
-    if precision is not None:
-        kept = [word for word in kept if word not in ("--fp16", "--bf16")]
-        kept += [] if precision == "fp32" else [f"--{precision}"]
-    if "--vocab-size" not in names:
-        kept += ["--vocab-size", str(_vocabulary(only_groups(arguments, (), ("vocab_file",))))]
-    more = [*kept, *adapters, *ANY_RUN]
+    model_arguments = _model_arguments(arguments, precision)
+    names = {argument.split("=")[0] for argument in model_arguments}
+    all_arguments = [*model_arguments, *adapters, *ANY_RUN]
     attention = attention or usual_attention(on_gpus=False)
     if not names & {"--transformer-impl", "--use-flash-attn", "--attention-backend"}:
         is_engine = attention == "fused"
-        more += ["--transformer-impl", "transformer_engine" if is_engine else "local"]
+        all_arguments += ["--transformer-impl", "transformer_engine" if is_engine else "local"]
     config = parse(
-        more,
+        all_arguments,
         world_size=1,
         last_wins=True,
         # The planner may run where the kernels of the run are not installed.
@@ -170,11 +168,11 @@ def arguments_model(
     )
     if config.core.heterogeneous_layers_config_encoded_json:
         raise ConfigError(
-            f"{name}: --heterogeneous-layers-config-path makes layers unlike, which the planner"
-            " does not count yet: drop it, or start the run without a plan"
+            f"{name}: --heterogeneous-layers-config-path makes layers differ, which the planner"
+            " does not support: drop it, or start the run without a plan"
         )
     device = "cpu" if attention == "unfused" else "cuda"
-    shape = trainer_shape(config, name, kept, device=device)
+    shape = trainer_shape(config, name, model_arguments, device=device)
     model = build_model(replace(shape, imbalance=imbalance))
     if not config.lora.is_on:
         return model
@@ -182,11 +180,25 @@ def arguments_model(
     return replace(model, precision=model.precision.beside_frozen(share))
 
 
+def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[str]:
+    """Returns the arguments of the model and its precision, with a vocabulary in any case."""
+    groups = (ModelConfig, PrecisionConfig, CoreConfig)
+    kept = only_groups(arguments, groups, ("vocab_size",))
+    has_vocabulary = any(argument.split("=")[0] == "--vocab-size" for argument in kept)
+    if precision is not None:
+        kept = [argument for argument in kept if argument not in ("--fp16", "--bf16")]
+        kept += [] if precision == "fp32" else [f"--{precision}"]
+    if not has_vocabulary:
+        vocabulary = _vocabulary(only_groups(arguments, (), ("vocab_file",)))
+        kept += ["--vocab-size", str(vocabulary)]
+    return kept
+
+
 def usual_attention(*, on_gpus: bool) -> str:
     """Returns how runs compute attention with the packages installed here, one of ``ATTENTIONS``.
 
     Args:
-        on_gpus: whether they run on GPUs.
+        on_gpus: Whether the runs use GPUs.
     """
     if Installed.detect().transformer_engine:
         return "fused"
@@ -194,13 +206,17 @@ def usual_attention(*, on_gpus: bool) -> str:
 
 
 def _adapter_parameters(config: TrainerConfig) -> int:
-    """Returns the weights of adapters: rank x (inputs + outputs) for each part of a layer."""
-    model, core, rank = config.model, config.core, config.lora.lora_rank or 0
+    """Returns the number of weights in adapters: rank x (inputs + outputs) per part of a layer."""
+    model = config.model
+    core = config.core
+    rank = config.lora.lora_rank or 0
     hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads
     values = heads * (core.v_head_dim if core.multi_latent_attention else model.kv_channels)
-    pairs, down = [model.query_groups * model.kv_channels] * 2, core.q_lora_rank or 0
+    pairs = [model.query_groups * model.kv_channels] * 2
+    down = core.q_lora_rank or 0
     queries = heads * (core.qk_head_dim + core.qk_pos_emb_head_dim)
-    sizes = {  # inputs, and outputs of each part
+    # Number of inputs of each part, and of the outputs of each of its pieces.
+    sizes = {
         "qkv": (hidden, [values, *pairs]),
         "proj": (values, [hidden]),
         "q_proj": (hidden, [queries]),
@@ -211,18 +227,24 @@ def _adapter_parameters(config: TrainerConfig) -> int:
         "fc1": (hidden, [ffn] * (1 + model.is_gated)),
         "fc2": (ffn, [hidden]),
     }
-    found = 0
+    total = 0
     for name, marks in adapted_parts(config).items():
         inputs, outputs = sizes[name.partition("linear_")[2]]
         outputs = outputs if len(marks) == len(outputs) else [sum(outputs)]
-        found += sum((inputs + one) * has for one, has in zip(outputs, marks, strict=True))
-    return rank * found * model.num_layers
+        total += sum(
+            (inputs + width) * is_adapted for width, is_adapted in zip(outputs, marks, strict=True)
+        )
+    return rank * total * model.num_layers
 
 
-def _vocabulary(words: Sequence[str]) -> int:
-    """Returns the entries of the vocabulary file that arguments name, else GPT-2's number."""
+def _vocabulary(arguments: Sequence[str]) -> int:
+    """Returns the number of entries of a vocabulary file, or GPT-2's if it cannot be read.
+
+    Args:
+        arguments: Argument ``--vocab-file`` with its path; empty for no file.
+    """
     try:
-        return len(parse_json(read_whole(words[-1].partition("=")[2] or words[-1])))
+        return len(parse_json(read_whole(arguments[-1].partition("=")[2] or arguments[-1])))
     except (IndexError, OSError, ValueError, TypeError):
         return _VOCABULARY["gpt"]
 
@@ -244,27 +266,9 @@ def trainer_shape(
     """
     model = config.model
     core = config.core
-    layers = range(model.num_layers)
-    near, experts = core.window_attn_skip_freq, core.num_moe_experts or 0
-    window_layers: list[bool] = []
-    if core.window_size and near is not None:
-        skipped = parse_pattern(near)
-        if isinstance(skipped, list) and len(skipped) != model.num_layers:
-            raise ConfigError(
-                f"{name}: --window-attn-skip-freq says of {len(skipped)} layers whether they have"
-                f" a window, the model has {model.num_layers}: give one 0 or 1 for each"
-            )
-        window_layers = [
-            bool((i + 1) % skipped if isinstance(skipped, int) else skipped[i]) for i in layers
-        ]
+    experts = core.num_moe_experts or 0
     latent = core.multi_latent_attention
     learned = model.position_embedding_type == "learned_absolute"
-    precision = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-    sizes = Precision.named(precision[config.precision.dtype_name])
-    if config.precision.accumulate_allreduce_grads_in_fp32:
-        sizes = replace(sizes, gradient_bytes=4, reduce_bytes=4)
-    elif config.precision.bf16:
-        sizes = replace(sizes, gradient_bytes=2, reduce_bytes=2)
     return TransformerShape(
         name=name,
         layers=model.num_layers,
@@ -285,7 +289,7 @@ def trainer_shape(
         dropout=model.hidden_dropout > 0 or model.attention_dropout > 0,
         fused_attention=_has_kernel(config, device),
         own_attention=model.transformer_impl == "local",
-        precision=sizes,
+        precision=_precision(config.precision),
         arguments=tuple(arguments),
         query_biases=model.add_qkv_bias,
         query_norms=model.qk_layernorm,
@@ -294,7 +298,7 @@ def trainer_shape(
         rotary_width=core.qk_pos_emb_head_dim if latent else 0,
         value_width=core.v_head_dim if latent else 0,
         window=max(core.window_size[0] + 1, 0) if core.window_size else 0,
-        window_layers=tuple(window_layers),
+        window_layers=_window_layers(core, model.num_layers, name),
         experts=experts,
         expert_layers=config.expert_layers if experts else (),
         top_k=core.moe_router_topk,
@@ -304,6 +308,36 @@ def trainer_shape(
         padded=bool(core.moe_expert_capacity_factor and core.moe_pad_expert_input_to_capacity),
         predictions=model.mtp_num_layers or 0,
     )
+
+
+def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, ...]:
+    """Returns whether each layer has the attention window; empty if all layers are equal.
+
+    Raises:
+        ConfigError: The pattern of the settings has another number of layers.
+    """
+    if not core.window_size or core.window_attn_skip_freq is None:
+        return ()
+    skipped = parse_pattern(core.window_attn_skip_freq)
+    if isinstance(skipped, int):
+        return tuple(bool((layer + 1) % skipped) for layer in range(num_layers))
+    if len(skipped) != num_layers:
+        raise ConfigError(
+            f"{name}: --window-attn-skip-freq has {len(skipped)} entries, the model has"
+            f" {num_layers} layers: give one 0 or 1 for each layer"
+        )
+    return tuple(map(bool, skipped))
+
+
+def _precision(config: PrecisionConfig) -> Precision:
+    """Returns the bytes of numbers in a run with these settings."""
+    names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+    sizes = Precision.named(names[config.dtype_name])
+    if config.accumulate_allreduce_grads_in_fp32:
+        return replace(sizes, gradient_bytes=4, reduce_bytes=4)
+    if config.bf16:
+        return replace(sizes, gradient_bytes=2, reduce_bytes=2)
+    return sizes
 
 
 def _has_kernel(config: TrainerConfig, device: str) -> bool:
@@ -329,28 +363,32 @@ def _has_kernel(config: TrainerConfig, device: str) -> bool:
 
 
 def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
-    """Reads a list of arguments, written out or in a file.
+    """Reads a list of arguments, from text or from a file.
 
     Args:
-        text: arguments that begin with ``--``, or the name of a file of them, in which ``#``
-            begins a comment.
-        folder: what a relative file name starts from.
-        where: for messages.
+        text: Arguments, the first of which begins with ``--``, or the name of a file with
+            arguments, in which ``#`` begins a comment.
+        folder: Folder of a relative file name.
+        where: Source of the text, for messages.
+
+    Raises:
+        ConfigError: The file cannot be read, a quote is not closed, or an argument is not allowed.
     """
     try:
         if not text.lstrip().startswith("-"):
             text = read_text(folder / text, f"{where}: name a file of arguments")
-        words = shlex.split(text, comments=True)
+        arguments = shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; close the quotes") from error
     except OSError as error:
         raise ConfigError(f"{where}: {text}: {error.strerror}; name a file of arguments") from error
-    context = only_groups(words, (), ("context_parallel_size",))
+    context = only_groups(arguments, (), ("context_parallel_size",))
     if context and context[-1].rpartition("=")[2] != "1":
         raise ConfigError(
-            f"{where}: {' '.join(context)}: a plan decides it: give plan --context-parallel-size"
+            f"{where}: {' '.join(context)}: the plan decides this: pass --context-parallel-size to"
+            " plan instead"
         )
-    return words
+    return arguments
 
 
 _FILES = (".yaml", ".yml", ".toml", ".json")
@@ -365,49 +403,54 @@ def read_model(
     sequence: int | None = None,
     imbalance: float = 1.0,
 ) -> Model:
-    """Reads a model that the user named.
+    """Reads a model from the value of ``--model``.
 
     Args:
-        text: the name of a preset; a list of the trainer's arguments; the path of a model or
-            profile file (``.yaml``, ``.toml``, ``.json``) or of a file of arguments; Hugging Face's
-            ``config.json``, or the folder of it.
-        precision: wins over what the model says.
-        default: for models that do not say it.
-        attention: How runs compute attention if the model does not say it, one of ``ATTENTIONS``.
-        sequence: tokens of a sample, for a ``config.json`` alone.
-        imbalance: see ``TransformerShape``.
+        text: Name of a preset; a list of the trainer's arguments; path of a model or profile file
+            (``.yaml``, ``.toml``, ``.json``) or of a file with arguments; path of a
+            ``config.json`` of Hugging Face, or of its folder.
+        precision: Precision, which overrides that of the model.
+        default: Precision of models that have none.
+        attention: Way to compute attention if the model does not decide it, one of
+            ``ATTENTIONS``.
+        sequence: Tokens of a sample, for a ``config.json`` only.
+        imbalance: Imbalance of experts, see ``TransformerShape``.
 
     Raises:
-        ConfigError: it is none of them, or breaks a rule.
+        ConfigError: The text is none of these, or the model breaks a rule.
     """
-    made = partial(arguments_model, precision=precision, attention=attention, imbalance=imbalance)
-    path, is_words = Path(text), text.lstrip().startswith("--")
-    if not is_words and path.is_dir() and text not in preset_names():
+    make = partial(arguments_model, precision=precision, attention=attention, imbalance=imbalance)
+    path = Path(text)
+    is_arguments = text.lstrip().startswith("--")
+    if not is_arguments and path.is_dir() and text not in preset_names():
         path = path / "config.json"
-    has_form = not is_words and path.suffix.lower() in _FILES
-    document: Any = read_file(path, "model") if has_form else None
-    if has_form and is_config(document):
-        words, differs = config_arguments(document, str(path), sequence)
+    is_document = not is_arguments and path.suffix.lower() in _FILES
+    document: Any = read_file(path, "model") if is_document else None
+    if is_document and is_config(document):
+        arguments, differs = config_arguments(document, str(path), sequence)
         name = path.absolute().parent.name if path.name == "config.json" else path.stem
-        model = made(words, name, precision=precision or default)
-        # The trainer would build another model of these arguments.
+        model = make(arguments, name, precision=precision or default)
+        # The arguments of such a model describe it only for the planner; the trainer would build
+        # another model from them.
         return replace(model, arguments=()) if differs else model
     if sequence is not None:
-        raise ConfigError(f"--seq-length {sequence}: model {text} says it itself; leave it out")
-    if has_form and isinstance(document, dict) and isinstance(document.get("model"), dict):
-        return _of_profile(document, str(path), precision, made)
-    if has_form:
+        raise ConfigError(
+            f"--seq-length {sequence}: model {text} has a sequence length; leave it out"
+        )
+    if is_document and isinstance(document, dict) and isinstance(document.get("model"), dict):
+        return _of_profile(document, str(path), precision, make)
+    if is_document:
         return _of_file(document, path, precision, default, attention)
-    if text in preset_names() or not (is_words or path.is_file()):
+    if text in preset_names() or not (is_arguments or path.is_file()):
         return preset(text, precision or default, attention=attention, imbalance=imbalance)
-    words = _read_arguments(text, Path(), "--model")
-    return made(words, "model" if is_words else path.stem)
+    arguments = _read_arguments(text, Path(), "--model")
+    return make(arguments, "model" if is_arguments else path.stem)
 
 
 def _of_file(
     document: Any, path: Path, precision: str | None, default: str, attention: str | None
 ) -> Model:
-    """Makes a model of the contents of a model file; the rest is as in :func:`read_model`."""
+    """Makes a model from the contents of a model file, see :func:`read_model` for the arguments."""
     where = str(path)
     check_form(document, "model", where)
     name = document.get("name", path.stem)
@@ -437,28 +480,28 @@ def _of_file(
 
 
 def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -> Model:
-    """Makes a model of a list of layers, which was checked against its schema.
+    """Makes a model from a list of layers that fits the schema.
 
     Args:
-        document: has ``layers``; may have ``tokens_per_sample``, ``tied_parameters`` and
-            ``tied_layers``.
-        name: of the model.
-        precision: bytes of numbers.
+        document: Dictionary with ``layers``, and optionally ``tokens_per_sample``,
+            ``tied_parameters`` and ``tied_layers``.
+        name: Name of the model.
+        precision: Bytes of numbers.
 
     Raises:
-        ConfigError: two layers of one kind differ.
+        ConfigError: Two layers of one kind differ.
     """
     kinds: dict[str, LayerKind] = {}
     layers: list[str] = []
-    for index, one in enumerate(document["layers"]):
-        sizes = {key: value for key, value in one.items() if key not in ("kind", "count")}
-        kind = LayerKind(name=one["kind"], **sizes)
+    for index, entry in enumerate(document["layers"]):
+        sizes = {key: value for key, value in entry.items() if key not in ("kind", "count")}
+        kind = LayerKind(name=entry["kind"], **sizes)
         if kinds.setdefault(kind.name, kind) != kind and sizes:
             raise ConfigError(
                 f"model {name}: layers[{index}] is of kind {kind.name!r} with other sizes than"
                 " before: give it a kind of its own"
             )
-        layers += [kind.name] * one.get("count", 1)
+        layers += [kind.name] * entry.get("count", 1)
     return Model(
         name=name,
         kinds=kinds,
@@ -471,7 +514,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
 
 
 def _of_profile(
-    document: Mapping[str, Any], where: str, precision: str | None, made: Callable[..., Model]
+    document: Mapping[str, Any], where: str, precision: str | None, make: Callable[..., Model]
 ) -> Model:
     """Returns the model that a profile was measured with."""
     check_form(document, "profile", where)
@@ -483,6 +526,6 @@ def _of_profile(
     arguments: Sequence[str] = model.get("arguments", ())
     if not arguments:
         raise ConfigError(
-            f"{where}: the profile does not say what model it is of: give --model by name"
+            f"{where}: the profile does not contain its model: give the model's name as --model"
         )
-    return made(arguments, model["name"])
+    return make(arguments, model["name"])

@@ -1,17 +1,28 @@
-"""Times a fixed order of work exactly: a longest path, computed in one pass.
+"""Computes how long a step with a fixed order of work takes, in one pass over its actions.
 
-A static schedule says which action a rank does next, so a step's length is the longest path through
-its actions and messages. It never falls when a duration grows, which a rule that chooses at run
-time cannot promise; that is why the search stands on it. Rules are timed by the simulator.
+A static schedule fixes the order of the actions on every rank. An action starts as soon as its rank
+is free and its input has arrived, so the length of the step is the longest path through actions and
+messages. An example: 1F1B on 2 ranks with 2 microbatches, 1 s for each forward, 2 s for each
+backward, and messages that take no time::
 
-The order of the pass depends on the schedule alone and is kept. An action starts when its rank is
-free and its input is there; a message leaves when the action ends and the one before it has left
-the link, keeps the link busy for its occupancy and arrives after the latency. Launching an action
-needs no input: that part of it is hidden where the rank would wait anyway.
+    second    0    1    2    3    4    5    6    7    8    9
+    rank 0    | F0 | F1 |         | B0      |    | B1      |
+    rank 1         | F0 | B0      | F1 | B1      |
 
-Jitter adds to such a time: actions that take longer by chance hold up those that wait for them. A
-rank alone loses nothing on average. In a pipeline every hand-over waits for the later of two, so
-that the mean step is longer than the step of the means.
+``F1`` of rank 1 starts at 4: its input arrived at 2, but the rank is busy until then. The actions
+are visited in an order in which each follows all actions it waits for (:func:`steps_of`), so one
+visit per action suffices. This order depends on the schedule alone, and is kept for further calls.
+
+A message leaves when its action has ended and the message before it has left the link. It keeps the
+link busy for its occupancy, and arrives after its latency. Launching an action needs no input, so
+a rank that waits for an input launches meanwhile.
+
+If a duration grows, the step never gets shorter. The search depends on this. A rule that chooses
+the next action at run time cannot promise it, so rules are timed by the simulator instead.
+
+:func:`jitter_s` adds the effect of chance. If durations vary, one rank alone needs as long as
+before on average. But in a pipeline each action waits for the later of its rank and its input, so
+the mean step is longer than a step with mean durations.
 """
 
 from __future__ import annotations
@@ -33,13 +44,14 @@ _KINDS = {ActionKind.F: _F, ActionKind.B: _B, ActionKind.W: _W}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Steps:
-    """A schedule's actions in an order in which each follows what it waits for.
+    """A schedule's actions in an order in which each follows all actions it waits for.
 
     Attributes:
-        placement: which rank holds which stage.
-        num_microbatches: of the step.
-        rows: ``[actions, 4] int64``: kind (F, B, W), stage, microbatch, rank.
-        split: whether weight gradients are actions of their own.
+        placement: Rank of each stage.
+        num_microbatches: Number of microbatches of the step.
+        rows: Kind (0 for F, 1 for B, 2 for W), stage, microbatch and rank of each action,
+            ``[actions, 4] int64``.
+        split: Whether weight gradients are separate actions (W).
     """
 
     placement: Placement
@@ -48,7 +60,10 @@ class Steps:
     split: bool
 
     def table(self, seconds: Any) -> Any:
-        """Returns a copy of a ``[3, stages]`` table; B takes what W does where B is not split."""
+        """Returns a copy of a ``[3, stages]`` table of seconds of F, B and W.
+
+        If the schedule does not split backwards, the copy has the seconds of W added to B.
+        """
         copy = np.array(seconds, dtype=np.float64)
         if not self.split:
             copy[_B] += copy[_W]
@@ -58,11 +73,11 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleTimes:
-    """Ends and work of the ranks of a step.
+    """Ends and work of the ranks in a step.
 
     Attributes:
-        end_s: ``[ranks]``, end of each rank's last action.
-        busy_s: ``[ranks]``, its work.
+        end_s: Second at which each rank's last action ends, ``[ranks]``.
+        busy_s: Seconds in which each rank works, ``[ranks]``.
     """
 
     end_s: Any
@@ -70,47 +85,56 @@ class ScheduleTimes:
 
     @property
     def seconds(self) -> float:
-        """Seconds until the last action of all."""
+        """Seconds until the last action of all ranks ends."""
         return float(self.end_s.max())
 
 
 @lru_cache(maxsize=256)
 def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Steps:
-    """Puts a static schedule's actions in order.
+    """Puts a static schedule's actions in an order in which each follows those it waits for.
+
+    Args:
+        schedule: Name of the schedule.
+        pp: Number of pipeline ranks.
+        chunks: Number of stages of each rank.
+        num_microbatches: Number of microbatches of a step.
 
     Raises:
-        ScheduleError: no static schedule of that name, or it refuses the numbers.
+        ScheduleError: No static schedule has this name, or it refuses the numbers.
     """
     placement = catalog.placement_for(schedule, pp, chunks)
-    made = catalog.make_schedule(schedule, placement, num_microbatches)
+    static = catalog.make_schedule(schedule, placement, num_microbatches)
     stages = placement.num_stages
     done: set[tuple[int, int, int]] = set()
-    at = [0] * pp
+    next_action = [0] * pp
     rows: list[tuple[int, int, int, int]] = []
-    found = -1
-    while found < len(rows):
-        found = len(rows)
+    num_before = -1
+    while num_before < len(rows):
+        num_before = len(rows)
         for rank in range(pp):
-            for action in made.orders[rank][at[rank] :]:
-                kind, stage = _KINDS[action.kind], placement.stage_of(rank, action.chunk)
+            for action in static.orders[rank][next_action[rank] :]:
+                kind = _KINDS[action.kind]
+                stage = placement.stage_of(rank, action.chunk)
                 if not done.issuperset(_inputs(kind, stage, action.microbatch, stages)):
                     break
                 done.add((kind, stage, action.microbatch))
                 rows.append((kind, stage, action.microbatch, rank))
-                at[rank] += 1
+                next_action[rank] += 1
     return Steps(
         placement=placement,
         num_microbatches=num_microbatches,
         rows=np.array(rows, dtype=np.int64),
-        split=bool(made.weight_pieces),
+        split=bool(static.weight_pieces),
     )
 
 
 def _inputs(kind: int, stage: int, microbatch: int, stages: int) -> list[tuple[int, int, int]]:
-    """Returns the actions whose results one takes."""
-    own = [(kind - 1, stage, microbatch)] if kind else []
-    near = stage - 1 if kind == _F else stage + 1
-    return [*own, (kind, near, microbatch)] if kind < _W and 0 <= near < stages else own
+    """Returns the actions whose results an action needs, as (kind, stage, microbatch)."""
+    same_stage = [(kind - 1, stage, microbatch)] if kind else []
+    sender = stage - 1 if kind == _F else stage + 1
+    if kind < _W and 0 <= sender < stages:
+        return [*same_stage, (kind, sender, microbatch)]
+    return same_stage
 
 
 def step_times(
@@ -122,25 +146,28 @@ def step_times(
     launch_s: Any = None,
     factors: Any = 1.0,
 ) -> ScheduleTimes:
-    """Times one step.
+    """Computes the ends of all ranks in one step.
 
     Args:
-        steps: of the schedule.
-        durations_s: ``[3, stages] float64``: forward, backward by inputs, by weights; the last two
-            add up where the schedule does not split them.
-        latency_s: ``[2, stages]``: of the message after each stage's forward (to the next stage)
-            and backward (to the one before); 0 where none is sent.
-        occupancy_s: ``[2, stages]``: how long that message keeps its link busy.
-        launch_s: ``[3, stages]``, the part of ``durations_s`` in which the CPU launches the work,
-            which needs no input and goes on while the rank waits. None for none.
-        factors: how many times as long each action takes, in the order of ``steps``.
+        steps: Actions of the schedule, from :func:`steps_of`.
+        durations_s: Seconds of forward, backward by inputs and backward by weights of each stage,
+            ``[3, stages] float64``. The last two are added if the schedule does not split
+            backwards.
+        latency_s: Seconds of latency of the message after each stage's forward (to the next stage)
+            and backward (to the previous stage), ``[2, stages]``; 0 if no message is sent.
+        occupancy_s: Seconds for which that message keeps its link busy, ``[2, stages]``.
+        launch_s: Part of ``durations_s`` in which the CPU launches the work, ``[3, stages]``. It
+            needs no input and runs while the rank waits. ``None`` if there is no such part.
+        factors: Factor on the duration of each action, in the order of ``steps``, ``[actions]``,
+            or one number for all.
     """
     kind, stage = steps.rows[:, 0], steps.rows[:, 1]
     seconds = steps.table(durations_s)[kind, stage] * factors
     launch = np.zeros_like(seconds) if launch_s is None else steps.table(launch_s)[kind, stage]
     stages = steps.placement.num_stages
     end, busy = np.zeros((2, steps.placement.num_ranks))
-    run = _compiled_steps() if len(seconds) > _MANY_ROWS or "numba" in sys.modules else _run_steps
+    is_compiled = len(seconds) > _MANY_ROWS or "numba" in sys.modules
+    run = _compiled_steps() if is_compiled else _run_steps
     run(
         steps.rows,
         seconds,
@@ -166,6 +193,11 @@ def _run_steps(
     end: Any,
     busy: Any,
 ) -> None:
+    """Visits the actions in order, and fills ``arrival``, ``free``, ``end`` and ``busy``.
+
+    ``arrival`` has the second at which an input arrives, by kind, stage and microbatch; ``free``
+    has the second from which the link behind each stage is free, by kind and stage.
+    """
     stages = latency.shape[1]
     for i in range(rows.shape[0]):
         kind, stage, microbatch, rank = rows[i]
@@ -185,38 +217,44 @@ def _run_steps(
 
 
 _MANY_ROWS = 500
-"""From here on the machine code is worth its import of half a second, once for a process."""
+"""Number of actions above which compiled code saves more than the half second that numba's import
+takes, once per process."""
 
 
 @lru_cache
 def _compiled_steps() -> Any:
-    """Returns ``_run_steps`` as machine code."""
+    """Returns ``_run_steps`` compiled by numba."""
     from numba import njit
 
     return njit(_run_steps, cache=True)
 
 
 DRAWS = 32
-"""Steps that are drawn at once; the mean of what they take longer is within a tenth or so."""
+"""Number of simulated steps; the mean delay over so many is accurate to about a tenth."""
 
 
 def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> float:
-    """Returns the seconds by which a step is longer on average, at least 0.
+    """Returns the seconds by which random durations lengthen a step on average, at least 0.
 
-    Every action has a factor of its own, lognormal with mean 1. Draws depend on the place of the
-    action in the order alone, so that plans with the same order get the same.
+    Times ``DRAWS`` steps in which the duration of every action has a random factor, lognormal with
+    mean 1. A factor depends only on the position of the action in the order, so plans with the same
+    order of work get the same factors, and their times can be compared.
 
     Args:
-        steps: of the schedule.
-        durations_s: ``[3, stages]``: forward, backward by inputs, by weights.
-        message_s: ``[2, stages]``: of the message after each stage's forward and backward.
-        sigma: spread of the logarithm of the factors.
+        steps: Actions of the schedule, from :func:`steps_of`.
+        durations_s: Seconds of forward, backward by inputs and backward by weights of each stage,
+            ``[3, stages]``.
+        message_s: Seconds of the message after each stage's forward and backward, ``[2, stages]``.
+        sigma: Standard deviation of the logarithm of the factors; 0 for no jitter.
     """
     if sigma <= 0:
         return 0.0
     rng = np.random.default_rng(0)
     factors = np.exp(sigma * rng.standard_normal((len(steps.rows), DRAWS)) - sigma**2 / 2)
-    none = np.zeros_like(message_s)
-    drawn = [step_times(steps, durations_s, message_s, none, factors=one) for one in factors.T]
-    quiet = step_times(steps, durations_s, message_s, none)
-    return max(0.0, float(np.mean([one.seconds for one in drawn])) - quiet.seconds)
+    no_occupancy = np.zeros_like(message_s)
+    drawn = [
+        step_times(steps, durations_s, message_s, no_occupancy, factors=step_factors)
+        for step_factors in factors.T
+    ]
+    quiet = step_times(steps, durations_s, message_s, no_occupancy)
+    return max(0.0, float(np.mean([times.seconds for times in drawn])) - quiet.seconds)

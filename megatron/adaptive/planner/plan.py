@@ -1,6 +1,6 @@
-"""Holds a plan and its prediction, and writes both: as plan file, ``conf.sh`` and tables.
+"""Defines plans and predictions, and writes them: as plan files, for other programs and as tables.
 
-Reading plan files is ``config.plan_file``'s.
+``config.plan_file`` reads plan files.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.schedule import catalog
 
 FP8_FLAGS = ("--fp8-format", "hybrid")
-"""Megatron-LM's, among the arguments of a model that is planned in fp8."""
+"""Megatron-LM's flags for fp8; they are among the arguments of a model that is planned in fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """The GPUs that one data-parallel replica of a stage runs on: one node's, side by side.
+    """GPUs of one data-parallel replica of a stage, which are neighbours on one node.
 
     Attributes:
-        node: number of the node in the cluster.
-        gpu: the first of its GPUs, counted within the node.
-        tp: how many, the tensor-parallel width.
+        node: Number of the node in the cluster.
+        gpu: Number of the first GPU within the node.
+        tp: Number of GPUs, which is the tensor-parallel width.
     """
 
     node: int
@@ -51,10 +51,10 @@ class StagePlace:
     """GPUs of one pipeline rank.
 
     Attributes:
-        replicas: in the order of data-parallel ranks.
-        micro_batch: samples of one microbatch on each replica. Where numbers of replicas differ,
-            it is the same everywhere if microbatches are dealt out to replicas (see ``cost``),
-            else ``micro_batch * len(replicas)`` is.
+        replicas: Replicas in the order of data-parallel ranks.
+        micro_batch: Samples of one microbatch on each replica. If stages have unequal widths, it
+            is the same on all stages of a plan whose microbatches are dealt out to replicas (see
+            ``cost``). Otherwise ``micro_batch * len(replicas)`` is the same.
     """
 
     replicas: tuple[Replica, ...]
@@ -66,13 +66,13 @@ class StageSettings:
     """Settings that all stages of a plan share.
 
     Attributes:
-        recompute: one of ``model.RECOMPUTE``.
-        distributed_optimizer: whether replicas divide the optimizer state.
-        overlap_reduce: whether gradients are reduced while backwards still run.
-        sequence_parallel: whether activations outside of attention and MLP are divided by the
-            tensor-parallel width.
-        expert_ranks: neighbouring replicas that experts are spread over.
-        context_ranks: neighbouring ranks that share each sequence.
+        recompute: Kind of recompute, one of ``model_description.RECOMPUTE``.
+        distributed_optimizer: Whether replicas divide the optimizer state.
+        overlap_reduce: Whether gradients are reduced while backwards still run.
+        sequence_parallel: Whether tensor-parallel ranks also divide the activations outside of
+            attention and MLP.
+        expert_ranks: Number of neighbouring replicas that experts are spread over.
+        context_ranks: Number of neighbouring ranks that share each sequence.
     """
 
     recompute: str = "none"
@@ -83,9 +83,11 @@ class StageSettings:
     context_ranks: int = 1
 
     def state_parameters(self, parameters: Any, expert_parameters: Any, dp: int) -> Any:
-        """Returns the parameters whose optimizer state one of ``dp`` replicas holds and updates.
+        """Returns the number of parameters that one of ``dp`` replicas updates.
 
-        Of experts that are spread over ranks, so many times fewer replicas have each.
+        A distributed optimizer divides the state of a parameter among the replicas that have it.
+        If experts are spread over ``expert_ranks``, each expert is on ``dp / expert_ranks``
+        replicas only.
         """
         if not self.distributed_optimizer:
             return parameters
@@ -97,17 +99,17 @@ class Plan(StageSettings):
     """A way to run a model on a cluster.
 
     Attributes:
-        tp: tensor-parallel width; the widest where stages differ.
-        dp: data-parallel replicas; of the first stage where stages differ.
-        pp: pipeline ranks.
-        chunks: model chunks of each pipeline rank.
-        micro_batch: samples of one microbatch of one replica; of the first stage.
-        global_batch: samples of one step.
-        schedule: name as for ``--pipeline-schedule``.
-        partition: layers of each of ``pp * chunks`` stages in pipeline order, embedding and head
-            included.
-        places: where each pipeline rank lies, ``[pp]``; of ranks that share a sequence each counts
-            as a replica, so that a stage has ``dp * context_ranks``.
+        tp: Tensor-parallel width; the largest if stages differ.
+        dp: Number of data-parallel replicas; that of the first stage if stages differ.
+        pp: Number of pipeline ranks.
+        chunks: Number of stages (model chunks) of each pipeline rank.
+        micro_batch: Samples of one microbatch on one replica of the first stage.
+        global_batch: Samples of one step.
+        schedule: Name of the schedule, see ``--pipeline-schedule``.
+        partition: Number of layers of each of the ``pp * chunks`` stages in pipeline order,
+            embedding and head included.
+        places: Place of each pipeline rank, ``[pp]``. Each rank that shares a sequence counts as a
+            replica, so a stage has ``dp * context_ranks`` replicas.
     """
 
     tp: int
@@ -127,17 +129,17 @@ class Plan(StageSettings):
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Nodes in the order in which the ranks meet them."""
-        seen = [replica.node for place in self.places for replica in place.replicas]
-        return tuple(dict.fromkeys(seen))
+        """Numbers of the nodes, in the order of the ranks on them."""
+        nodes = [replica.node for stage_place in self.places for replica in stage_place.replicas]
+        return tuple(dict.fromkeys(nodes))
 
     @property
     def uniform(self) -> bool:
-        """Whether all stages have the same widths, as the trainer needs it."""
+        """Whether all stages have the same widths."""
         return all(
-            len(place.replicas) == self.dp * self.context_ranks
-            and all(one.tp == self.tp for one in place.replicas)
-            for place in self.places
+            len(stage_place.replicas) == self.dp * self.context_ranks
+            and all(replica.tp == self.tp for replica in stage_place.replicas)
+            for stage_place in self.places
         )
 
 
@@ -146,12 +148,12 @@ class StageMemory:
     """Bytes on the fullest GPU of a pipeline rank.
 
     Attributes:
-        parameter_bytes: weights.
-        gradient_bytes: their gradients.
-        optimizer_bytes: optimizer state and master weights.
-        activation_bytes: activations in flight at the worst moment of the schedule.
-        workspace_bytes: buffers and the margin for what nobody counts.
-        limit_bytes: usable memory of that GPU.
+        parameter_bytes: Bytes of weights.
+        gradient_bytes: Bytes of gradients.
+        optimizer_bytes: Bytes of optimizer state and master weights.
+        activation_bytes: Bytes of activations, when the schedule keeps the most of them.
+        workspace_bytes: Bytes of buffers, of the process, and of all else.
+        limit_bytes: Usable memory of the GPU.
     """
 
     parameter_bytes: float
@@ -165,25 +167,26 @@ class StageMemory:
     def total_bytes(self) -> float:
         """Sum of all parts."""
         *parts, _limit = vars(self).values()
-        total: float = sum(parts)  # or an array of them, as the search has it
+        total: float = sum(parts)  # an array in the search, which computes many stages at once
         return total
 
     @property
     def missing_bytes(self) -> float:
-        """Bytes that the GPU lacks; 0 where it fits."""
+        """Bytes that the GPU lacks; 0 if the stage fits."""
         return max(0.0, self.total_bytes - self.limit_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePrediction:
-    """One pipeline rank.
+    """Predicted times and memory of one pipeline rank.
 
     Attributes:
-        forward_s: of one microbatch, over its chunks.
-        backward_s: of one microbatch, weight gradients and recompute included.
-        send_s: one forward transfer to the next stage.
-        bubble: idle part of the pipeline's time.
-        memory: on its fullest GPU.
+        forward_s: Seconds of the forwards of one microbatch in all its chunks.
+        backward_s: Seconds of the backwards of one microbatch in all its chunks, weight gradients
+            and recompute included.
+        send_s: Seconds of one message to the next stage.
+        bubble: Idle share of the pipeline's time, from 0 to 1.
+        memory: Memory of its fullest GPU.
     """
 
     forward_s: float
@@ -198,14 +201,14 @@ class Prediction:
     """Predicted time, memory and price of a plan.
 
     Attributes:
-        seconds: of one step.
-        parts: seconds by name that add up to ``seconds``: ``compute``, ``bubble``, ``transfer``,
-            ``tp``, ``reduction``, ``embedding``, ``optimizer``; where the profile knows of them
-            also ``jitter``, and ``beside``, what a step does beside these.
-        stages: one for each pipeline rank.
-        tokens_per_s: of the whole job.
-        price_per_hour: of the nodes that are paid.
-        estimated: whether a number of the profile was estimated, not measured.
+        seconds: Seconds of one step.
+        parts: Seconds by name that add up to ``seconds``: ``compute``, ``bubble``, ``transfer``,
+            ``tp``, ``reduction``, ``embedding`` and ``optimizer``. If the profile has measured
+            them, also ``jitter``, and ``beside`` for everything else that a step does.
+        stages: Prediction of each pipeline rank.
+        tokens_per_s: Tokens per second of the whole job.
+        price_per_hour: Price of all nodes in use.
+        estimated: Whether a number of the profile was estimated instead of measured.
     """
 
     seconds: float
@@ -227,27 +230,28 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes on the fullest GPU of all."""
+        """Bytes on the fullest GPU of the job."""
         return max(stage.memory.total_bytes for stage in self.stages)
 
 
 def place_ranks(
     cluster: Cluster, order: Sequence[int], *, tp: int, dp: int, pp: int, micro_batch: int
 ) -> tuple[StagePlace, ...]:
-    """Lays equal stages on nodes as the ranks of a run are numbered.
+    """Places stages of equal widths on nodes in the order of the ranks.
 
-    Rank = (pipeline rank * dp + replica) * tp + its place in the layer; nodes one after the other.
+    The rank of a GPU is (pipeline rank * dp + replica) * tp + tensor-parallel rank, and the ranks
+    fill one node after the other.
 
     Args:
-        cluster: the nodes.
-        order: numbers of its nodes in the order of the ranks.
-        tp: tensor-parallel width.
-        dp: replicas.
-        pp: pipeline ranks.
-        micro_batch: samples of a microbatch.
+        cluster: The cluster.
+        order: Numbers of its nodes, in the order of the ranks.
+        tp: Tensor-parallel width.
+        dp: Number of replicas.
+        pp: Number of pipeline ranks.
+        micro_batch: Samples of a microbatch.
 
     Raises:
-        ConfigError: too few GPUs, or a tensor-parallel group would cross two nodes.
+        ConfigError: There are too few GPUs, or a tensor-parallel group would cross two nodes.
     """
     gpus = sum(cluster.nodes[node].gpus for node in order)
     if gpus < tp * dp * pp:
@@ -262,10 +266,12 @@ def place_ranks(
 def place_stage(
     cluster: Cluster, order: Sequence[int], tp: int, dp: int, micro_batch: int, *, position: int = 0
 ) -> StagePlace:
-    """Lays one stage on nodes, behind ``position`` equal ones; the rest is as in ``place_ranks``.
+    """Places one stage on nodes, behind ``position`` stages of the same widths.
+
+    See :func:`place_ranks` for the arguments.
 
     Raises:
-        ConfigError: a tensor-parallel group would cross two nodes.
+        ConfigError: A tensor-parallel group would cross two nodes.
     """
     slots = [(node, gpu) for node in order for gpu in range(cluster.nodes[node].gpus)]
     replicas = []
@@ -281,10 +287,10 @@ def place_stage(
 
 
 def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dict[str, Any]:
-    """Returns a plan as its file holds it.
+    """Returns the contents of a plan file.
 
-    Plans whose stages have unequal widths also say those of each stage; the trainer runs those
-    without tensor parallelism.
+    If stages have unequal widths, the file lists the widths of each stage. The trainer runs such
+    plans only without tensor parallelism.
     """
     document: dict[str, Any] = {
         "format": PLAN_FORMAT,
@@ -309,11 +315,11 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
     if not plan.uniform:
         document["stages"] = [
             {
-                "tensor": [replica.tp for replica in place.replicas],
-                "nodes": [replica.node for replica in place.replicas],
-                "micro_batch_size": place.micro_batch,
+                "tensor": [replica.tp for replica in stage_place.replicas],
+                "nodes": [replica.node for replica in stage_place.replicas],
+                "micro_batch_size": stage_place.micro_batch,
             }
-            for place in plan.places
+            for stage_place in plan.places
         ]
     speed = prediction.tokens_per_s
     document["prediction"] = {
@@ -331,10 +337,10 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
 
 
 def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float | None:
-    """Returns the model's operations over the peak of the GPUs in use, known as MFU.
+    """Returns the model FLOPs utilization (MFU): operations of the model over the GPUs' peak.
 
-    Operations that recompute repeats do not count, nor do those of GPUs that the table of GPUs
-    does not know in this precision: then it is None.
+    Operations that recompute repeats do not count. If the table of GPUs lacks a GPU's peak in this
+    precision, or the model has no operations, it returns ``None``.
     """
     peak = 0.0
     for node, count in _gpus_used(plan).items():
@@ -347,16 +353,16 @@ def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float
 
 
 def _gpus_used(plan: Plan) -> Counter[int]:
-    """Returns the GPUs that a plan uses by node, in the order of the ranks."""
+    """Returns the number of GPUs that a plan uses on each node, in the order of the ranks."""
     used = Counter[int]()
-    for place in plan.places:
-        for replica in place.replicas:
+    for stage_place in plan.places:
+        for replica in stage_place.replicas:
             used[replica.node] += replica.tp
     return used
 
 
 def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
-    """Returns the plan's nodes in the order of the ranks, equal neighbours together."""
+    """Returns the plan's nodes in the order of the ranks, with equal neighbours as one group."""
     kinds = [(cluster.nodes[node].name, count) for node, count in _gpus_used(plan).items()]
     return [
         {"type": name, "nodes": len(list(nodes)), "processes_per_node": processes}
@@ -365,10 +371,15 @@ def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False) -> None:
-    """Writes a plan file, or variables of ``conf.sh``.
+    """Writes a plan file, or the plan as variables of ``conf.sh``.
+
+    Args:
+        document: Contents of the plan file.
+        path: Path of the file to write.
+        as_conf: Whether to write variables of ``conf.sh``.
 
     Raises:
-        ConfigError: the file cannot be written, or ``conf.sh`` cannot say such stages.
+        ConfigError: The file cannot be written, or ``conf.sh`` cannot describe the stages.
     """
     text = conf_text(document) if as_conf else json.dumps(document, indent=2) + "\n"
     try:
@@ -381,13 +392,13 @@ def conf_text(document: Mapping[str, Any]) -> str:
     """Returns a plan as variables of ``conf.sh``.
 
     Raises:
-        ConfigError: its stages have unequal widths that the trainer cannot run.
+        ConfigError: The plan's stages have unequal widths that the trainer cannot run.
     """
     values = plan_variables(dict(document), "the plan")
     lines = [
         "# shellcheck shell=bash disable=SC2034",
-        f"# {document['model']}: {document['prediction']['step_s']:.4g} s for a step, as planned."
-        " Source it in conf.sh, or copy it there.",
+        f"# {document['model']}, predicted step {document['prediction']['step_s']:.4g} s."
+        " Source this file in conf.sh, or copy it there.",
     ]
     if document["model"] in MODELS:
         lines.append(f"MODEL={document['model']}")
@@ -397,21 +408,21 @@ def conf_text(document: Mapping[str, Any]) -> str:
 
 
 EXPORTS = ("megatron", "torchtitan", "conf", "sbatch", "plan")
-"""Forms of a plan beside the tables: Megatron-LM's flags, torchtitan's TOML, variables of
+"""Formats of a plan besides tables: Megatron-LM's flags, torchtitan's TOML, variables of
 ``conf.sh``, a command for Slurm, and the plan file."""
 
 
 def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str], file: str) -> str:
-    """Returns a plan for another program.
+    """Returns a plan in the format of another program.
 
     Args:
-        document: what its file holds.
-        form: one of :data:`EXPORTS`.
-        arguments: of the model, where it is given by the trainer's arguments.
-        file: name of the plan file, for the command.
+        document: Contents of the plan file.
+        form: Format, one of :data:`EXPORTS`.
+        arguments: The trainer's arguments that describe the model, if there are any.
+        file: Name of the plan file, for the command.
 
     Raises:
-        ConfigError: that program cannot run such a plan; says why.
+        ConfigError: The program cannot run such a plan.
     """
     if form == "plan":
         return json.dumps(document, indent=2) + "\n"
@@ -426,7 +437,9 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
     )
     program = "Megatron-LM" if form == "megatron" else "torchtitan"
     if "stages" in document:
-        raise ConfigError(f"--export {form}: {program} has no stages of unequal widths: plan anew")
+        raise ConfigError(
+            f"--export {form}: {program} has no stages of unequal widths: plan without --unequal"
+        )
     if document["degrees"]["pipeline"] > 1 and document["schedule"] not in schedules:
         raise ConfigError(
             f"--export {form}: {program} has no schedule {document['schedule']}: plan with"
@@ -438,6 +451,7 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
 
 
 def _megatron_flags(document: Mapping[str, Any], arguments: Sequence[str]) -> str:
+    """Returns a plan as Megatron-LM's flags."""
     values = plan_variables(dict(document), "the plan")
     for name in ("SCHEDULE", "PARTITION", "MODEL_CHUNKS"):
         values.pop(name, None)
@@ -453,10 +467,14 @@ def _megatron_flags(document: Mapping[str, Any], arguments: Sequence[str]) -> st
 
 
 def _titan_toml(document: Mapping[str, Any], *, fp8: bool) -> str:
+    """Returns a plan as torchtitan's configuration file."""
     degrees, sharded = document["degrees"], document["distributed_optimizer"]
-    dp, pp, precision = degrees["data"], degrees["pipeline"], document["precision"]
+    dp, pp = degrees["data"], degrees["pipeline"]
+    precision = document["precision"]
     if precision == "fp16":
-        raise ConfigError("--export torchtitan: it does not train in fp16: plan with --precision")
+        raise ConfigError(
+            "--export torchtitan: torchtitan does not train in fp16: plan with --precision bf16"
+        )
     batch = document["global_batch_size"]
     values: dict[str, dict[str, Any]] = {
         "training": {
@@ -486,157 +504,166 @@ def _titan_toml(document: Mapping[str, Any], *, fp8: bool) -> str:
             "pipeline_parallel_microbatch_size": document["micro_batch_size"],
             "module_fqns_per_model_part": parts,
         }
-    lines = [f"# {document['model']}, for torchtitan's --job.config_file beside your own settings"]
+    lines = [
+        f"# {document['model']}: add your settings, and pass this file to torchtitan as"
+        " --job.config_file"
+    ]
     for table, keys in values.items():
-        lines += ["", f"[{table}]", *(f"{key} = {json.dumps(one)}" for key, one in keys.items())]
+        lines += [
+            "",
+            f"[{table}]",
+            *(f"{key} = {json.dumps(value)}" for key, value in keys.items()),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: str) -> str:
+    """Returns an ``sbatch`` command that runs a plan."""
     if len(document["placement"]) > 1:
         raise ConfigError(
             "--export sbatch: the plan is on nodes of several types: write it with --conf and start"
             " it with python -m megatron.adaptive submit"
         )
-    place = document["placement"][0]
-    nodes, processes = place["nodes"], place["processes_per_node"]
+    group = document["placement"][0]
+    nodes, processes = group["nodes"], group["processes_per_node"]
     ranks = (
         f"torchrun --nnodes {nodes} --nproc-per-node {processes} --node-rank $SLURM_NODEID"
         " --master-addr $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
         f" --master-port 29500 pretrain_gpt.py --plan {shlex.quote(file)}"
     )
     command = f"srun bash -c {shlex.quote(' '.join([ranks, shlex.join(arguments)]).strip())}"
-    words = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--gpus-per-node={processes}"]
-    return shlex.join(["sbatch", *words, f"--wrap={command}"]) + "\n"
+    flags = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--gpus-per-node={processes}"]
+    return shlex.join(["sbatch", *flags, f"--wrap={command}"]) + "\n"
 
 
 _COMPARED = {"step_s": "step, s", "tokens_per_s": "tokens/s", "price_per_step": "price/step"}
 
 
 def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Returns how plans differ: settings, time, memory, price, and the parts of a step that do.
+    """Returns a text that compares plans: settings, time, memory, price and parts of a step.
 
     Args:
-        files: names and contents of plan files; what the planner predicted of them is in them.
+        files: Names and contents of plan files, with their predictions.
 
     Raises:
-        ConfigError: a plan breaks the schema or has no prediction.
+        ConfigError: A plan breaks the schema or has no prediction.
     """
     for name, document in files:
         plan_variables(document, name)
-        found = document.get("prediction")
-        if not isinstance(found, dict) or not {"parts_s", "memory_bytes", *_COMPARED} <= set(found):
-            raise ConfigError(
-                f"{name}: it does not say what is predicted of it: write it with plan --output"
-            )
-    seen = [document["prediction"] for _, document in files]
+        prediction = document.get("prediction")
+        keys = {"parts_s", "memory_bytes", *_COMPARED}
+        if not isinstance(prediction, dict) or not keys <= set(prediction):
+            raise ConfigError(f"{name}: the plan has no prediction: write it with plan --output")
+    predictions = [document["prediction"] for _, document in files]
     lines = [["", *(name for name, _ in files)]]
     settings = [_settings(document) for _, document in files]
     for key in dict.fromkeys(itertools.chain(*settings)):
-        values = [one.get(key, "-") for one in settings]
-        lines += [[key, *values]] * (len(set(values)) > 1)
-    figures = [
-        {
-            **{what: float(one[key]) for key, what in _COMPARED.items()},
-            "fullest GPU, GB": max(one["memory_bytes"]) / _GB,
-        }
-        for one in seen
-    ]
-    for what, base in figures[0].items():
-        numbers = [one[what] for one in figures]
-        change = [f" ({value / base - 1:+.1%})" if base else "" for value in numbers[1:]]
-        shown = [f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in numbers]
-        cells = [one + more for one, more in zip(shown, ["", *change], strict=True)]
-        lines += [[what, *cells]] * any(numbers)
+        values = [setting.get(key, "-") for setting in settings]
+        if len(set(values)) > 1:
+            lines.append([key, *values])
+    lines += _figure_lines(predictions)
     text = aligned(lines, left=1)
-    first = seen[0]["parts_s"]
-    for (name, _), one in zip(files[1:], seen[1:], strict=True):
-        parts = one["parts_s"]
-        gains = {key: parts.get(key, 0.0) - first.get(key, 0.0) for key in {**first, **parts}}
-        largest = sorted(gains.items(), key=lambda pair: -abs(pair[1]))[:3]
-        why = ", ".join(
-            f"{key} {'+' if gain > 0 else '-'}{seconds_text(abs(gain))}"
-            for key, gain in largest
-            if abs(gain) > _SEEN * seen[0]["step_s"]
-        )
-        slower = one["step_s"] > seen[0]["step_s"]
-        word = "slower" if slower else "faster"
-        text.append(f"{name} is {word} than {files[0][0]}: {why or 'by nothing that shows'}")
+    for (name, _), prediction in zip(files[1:], predictions[1:], strict=True):
+        text.append(f"{name} is {_reason(prediction, predictions[0], files[0][0])}")
     return "\n".join(text)
 
 
+def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Returns lines of a table with figures of predictions, and their change to the first."""
+    lines = []
+    figures = [
+        {
+            **{title: float(prediction[key]) for key, title in _COMPARED.items()},
+            "fullest GPU, GB": max(prediction["memory_bytes"]) / _GB,
+        }
+        for prediction in predictions
+    ]
+    for title, base in figures[0].items():
+        numbers = [figure[title] for figure in figures]
+        changes = [f" ({value / base - 1:+.1%})" if base else "" for value in numbers[1:]]
+        shown = [f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in numbers]
+        cells = [number + change for number, change in zip(shown, ["", *changes], strict=True)]
+        if any(numbers):
+            lines.append([title, *cells])
+    return lines
+
+
+def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name: str) -> str:
+    """Returns whether a step is slower or faster than the first one, and which parts differ most.
+
+    Args:
+        prediction: Prediction of a plan.
+        first: Prediction of the plan that it is compared with.
+        first_name: Name of that plan's file.
+    """
+    parts, base = prediction["parts_s"], first["parts_s"]
+    gains = {key: parts.get(key, 0.0) - base.get(key, 0.0) for key in {**base, **parts}}
+    largest = sorted(gains.items(), key=lambda pair: -abs(pair[1]))[:3]
+    differences = ", ".join(
+        f"{key} {'+' if gain > 0 else '-'}{seconds_text(abs(gain))}"
+        for key, gain in largest
+        if abs(gain) > _LEAST_SHARE * first["step_s"]
+    )
+    word = "slower" if prediction["step_s"] > first["step_s"] else "faster"
+    return f"{word} than {first_name}: {differences or 'no part differs noticeably'}"
+
+
 def _settings(document: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what a plan decides, as words by key."""
-    found = {**document.get("degrees", {})}
+    """Returns the settings of a plan file as text, by key."""
+    settings = {**document.get("degrees", {})}
     for key, value in document.items():
         if key == "placement":
             value = ", ".join(
-                f"{one['nodes']} {one.get('type', 'nodes')} x {one['processes_per_node']}"
-                for one in value
+                f"{group['nodes']} {group.get('type', 'nodes')} x {group['processes_per_node']}"
+                for group in value
             )
         if key not in ("degrees", "prediction", "format", "stages"):
-            found[key] = format_partition(value) if key == "partition" else value
-    return {key: str(value) for key, value in found.items()}
+            settings[key] = format_partition(value) if key == "partition" else value
+    return {key: str(value) for key, value in settings.items()}
 
 
 _GB = 1e9
 _BAR = 30
-_SEEN = 0.001
-"""Parts of a step below this share of it are not named as reasons."""
+_LEAST_SHARE = 0.001
+"""Minimum share of a step by which a part has to differ to be named as a reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """A plan and what is predicted of it."""
+    """A plan and its prediction.
+
+    Attributes:
+        plan: The plan.
+        prediction: Prediction of the plan.
+    """
 
     plan: Plan
     prediction: Prediction
 
 
 def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> str:
-    """Returns plans as a table, best first.
+    """Returns plans as a table.
 
     Args:
-        rows: the plans.
-        inputs: what is trained where, and how long it takes.
-        tokens: of the whole run, for its price and time; 0 leaves them out.
+        rows: Plans, best first, at least one.
+        inputs: Model, cluster and profile.
+        tokens: Tokens of the whole run, for its price and time; 0 to leave both out.
     """
-    priced = any(row.prediction.price_per_hour for row in rows)
-    spread = inputs.model.has_experts
-    shared = any(row.plan.context_ranks > 1 for row in rows)
-    head = ["", "tp", "dp", "pp", *["ep"] * spread, *["cp"] * shared, "batch", "schedule"]
-    head += "recompute optimizer step tokens/s".split()
-    head += ["per GPU", "MFU", "bubble", "memory"]
-    head += (
-        ["price/step"] * priced + ["run"] * bool(tokens) + ["price/run"] * (priced and tokens > 0)
-    )
-    lines = [head]
-    for number, row in enumerate(rows, start=1):
-        plan, seen = row.plan, row.prediction
-        steps = tokens / (plan.global_batch * inputs.model.tokens_per_sample)
-        full = max(seen.stages, key=lambda s: s.memory.total_bytes / s.memory.limit_bytes).memory
-        chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
-        replicas = "-".join(str(len(place.replicas)) for place in plan.places)
-        replicas = str(plan.dp) if plan.uniform else replicas
-        cells = [
-            *(str(number), str(plan.tp), replicas, f"{plan.pp}{chunks}"),
-            *[str(plan.expert_ranks)] * spread,
-            *[str(plan.context_ranks)] * shared,
-            f"{plan.num_microbatches}x{plan.micro_batch}",
-            *(plan.schedule, plan.recompute),
-            "sharded" if plan.distributed_optimizer else "whole",
-            seconds_text(seen.seconds),
-            f"{seen.tokens_per_s:,.0f}",
-            f"{seen.tokens_per_s / sum(_gpus_used(plan).values()):,.0f}",
-            "-" if (share := flops_share(plan, inputs, seen)) is None else f"{share:.1%}",
-            f"{statistics.fmean(stage.bubble for stage in seen.stages):.1%}",
-            f"{full.total_bytes / _GB:.1f}/{full.limit_bytes / _GB:.1f} GB",
-        ]
-        cells += [f"{seen.price_per_step:.4g}"] * priced
-        cells += [seconds_text(steps * seen.seconds)] * bool(tokens)
-        cells += [f"{steps * seen.price_per_step:,.0f}"] * (priced and tokens > 0)
-        lines.append(cells)
-    text, indent = aligned(lines), " " * len(str(len(rows)))
+    has_prices = any(row.prediction.price_per_hour for row in rows)
+    is_shown = {
+        "ep": inputs.model.has_experts,
+        "cp": any(row.plan.context_ranks > 1 for row in rows),
+        "price/step": has_prices,
+        "run": tokens > 0,
+        "price/run": has_prices and tokens > 0,
+    }
+    columns = [_columns(row, inputs, tokens) for row in rows]
+    titles = [title for title in columns[0] if is_shown.get(title, True)]
+    lines = [["", *titles]]
+    for number, column in enumerate(columns, start=1):
+        lines.append([str(number), *(column[title] for title in titles)])
+    text = aligned(lines)
+    indent = " " * len(str(len(rows)))
     for number, row in enumerate(rows, start=1):
         layers = format_partition(inputs.model.counted(row.plan.partition))
         places = placement_text(row.plan, inputs.cluster)
@@ -644,16 +671,47 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
     return "\n".join(text)
 
 
+def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
+    """Returns all cells of a plan in a table, by the titles of their columns."""
+    plan, prediction = row.plan, row.prediction
+    steps = tokens / (plan.global_batch * inputs.model.tokens_per_sample)
+    memories = [stage.memory for stage in prediction.stages]
+    fullest = max(memories, key=lambda memory: memory.total_bytes / memory.limit_bytes)
+    chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
+    replicas = "-".join(str(len(stage_place.replicas)) for stage_place in plan.places)
+    share = flops_share(plan, inputs, prediction)
+    return {
+        "tp": str(plan.tp),
+        "dp": str(plan.dp) if plan.uniform else replicas,
+        "pp": f"{plan.pp}{chunks}",
+        "ep": str(plan.expert_ranks),
+        "cp": str(plan.context_ranks),
+        "batch": f"{plan.num_microbatches}x{plan.micro_batch}",
+        "schedule": plan.schedule,
+        "recompute": plan.recompute,
+        "optimizer": "sharded" if plan.distributed_optimizer else "whole",
+        "step": seconds_text(prediction.seconds),
+        "tokens/s": f"{prediction.tokens_per_s:,.0f}",
+        "per GPU": f"{prediction.tokens_per_s / sum(_gpus_used(plan).values()):,.0f}",
+        "MFU": "-" if share is None else f"{share:.1%}",
+        "bubble": f"{statistics.fmean(stage.bubble for stage in prediction.stages):.1%}",
+        "memory": f"{fullest.total_bytes / _GB:.1f}/{fullest.limit_bytes / _GB:.1f} GB",
+        "price/step": f"{prediction.price_per_step:.4g}",
+        "run": seconds_text(steps * prediction.seconds),
+        "price/run": f"{steps * prediction.price_per_step:,.0f}",
+    }
+
+
 def placement_text(plan: Plan, cluster: Cluster) -> str:
     """Returns the plan's nodes in the order of the ranks, as in ``2 a100 x 8, 1 v100 x 4``."""
     return ", ".join(
-        f"{one['nodes']} {one['type']} x {one['processes_per_node']}"
-        for one in placement_groups(plan, cluster)
+        f"{group['nodes']} {group['type']} x {group['processes_per_node']}"
+        for group in placement_groups(plan, cluster)
     )
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a duration with the unit that suits it."""
+    """Returns a duration as text, in days, hours, minutes, seconds or milliseconds."""
     for least, unit, word in ((86400, 86400, "d"), (3600, 3600, "h"), (100, 60, "min")):
         if seconds >= least:
             return f"{seconds / unit:.4g} {word}"
@@ -670,49 +728,55 @@ _PARTS = {
     "embedding": "gradients of the tied embeddings",
     "optimizer": "the optimizer step of stage {stage}",
     "bubble": "idle time of the pipeline",
-    "jitter": "actions that take longer by chance",
-    "beside": "what a step does beside pipeline, reduction and optimizer",
+    "jitter": "waiting for actions that happen to take longer",
+    "beside": "work besides pipeline, reduction and optimizer",
 }
 
 
 def explain(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns a text: parts of a step's time, memory of each stage, and the plan's limit."""
-    plan, seen = row.plan, row.prediction
-    lines = [f"a step of {seconds_text(seen.seconds)}:"]
-    for name, seconds in seen.parts.items():
-        share = seconds / seen.seconds if seen.seconds else 0.0
+    """Returns a text with the parts of a step, the memory of each stage and the largest part."""
+    plan, prediction = row.plan, row.prediction
+    lines = [f"a step of {seconds_text(prediction.seconds)}:"]
+    for name, seconds in prediction.parts.items():
+        share = seconds / prediction.seconds if prediction.seconds else 0.0
         bar = "█" * round(_BAR * share)
         lines.append(f"  {name:11} {seconds_text(seconds):>9}  {share:6.1%}  {bar}".rstrip())
     lines.append("")
-    lines.append(_stage_table(plan, seen, inputs))
-    name = max(seen.parts, key=lambda key: seen.parts[key])
+    lines.append(_stage_table(plan, prediction, inputs))
+    name = max(prediction.parts, key=lambda key: prediction.parts[key])
     slowest = max(
-        range(plan.pp), key=lambda i: seen.stages[i].forward_s + seen.stages[i].backward_s
+        range(plan.pp),
+        key=lambda i: prediction.stages[i].forward_s + prediction.stages[i].backward_s,
     )
-    words = _PARTS[name].format(stage=slowest)
-    share = seen.parts[name] / seen.seconds if seen.seconds else 0.0
-    return "\n".join([*lines, "", f"held back by {name}: {words}: {share:.0%} of the step"])
+    description = _PARTS[name].format(stage=slowest)
+    share = prediction.parts[name] / prediction.seconds if prediction.seconds else 0.0
+    return "\n".join([*lines, "", f"held back by {name}: {description}: {share:.0%} of the step"])
 
 
-def _stage_table(plan: Plan, seen: Prediction, inputs: PlanInputs) -> str:
+def _stage_table(plan: Plan, prediction: Prediction, inputs: PlanInputs) -> str:
+    """Returns a table with times and memory of each pipeline rank."""
     head = ["stage", "on", "layers", "forward", "backward", "send", "bubble"]
     head += ["weights", "gradients", "optimizer", "activations", "other", "total", "of GB"]
     lines = [head]
     counted = inputs.model.counted(plan.partition)
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
-    for rank, (place, stage) in enumerate(zip(plan.places, seen.stages, strict=True)):
-        names = dict.fromkeys(inputs.cluster.nodes[replica.node].name for replica in place.replicas)
+    for rank, (stage_place, stage) in enumerate(zip(plan.places, prediction.stages, strict=True)):
+        names = dict.fromkeys(
+            inputs.cluster.nodes[replica.node].name for replica in stage_place.replicas
+        )
         layers = [counted[placement.stage_of(rank, chunk)] for chunk in range(plan.chunks)]
         memory = stage.memory
         *parts, limit_bytes = vars(memory).values()
-        held = (*parts, memory.total_bytes, limit_bytes)
+        sizes = (*parts, memory.total_bytes, limit_bytes)
         times = (stage.forward_s, stage.backward_s, stage.send_s)
         lines.append(
             [
-                *(str(rank), "+".join(names), "+".join(map(str, layers))),
+                str(rank),
+                "+".join(names),
+                "+".join(map(str, layers)),
                 *map(seconds_text, times),
                 f"{stage.bubble:.1%}",
-                *(f"{value / _GB:.2f}" for value in held),
+                *(f"{value / _GB:.2f}" for value in sizes),
             ]
         )
     return "\n".join(aligned(lines))

@@ -1,7 +1,8 @@
-"""Holds durations of layers by GPU, tensor parallelism and microbatch size, for the planner.
+"""Defines profiles: measured durations of layers by GPU, tensor-parallel width and microbatch.
 
-Every number carries its source, measured or estimated, so that a prediction can say on what it
-stands. Reading and writing of profile files is not done here.
+A profile also answers for microbatch sizes between those measured, and estimates what was not
+measured. Each duration says whether it was measured or estimated. ``profile_file`` reads and writes
+profile files.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from megatron.adaptive.planner.model_description import Model
 Source = Literal["measured", "estimated"]
 
 Key = tuple[str, str, int, int]
-"""Layer kind, GPU, tensor-parallel ranks, samples of a microbatch."""
+"""Kind of layer, GPU, number of tensor-parallel ranks, samples of a microbatch."""
 _PARTS = ("forward_s", "backward_input_s", "backward_weight_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Holds seconds of one layer for one microbatch on one tensor-parallel rank.
+    """Durations of one layer for one microbatch on one tensor-parallel rank.
 
     Attributes:
-        forward_s: its forward.
-        backward_input_s: gradient by its inputs; of the whole backward where ``backward_weight_s``
-            is 0.
-        backward_weight_s: gradient by its weights.
-        tp_included: whether forward and backward contain the communication between the
+        forward_s: Seconds of the forward.
+        backward_input_s: Seconds of the gradients by inputs, or of the whole backward if
+            ``backward_weight_s`` is 0.
+        backward_weight_s: Seconds of the gradients by weights.
+        tp_included: Whether forward and backward contain the communication between
             tensor-parallel ranks.
-        launch_s: part of the forward, and as much of the backward, that the CPU takes to launch the
-            work; it does not grow with the microbatch and is hidden where a rank waits.
-        kept_bytes: measured activations that stay from forward to backward; None where the model's
-            count has to do.
-        source: where the numbers come from.
+        launch_s: Seconds of the forward, and as many of the backward, in which the CPU launches the
+            work. They do not grow with the microbatch, and pass while a rank waits for its input.
+        kept_bytes: Measured bytes of activations from forward to backward; ``None`` to use the
+            count of the model.
+        source: Source of the numbers, ``measured`` or ``estimated``.
     """
 
     forward_s: float
@@ -57,14 +58,14 @@ class LayerTimes:
         return self.backward_input_s + self.backward_weight_s
 
     def slowed(self, factor: float) -> LayerTimes:
-        """Returns the same where everything takes so many times as long."""
+        """Returns the durations with all seconds multiplied by a factor."""
         if factor == 1.0:
             return self
         parts = (*_PARTS, "launch_s")
         return replace(self, **{name: getattr(self, name) * factor for name in parts})
 
     def scaled(self, factor: float) -> LayerTimes:
-        """Returns the same for work so many times larger; launching it takes what it took."""
+        """Returns the durations with the work multiplied by a factor; launch times stay."""
         fixed = min(self.launch_s, self.forward_s, self.backward_input_s)
         return replace(
             self,
@@ -77,26 +78,27 @@ class LayerTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Holds measured and estimated durations.
+    """Measured durations, and a function that estimates further ones.
 
     Attributes:
-        layers: durations by layer kind, GPU, tensor-parallel ranks and microbatch size.
-        model: name of the model that it was measured with; empty for any.
-        links: measured links between two nodes, by the names of both types; they stand in for
-            those of the cluster.
-        intra_links: measured links inside a node, by node type; likewise.
-        all_reduce: measured all-reduces inside a node, by node type and number of ranks: bytes of
-            the tensor over seconds of the whole operation.
-        optimizer_s_per_parameter: seconds of the optimizer for each parameter that a rank updates,
-            by GPU.
-        launch_s: seconds that an action costs beyond the sum of its layers, by GPU.
-        step_s: seconds of a step beside pipeline, reduction and optimizer, by GPU.
-        action_sigma: spread of the logarithm of the durations of an action from one to the next.
-        context_bytes: memory of a process before it holds tensors, by GPU; else the runtime's.
-        allocator_share: what an allocator keeps beyond the tensors that it holds at a time, as a
-            share of activations and workspace, by GPU; on the host's memory alone.
-        estimator: makes durations that were not measured, of GPUs in the table, from kind, GPU,
-            tensor-parallel ranks and microbatch size; None where missing ones are errors.
+        layers: Durations by layer kind, GPU, tensor-parallel ranks and microbatch size.
+        model: Name of the measured model; empty if the profile fits any.
+        links: Measured links between two nodes, by the names of both types. They override those of
+            the cluster.
+        intra_links: Measured links inside a node, by node type. They override those of the cluster.
+        all_reduce: Measured all-reduces inside a node, by node type and number of ranks, as a link
+            whose bandwidth is bytes of the tensor divided by seconds of the whole operation.
+        optimizer_s_per_parameter: Seconds of the optimizer per parameter that a rank updates, by
+            GPU.
+        launch_s: Seconds of an action in addition to those of its layers, by GPU.
+        step_s: Seconds of a step besides pipeline, reduction and optimizer, by GPU.
+        action_sigma: Standard deviation of the logarithm of an action's duration.
+        context_bytes: Memory of a process before it has tensors, by GPU. For other GPUs, the
+            runtime's value counts.
+        allocator_share: Memory that the allocator keeps in addition to tensors, as a share of
+            activations and workspace, by GPU. Only for models in the host's memory.
+        estimator: Function that estimates durations from kind, GPU, tensor-parallel ranks and
+            microbatch size; ``None`` if a missing duration is an error.
     """
 
     layers: Mapping[Key, LayerTimes] = field(default_factory=dict)
@@ -115,62 +117,72 @@ class Profile:
     def times(
         self, kind: str, gpu: str, tp: int, micro_batch: float, load: float = 1.0
     ) -> LayerTimes:
-        """Returns durations of one layer.
+        """Returns the durations of one layer, as measured, interpolated or estimated.
 
-        A microbatch size between two measured ones is interpolated, one above the largest lies on
-        the line through the two largest, and one below the smallest shrinks in proportion; where
-        one size was measured, all but the launching is in proportion. Experts spread over a number
-        of ranks that was not measured take what the nearest does. The result is then estimated.
+        The time of a microbatch size that was not measured lies on a line through its measured
+        neighbours, or through the two largest sizes if it is above them. Below the smallest size,
+        and if there is only one, durations without launch times are in proportion to the size. If
+        experts are spread over a number of ranks that was not measured, the nearest number counts.
 
         Args:
-            kind: of the layer.
-            gpu: that it is on.
-            tp: tensor-parallel ranks.
-            micro_batch: samples.
-            load: operations over those of what is measured, where one rank has more than others.
+            kind: Kind of the layer.
+            gpu: Name of the GPU.
+            tp: Number of tensor-parallel ranks.
+            micro_batch: Samples of a microbatch.
+            load: Operations of the rank, divided by those of the measured kind, above 1 if the
+                busiest rank has more experts' work than the mean.
 
         Raises:
-            ConfigError: neither measured nor to be estimated.
+            ConfigError: The layer was not measured, and cannot be estimated.
         """
         near = self._nearest(kind, gpu, tp)
         if near is not None:
             sizes = self._sizes[near, gpu, tp]
-            # A whole number is found whatever its type.
-            found = self.layers.get((near, gpu, tp, micro_batch))  # type: ignore[arg-type]
-            found = found or self._between(near, gpu, tp, micro_batch, sizes)
-            found = found if near == kind else replace(found, source="estimated")
-            return found if load == 1 else found.scaled(load)
+            # The key has an int, but an equal float finds it too.
+            times = self.layers.get((near, gpu, tp, micro_batch))  # type: ignore[arg-type]
+            times = times or self._between(near, gpu, tp, micro_batch, sizes)
+            times = times if near == kind else replace(times, source="estimated")
+            return times if load == 1 else times.scaled(load)
         if self.estimator is not None:
             return self.estimator(kind, gpu, tp, micro_batch)
-        known = sorted((one, width) for name, one, width in self._sizes if name == kind)
-        words = ", ".join(f"on {one} with {width}" for one, width in known)
+        measured = sorted(
+            (measured_gpu, width) for name, measured_gpu, width in self._sizes if name == kind
+        )
+        measured_text = ", ".join(
+            f"on {measured_gpu} with {width}" for measured_gpu, width in measured
+        )
         raise ConfigError(
             f"profile: layer kind {kind!r} on {gpu} with tensor parallelism {tp} was not measured,"
-            f" only {words or 'other kinds'}: measure it with the profile command, or leave that"
-            " GPU or width out"
+            f" only {measured_text or 'other kinds'}: measure it with the profile command, or leave"
+            " that GPU or width out"
         )
 
     def knows(self, kind: str, gpu: str, tp: int) -> bool:
-        """Returns whether ``times`` has an answer."""
+        """Returns whether :meth:`times` has durations of a kind, measured or estimated."""
         is_estimated = self.estimator is not None and known_gpu(gpu) is not None
         return is_estimated or self._nearest(kind, gpu, tp) is not None
 
     def _nearest(self, kind: str, gpu: str, tp: int) -> str | None:
-        """Returns a kind, or what was measured instead: its experts on other numbers of ranks."""
+        """Returns the measured kind that is nearest to a kind, or ``None``.
+
+        For layers with experts, the nearest number of ranks counts: ``experts/8`` stands in for
+        ``experts/16``.
+        """
         if (kind, gpu, tp) in self._sizes:
             return kind
         name, _, ranks = kind.partition("/")
-        alike = {
-            int(one.partition("/")[2] or 1): one
-            for one, *at in self._sizes
-            if at == [gpu, tp] and re.fullmatch(rf"{re.escape(name)}(/\d+)?", one)
+        by_ranks = {
+            int(measured_kind.partition("/")[2] or 1): measured_kind
+            for measured_kind, *rest in self._sizes
+            if rest == [gpu, tp] and re.fullmatch(rf"{re.escape(name)}(/\d+)?", measured_kind)
         }
         spread = natural(ranks) or 1
-        nearest = min(alike, key=lambda one: max(one / spread, spread / one), default=1)
-        return alike.get(nearest)
+        nearest = min(by_ranks, key=lambda count: max(count / spread, spread / count), default=1)
+        return by_ranks.get(nearest)
 
     @cached_property
     def _sizes(self) -> dict[tuple[str, str, int], tuple[int, ...]]:
+        """Measured microbatch sizes by kind, GPU and tensor-parallel ranks, ascending."""
         sizes: dict[tuple[str, str, int], list[int]] = {}
         for kind, gpu, tp, micro_batch in self.layers:
             sizes.setdefault((kind, gpu, tp), []).append(micro_batch)
@@ -179,39 +191,40 @@ class Profile:
     def _between(
         self, kind: str, gpu: str, tp: int, micro_batch: float, sizes: tuple[int, ...]
     ) -> LayerTimes:
+        """Estimates durations of a microbatch size from the measured sizes around it."""
         if micro_batch < sizes[0] or len(sizes) == 1:
-            found = self.layers[kind, gpu, tp, sizes[0]].scaled(micro_batch / sizes[0])
-            return replace(found, source="estimated")
-        at = min(bisect(sizes, micro_batch), len(sizes) - 1)
-        small, large = sizes[at - 1], sizes[at]
+            scaled = self.layers[kind, gpu, tp, sizes[0]].scaled(micro_batch / sizes[0])
+            return replace(scaled, source="estimated")
+        index = min(bisect(sizes, micro_batch), len(sizes) - 1)
+        small, large = sizes[index - 1], sizes[index]
         low, high = self.layers[kind, gpu, tp, small], self.layers[kind, gpu, tp, large]
 
         def line(name: str) -> float:
-            one, other = getattr(low, name), getattr(high, name)
-            rate = (other - one) / (large - small)
+            low_value, high_value = getattr(low, name), getattr(high, name)
+            rate = (high_value - low_value) / (large - small)
             if micro_batch > large:
-                # At least at half the rate of the largest, at most at that.
-                rate = min(max(rate, other / large / 2), other / large)
-            return float(other + rate * (micro_batch - large))
+                # A further sample takes between half and all of the largest size's mean seconds.
+                rate = min(max(rate, high_value / large / 2), high_value / large)
+            return float(high_value + rate * (micro_batch - large))
 
-        known = low.kept_bytes is not None and high.kept_bytes is not None
+        has_bytes = low.kept_bytes is not None and high.kept_bytes is not None
         return LayerTimes(
             **{name: line(name) for name in _PARTS},
             launch_s=high.launch_s if micro_batch > large else line("launch_s"),
             tp_included=high.tp_included,
-            kept_bytes=line("kept_bytes") if known else None,
+            kept_bytes=line("kept_bytes") if has_bytes else None,
             source="estimated",
         )
 
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """Holds what a plan is made from: the model, the machines and the measured times.
+    """Inputs of the planner.
 
     Attributes:
-        model: its layers.
-        cluster: the nodes and links.
-        profile: durations.
+        model: Model to train.
+        cluster: Nodes and links to plan for.
+        profile: Durations of the model's layers on the nodes.
     """
 
     model: Model
@@ -220,15 +233,15 @@ class PlanInputs:
 
     @cached_property
     def layer_tables(self) -> dict[Any, Any]:
-        """Keeps what ``layers.layer_table`` computed of these inputs."""
+        """Cache of ``layer_costs.layer_table`` for these inputs."""
         return {}
 
     def action_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the seconds that an action costs beyond its layers, on the slowest of nodes."""
+        """Returns the seconds of an action in addition to its layers, on the slowest of nodes."""
         each = self.profile.launch_s
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
 
     def optimizer_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the optimizer's seconds for a parameter, 0 where the profile does not say."""
+        """Returns the optimizer's seconds per parameter on the slowest of nodes, 0 if unknown."""
         each = self.profile.optimizer_s_per_parameter
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)

@@ -1,16 +1,17 @@
-"""Reads, merges and writes profile files, and makes them of measurements per cut point.
+"""Reads, merges and writes profile files, and makes them from measurements per cut point.
 
-The form is ``profile`` of ``config.schema_files``; ``docs/planner.md`` describes it. Who trains a
-model of his own through a pipeline knows where it can be cut, and can time the pieces between two
-cut points. Such measurements come as CSV with a header, or as a JSON list of objects with the same
-keys, a row for each piece, GPU and microbatch size::
+The schema of the file is ``profile`` in ``config.schema_files``; ``docs/planner.md`` describes it.
+
+Users who train other models through a pipeline know where they can be cut, and can time the pieces
+between two cut points. Such measurements are a CSV file with a header, or a JSON list of objects
+with the same keys. They have a row for each piece, GPU and microbatch size::
 
     cut_point,gpu,micro_batch,forward_s,backward_s,parameters,output_bytes,kept_bytes
     0,v100,4,0.0021,0.0043,31000000,2097152,8388608
     1,v100,4,0.0034,0.0069,12600000,2097152,14680064
 
-``cut_point`` numbers the pieces in pipeline order from 0; bytes are those of the whole microbatch.
-``backward_weight_s``, ``tp`` and ``kept_bytes`` may be left out.
+``cut_point`` numbers the pieces in pipeline order from 0. Bytes are those of the whole microbatch.
+``backward_weight_s``, ``tp`` and ``kept_bytes`` are optional.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 
 FORMAT = 1
-_SAME = 0.02  # relative difference up to which two counts of parameters are the same
+_SAME = 0.02
+"""Relative difference up to which two counts of parameters or operations count as equal."""
 
 
 def load(path: Path) -> dict[str, Any]:
     """Reads and checks a profile file.
 
     Raises:
-        ConfigError: it cannot be read or breaks a rule.
+        ConfigError: The file cannot be read, or an entry breaks a rule.
     """
     content: dict[str, Any] = read_file(path, "profile")
     check_form(content, "profile", str(path))
@@ -50,7 +52,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def load_all(paths: Sequence[Path]) -> dict[str, Any]:
-    """Reads profile files and puts them together; see :func:`merge`."""
+    """Reads profile files and merges them, see :func:`merge`."""
     return merge([(str(path), load(path)) for path in paths])
 
 
@@ -58,7 +60,7 @@ def write(content: Mapping[str, Any], path: Path) -> None:
     """Writes a profile file.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: The file cannot be written.
     """
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -69,15 +71,15 @@ def write(content: Mapping[str, Any], path: Path) -> None:
 def document(
     model: Mapping[str, Any], layers: Sequence[Mapping[str, Any]], **more: Any
 ) -> dict[str, Any]:
-    """Puts measurements together as a profile file holds them.
+    """Makes the contents of a profile file from measurements.
 
     Args:
-        model: its name, and its arguments or its layers.
-        layers: rows of durations.
-        more: other entries of the file.
+        model: Entry ``model``: name, and arguments or layers.
+        layers: Entry ``layers``: rows with durations.
+        more: Other entries of the file.
 
     Raises:
-        ConfigError: an entry breaks a rule.
+        ConfigError: An entry breaks a rule.
     """
     content = {"format": FORMAT, "model": dict(model), "layers": list(layers), **more}
     check_form(content, "profile", "profile")
@@ -85,25 +87,25 @@ def document(
 
 
 def timestamp() -> str:
-    """Returns the present moment as ``made`` of a profile file holds it."""
+    """Returns the present time, in the format of ``made`` in a profile file."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def cut_kind(number: int) -> str:
-    """Returns the kind of layer that stands for a piece between two cut points."""
+    """Returns the name of the layer kind for a piece between two cut points."""
     return f"cut-{number}"
 
 
 def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Puts profiles of one model together, as from nodes of different types.
+    """Merges profiles of one model, for example from nodes of different types.
 
-    Where two hold the same measurement, the later one counts.
+    If two contain the same measurement, the later one counts.
 
     Args:
-        parts: names of the files and what they hold, checked.
+        parts: Names and checked contents of the files.
 
     Raises:
-        ConfigError: they are of different models.
+        ConfigError: The profiles are of different models.
     """
     first_name, first = parts[0]
     if len(parts) == 1:
@@ -125,23 +127,23 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
             merged.setdefault(key, {}).update(part.get(key, {}))
         for node, facts in part.get("nodes", {}).items():
             merged.setdefault("nodes", {}).setdefault(node, {}).update(facts)
-        for key, of in keys.items():
-            rows = {of(row): row for row in merged.get(key, [])}
-            rows.update({of(row): row for row in part.get(key, [])})
+        for key, key_of in keys.items():
+            rows = {key_of(row): row for row in merged.get(key, [])}
+            rows.update({key_of(row): row for row in part.get(key, [])})
             merged[key] = list(rows.values())
-    # The noisiest node is the one that others wait for.
+    # All nodes wait for the noisiest one.
     merged["action_sigma"] = max(part.get("action_sigma", 0.0) for _, part in parts)
     return merged
 
 
 def make_profile(content: Mapping[str, Any]) -> Profile:
-    """Makes a profile of what a checked file holds.
+    """Makes a profile from the contents of a profile file.
 
     Args:
-        content: see :func:`load`.
+        content: Checked contents, see :func:`load`.
 
     Raises:
-        ConfigError: the same layer was measured twice, or a link has no bandwidth.
+        ConfigError: The same layer was measured twice, or a link has no bandwidth.
     """
     layers: dict[tuple[str, str, int, int], LayerTimes] = {}
     for index, row in enumerate(content["layers"]):
@@ -149,7 +151,7 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
         if key in layers:
             raise ConfigError(
                 f"profile: layers[{index}]: kind {kind} on {gpu} with tp {tp} and microbatch {size}"
-                " is there already; keep one"
+                " comes twice: keep one"
             )
         layers[key] = LayerTimes(
             forward_s=row["forward_s"],
@@ -166,12 +168,14 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
         layers=layers,
         model=content["model"]["name"],
         links={
-            (one, other): _link(rows, shared=True)
-            for (within, one, other), rows in links.items()
+            (node_type, other): _link(rows, shared=True)
+            for (within, node_type, other), rows in links.items()
             if not within
         },
         intra_links={
-            one: _link(rows, shared=False) for (within, one, _), rows in links.items() if within
+            node_type: _link(rows, shared=False)
+            for (within, node_type, _), rows in links.items()
+            if within
         },
         all_reduce={
             (row["node"], row["ranks"]): _link({1: row}, shared=False)
@@ -187,18 +191,24 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
 
 
 def _gpu(name: str) -> str:
-    found = known_gpu(name)
-    return name if found is None else found.name
+    """Returns a GPU's name as in the table of GPUs, or unchanged if it is not listed."""
+    listed = known_gpu(name)
+    return name if listed is None else listed.name
 
 
 def _by_gpu(values: Mapping[str, float]) -> dict[str, float]:
+    """Returns values with the names of GPUs as in the table of GPUs."""
     return {_gpu(name): value for name, value in values.items()}
 
 
 def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpeed:
-    """Puts the measurements of one link with different numbers of pairs together.
+    """Makes a link from its measurements with different numbers of pairs.
 
-    Bandwidths of several pairs add up: the file holds that of one.
+    The file has the bandwidth of one pair; that of all pairs together is ``pairs`` times as high.
+
+    Args:
+        by_pairs: Row of the file for each number of pairs.
+        shared: Whether pairs share the link.
     """
     links: list[tuple[int, LinkSpeed]] = []
     for pairs, row in sorted(by_pairs.items()):
@@ -212,43 +222,52 @@ def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpe
 
 
 def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
-    """Returns what the nodes of a profile showed, such as ``memory_bytes``, by name of the GPU."""
+    """Returns a value of the nodes of a profile by the name of their GPU.
+
+    Args:
+        content: Contents of a profile file.
+        fact: Name of the value, such as ``memory_bytes``.
+    """
     return {
-        _gpu(one["gpu"]): float(one[fact])
-        for one in content.get("nodes", {}).values()
-        if "gpu" in one and fact in one
+        _gpu(node["gpu"]): float(node[fact])
+        for node in content.get("nodes", {}).values()
+        if "gpu" in node and fact in node
     }
 
 
 def renamed(
     content: Mapping[str, Any], gpus: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Gives the node types of a profile the names that a cluster has for them.
+    """Renames the node types of a profile as in a cluster.
 
-    A type that the cluster does not name is taken for the one with the same GPU, if there is one
-    such. Links and all-reduces of types that stay unknown are not used.
+    If the cluster has no type of a name, but exactly one type with the same GPU, this one is meant.
+    The planner does not use links and all-reduces of types that are still unknown.
 
     Args:
-        content: a checked profile file.
+        content: Checked contents of a profile file.
         gpus: GPU of each node type of the cluster.
 
     Returns:
-        The profile, and the names of types with measured links that the cluster does not have.
+        The contents, and the names of types with measured links that the cluster does not have.
     """
     names: dict[str, str] = {}
     for name, facts in content.get("nodes", {}).items():
-        alike = [own for own, gpu in gpus.items() if gpu == _gpu(facts.get("gpu", name))]
-        names[name] = alike[0] if name not in gpus and len(alike) == 1 else name
+        same_gpu = [
+            cluster_type
+            for cluster_type, gpu in gpus.items()
+            if gpu == _gpu(facts.get("gpu", name))
+        ]
+        names[name] = same_gpu[0] if name not in gpus and len(same_gpu) == 1 else name
     changed = dict(content)
     changed["links"] = [
-        {**row, "nodes": [names.get(one, one) for one in row["nodes"]]}
+        {**row, "nodes": [names.get(node_type, node_type) for node_type in row["nodes"]]}
         for row in content.get("links", [])
     ]
     changed["all_reduce"] = [
         {**row, "node": names.get(row["node"], row["node"])}
         for row in content.get("all_reduce", [])
     ]
-    used = {one for row in changed["links"] for one in row["nodes"]}
+    used = {node_type for row in changed["links"] for node_type in row["nodes"]}
     used |= {row["node"] for row in changed["all_reduce"]}
     return changed, sorted(used - set(gpus))
 
@@ -257,24 +276,25 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
     """Reads measurements per cut point.
 
     Args:
-        path: CSV, or JSON by the ending of its name.
-        name: of the model.
-        precision: type of what goes from piece to piece.
+        path: Path of the file, which is JSON if its name ends with ``.json``, otherwise CSV.
+        name: Name of the model.
+        precision: Precision of the messages between pieces.
 
     Returns:
-        What a profile file holds, the model's layers included.
+        Contents of a profile file, with the model's layers.
 
     Raises:
-        ConfigError: the file cannot be read, or a row breaks a rule; names the row.
+        ConfigError: The file cannot be read, or a row breaks a rule. The message names the row.
     """
+    usual = {"tp": 1, "backward_weight_s": 0.0}
     rows = [
-        {"tp": 1, "backward_weight_s": 0.0, **check_form(row, "cut_point", f"{path}: row {at}")}
-        for at, row in enumerate(_rows(path), start=1)
+        {**usual, **check_form(row, "cut_point", f"{path}: row {number}")}
+        for number, row in enumerate(_rows(path), start=1)
     ]
     if not rows:
         raise ConfigError(f"{path}: no measurements: give a row for each piece of the model")
     pieces: dict[int, dict[str, Any]] = {}
-    for row in sorted(rows, key=lambda one: -one["micro_batch"]):
+    for row in sorted(rows, key=lambda row: -row["micro_batch"]):
         pieces.setdefault(row["cut_point"], row)
     if lost := sorted(set(range(len(pieces))) - set(pieces)):
         raise ConfigError(
@@ -303,7 +323,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
 
 
 def _rows(path: Path) -> list[Any]:
-    """Returns the rows of a JSON list or of CSV, whose numbers are texts there."""
+    """Returns the rows of a JSON list, or of a CSV file with its numbers converted."""
     hint = "name a file of measurements per cut point"
     if path.suffix.lower() == ".json":
         return list(read_json(path, hint))
@@ -314,7 +334,7 @@ def _rows(path: Path) -> list[Any]:
 
 
 def _number(text: Any) -> Any:
-    """Returns the number that a text is, or what is none."""
+    """Returns a text as a number, or unchanged if it is none."""
     for kind in (int, float):
         with suppress(ValueError, TypeError):
             return kind(text)
@@ -322,34 +342,41 @@ def _number(text: Any) -> Any:
 
 
 def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
-    """Refuses a profile of other layers than a model's; the number of layers may differ.
+    """Refuses a profile whose layers differ from a model's. The number of layers may differ.
+
+    Args:
+        content: Contents of the profile file.
+        model: Model to plan for.
+        where: Name of the file, for messages.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: A kind of layer is missing in the profile, or its sizes or precision differ.
     """
     measured = content["model"]
-    of = f"{where} is of model {measured['name']}"
+    subject = f"{where} is of model {measured['name']}"
     advice = "measure the model that is planned, or leave --profile out"
-    # Experts may be spread over another number of ranks.
+    # Part of a name behind "/" is the number of ranks of experts, which may differ.
     kinds = {row["kind"].partition("/")[0] for row in content["layers"]}
     missing = [kind for kind in model.kinds if kind.partition("/")[0] not in kinds]
     if missing:
         raise ConfigError(
-            f"{of}, which has no layers of kind {missing[0]!r} as {model.name} does: {advice}"
+            f"{subject}, which has no layers of kind {missing[0]!r} as {model.name} does: {advice}"
         )
     arguments = measured.get("arguments", ())
     if arguments:
-        other = arguments_model(
+        measured_model = arguments_model(
             arguments, measured["name"], model.precision.name, attention=model.attention
         )
         for name in dict.fromkeys(model.layers):
             kind = model.kinds[name]
             for field in ("parameters", "output_elements", "forward_flops"):
-                theirs, own = getattr(other.kinds[name], field), getattr(kind, field)
-                if not math.isclose(theirs, own, rel_tol=_SAME):
+                measured_value = getattr(measured_model.kinds[name], field)
+                value = getattr(kind, field)
+                if not math.isclose(measured_value, value, rel_tol=_SAME):
                     raise ConfigError(
-                        f"{of}, whose {name} has {theirs:.4g} {field.replace('_', ' ')};"
-                        f" that of {model.name} has {own:.4g}: {advice}"
+                        f"{subject}, whose {name} has {measured_value:.4g}"
+                        f" {field.replace('_', ' ')}; that of {model.name} has {value:.4g}:"
+                        f" {advice}"
                     )
         precision = precision_of(measured)
         if precision != model.precision.name:
@@ -360,7 +387,7 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
 
 
 def precision_of(model: Mapping[str, Any]) -> str:
-    """Returns the precision of a profile's model, or that which its arguments name."""
-    words = model.get("arguments", ())
-    named = next((name for name in ("fp16", "bf16") if f"--{name}" in words), "fp32")
+    """Returns the precision of a profile's model, from its entry or from its arguments."""
+    arguments = model.get("arguments", ())
+    named = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")
     return str(model.get("precision", named))

@@ -1,8 +1,8 @@
-"""Answers a planning request: the best plans under their schedules, or why there is none.
+"""Answers requests for plans: with the best plans, or with the reason why there is none.
 
-Without a plan, the error names the stage that lacks memory or the limits that contradict each
-other. What would help is found by trying it: fewer restrictions, more nodes, more memory for each
-GPU.
+If there is no plan, the error names the stage that lacks memory or the limits that contradict each
+other, and changes that would help. Each of these changes was tried: fewer restrictions, more
+nodes, and more memory per GPU.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from megatron.adaptive.planner.plan import (
     FP8_FLAGS,
     Plan,
     PlanRow,
+    Prediction,
     StageMemory,
     placement_text,
     plan_document,
     seconds_text,
 )
 from megatron.adaptive.planner.profile import PlanInputs, Profile
-from megatron.adaptive.planner.search import (
+from megatron.adaptive.planner.search import Searcher
+from megatron.adaptive.planner.search_options import (
     Best,
     Found,
     Objective,
-    Searcher,
     SearchOptions,
     SearchResult,
 )
@@ -48,7 +49,7 @@ from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 
 SCHEDULES = selectable_names(lambda spec: spec.planned == "by default")
-"""Orders that are weighed where none are given."""
+"""Schedules to choose from if the user gives none."""
 
 _COLOUR = "#1f77b4"
 _WORDS = {"micro_batch": "microbatch", "schedules": "schedule"}
@@ -57,12 +58,13 @@ _SPEED, _PRICE = "tokens per second", "price of a million tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A question to the planner.
+    """A request for plans.
 
     Attributes:
-        global_batch: samples of a step.
-        objective: what is minimised, and the limits.
-        options: what may be chosen; its ``partition`` counts layers as ``--partition`` does.
+        global_batch: Samples of a step.
+        objective: Quantity to minimise, and limits.
+        options: Choices that are open. Unlike in the search, its ``partition`` leaves out embedding
+            and head, as ``--partition`` does.
     """
 
     global_batch: int
@@ -75,9 +77,9 @@ class Proposal:
     """Plans found for a request.
 
     Attributes:
-        rows: plans, best first.
-        result: of the search.
-        refused: rules by which the trainer refuses other plans, as good as these or better.
+        rows: Plans that the trainer accepts, best first.
+        result: Result of the search.
+        refused: Rules by which the trainer refused other plans that the search found.
     """
 
     rows: tuple[PlanRow, ...]
@@ -86,59 +88,60 @@ class Proposal:
 
 
 def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) -> Profile:
-    """Returns a profile that knows every GPU of a cluster, by estimates where nothing was measured.
+    """Returns a profile with durations for every GPU of a cluster, measured or estimated.
 
     Args:
-        profile: what was measured, ``None`` for nothing.
-        model: what is planned.
-        cluster: on which nodes.
+        profile: Measured profile, ``None`` if nothing was measured.
+        model: Model to plan for.
+        cluster: Cluster to plan for.
 
     Raises:
-        ConfigError: a GPU is neither in the profile nor in the table, or lacks the precision.
+        ConfigError: A GPU is neither in the profile nor in the table, or lacks the precision.
     """
-    given = profile or Profile()
-    measured = {gpu for _, gpu, _, _ in given.layers}
-    optimizer = dict(given.optimizer_s_per_parameter)
+    completed = profile or Profile()
+    measured = {gpu for _, gpu, _, _ in completed.layers}
+    optimizer = dict(completed.optimizer_s_per_parameter)
     for node in cluster.types:
         if node.gpu not in measured:
-            part = find_gpu(node.gpu, f"cluster: node type {node.name}")
-            part.peak("fp8" if model.precision.fp8 else model.precision.name)
-        part_of_table = known_gpu(node.gpu)
-        if node.gpu not in optimizer and part_of_table is not None:
-            optimizer[node.gpu] = estimate_optimizer_s(model, part_of_table)
-    return replace(given, optimizer_s_per_parameter=optimizer, estimator=make_estimator(model))
+            gpu = find_gpu(node.gpu, f"cluster: node type {node.name}")
+            gpu.peak("fp8" if model.precision.fp8 else model.precision.name)
+        listed = known_gpu(node.gpu)
+        if node.gpu not in optimizer and listed is not None:
+            optimizer[node.gpu] = estimate_optimizer_s(model, listed)
+    return replace(completed, optimizer_s_per_parameter=optimizer, estimator=make_estimator(model))
 
 
 def propose(inputs: PlanInputs, request: Request) -> Proposal:
-    """Finds the best plans.
+    """Finds the best plans for a request.
 
     Args:
-        inputs: what is trained where, and how long it takes.
-        request: what is asked for.
+        inputs: Model, cluster and profile.
+        request: The request.
 
     Raises:
-        ConfigError: nothing fits, limits contradict each other, or an option is wrong; says which,
-            and what would help.
+        ConfigError: Nothing fits, limits contradict each other, or an option is wrong. The message
+            names it, and changes that would help.
     """
-    searcher, goal = _searcher(inputs, request), request.objective
+    searcher = _searcher(inputs, request)
+    goal = request.objective
     result = searcher.search(goal)
-    if not result.found:
+    if not result.plans:
         asked = request.options.schedules
         free = replace(request, options=replace(request.options, schedules=("1f1b",)))
-        if "1f1b" not in asked and _searcher(inputs, free).search(goal).found:
+        if "1f1b" not in asked and _searcher(inputs, free).search(goal).plans:
             raise ConfigError(
-                f"--schedules {','.join(asked)}: no plan that fits can be run so, with"
-                " these numbers of stages, layers and microbatches; add 1f1b"
+                f"--schedules {','.join(asked)}: no plan that fits can run under these schedules,"
+                " with its numbers of stages, layers and microbatches; add 1f1b"
             )
-        if goal == Objective(least=goal.least) or not searcher.search(Objective()).found:
+        if goal == Objective(least=goal.least) or not searcher.search(Objective()).plans:
             raise ConfigError(_explain_memory(inputs, request.global_batch, searcher.options))
         raise ConfigError(_explain_limits(searcher, goal))
     top = request.options.top
-    rows, refused = _runnable(_rows(result.found, inputs), inputs)
+    rows, refused = _runnable(_rows(result.plans, inputs), inputs)
     if refused and len(rows) < top:
         more = replace(request, options=replace(request.options, top=top + _MORE))
         result = _searcher(inputs, more).search(goal)
-        rows, refused = _runnable(_rows(result.found, inputs), inputs)
+        rows, refused = _runnable(_rows(result.plans, inputs), inputs)
     if not rows:
         raise ConfigError(f"the trainer refuses all plans found: {refused[0]}")
     return Proposal(rows=rows[:top], result=result, refused=refused)
@@ -147,28 +150,30 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
 def _runnable(
     rows: Sequence[PlanRow], inputs: PlanInputs
 ) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
-    """Returns the plans that the trainer takes, and the rules that others break."""
+    """Returns the plans that the trainer accepts, and the rules that the others break."""
     rules = [_refusal(row, inputs) for row in rows]
-    kept = tuple(row for row, rule in zip(rows, rules, strict=True) if not rule)
-    return kept, tuple(dict.fromkeys(rule for rule in rules if rule))
+    accepted = tuple(row for row, rule in zip(rows, rules, strict=True) if not rule)
+    return accepted, tuple(dict.fromkeys(rule for rule in rules if rule))
 
 
 def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns the rule by which the trainer's configuration refuses a plan, empty for none.
+    """Returns the rule by which the trainer's configuration refuses a plan, empty if it accepts.
 
-    Only models that are given by the trainer's arguments can be checked.
+    A model that was not described by the trainer's arguments cannot be checked, and is accepted.
     """
     model = inputs.model
-    words = [word for word in model.arguments if word not in ("--fp16", "--bf16", *FP8_FLAGS)]
-    if not words:
+    arguments = [
+        argument for argument in model.arguments if argument not in ("--fp16", "--bf16", *FP8_FLAGS)
+    ]
+    if not arguments:
         return ""
-    if "--transformer-impl" not in words:
+    if "--transformer-impl" not in arguments:
         is_engine = model.attention == "fused"
-        words += ["--transformer-impl", "transformer_engine" if is_engine else "local"]
+        arguments += ["--transformer-impl", "transformer_engine" if is_engine else "local"]
     document = plan_document(row.plan, inputs, row.prediction)
     try:
         parse(
-            [*ANY_RUN, *words, *plan_flags(document, "the plan")],
+            [*ANY_RUN, *arguments, *plan_flags(document, "the plan")],
             world_size=world_size_of(document) or 1,
             last_wins=True,
             installed=Installed(transformer_engine=True),
@@ -179,62 +184,67 @@ def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
 
 
 def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
-    """Returns a line for each neighbour of a plan: how much slower its best is, or what it lacks.
+    """Compares a plan with its neighbours, and returns a line for each of them.
 
-    A neighbour has twice or the next smaller part of one degree or of the microbatch, or another
-    recompute or schedule; everything else is chosen anew within the request.
+    A neighbour has one degree or the microbatch doubled or divided by its smallest divisor, or
+    another recompute or schedule. Everything else is chosen again within the request. The line says
+    how much slower the best such plan is, or how much memory it lacks.
 
     Args:
-        inputs: what is trained where, and how long it takes.
-        request: what was asked for.
-        best: the plan.
+        inputs: Model, cluster and profile.
+        request: The request that the plan answers.
+        best: The plan.
     """
-    plan, whole = best.plan, replace(request.options, top=1, most_cpu_s=_NEIGHBOUR_CPU_S)
-    choices: list[tuple[str, str, Any]] = []
+    plan = best.plan
+    options = replace(request.options, top=1, most_cpu_s=_NEIGHBOUR_CPU_S)
+    choices: list[tuple[str, int | str]] = []
     for name in ("tp", "dp", "pp", "micro_batch"):
         value = getattr(plan, name)
         less = next((value // by for by in range(2, value + 1) if value % by == 0), 0)
-        choices += [(name, str(one), (one,)) for one in (less, 2 * value) if one]
-    choices += [("recompute", one, (one,)) for one in RECOMPUTE if one != plan.recompute]
+        choices += [(name, other) for other in (less, 2 * value) if other]
+    choices += [("recompute", kind) for kind in RECOMPUTE if kind != plan.recompute]
     if plan.pp > 1:
-        others = [one for one in whole.schedules if one != plan.schedule]
-        choices += [("schedules", one, (one,)) for one in others]
+        others = [schedule for schedule in options.schedules if schedule != plan.schedule]
+        choices += [("schedules", schedule) for schedule in others]
     roomy = replace(inputs, cluster=inputs.cluster.with_memory(more_bytes=_NO_LIMIT))
     lines = []
-    for name, word, value in choices:
-        choice = {"schedules": (plan.schedule, "1f1b"), name: value}
-        changed = replace(request, options=replace(whole, **choice))
-        words = f"  {_WORDS.get(name, name)} {word}:"
+    for name, value in choices:
+        choice: dict[str, Any] = {"schedules": (plan.schedule, "1f1b"), name: (value,)}
+        changed = replace(request, options=replace(options, **choice))
+        title = f"  {_WORDS.get(name, name)} {value}:"
         try:
-            found = _searcher(inputs, changed).search().found
-            far = found or _searcher(roomy, changed).search().found
+            fitting = _searcher(inputs, changed).search().plans
+            plans = fitting or _searcher(roomy, changed).search().plans
         except ConfigError as error:
-            lines.append(f"{words} {str(error).partition(': ')[2] or error}")
+            lines.append(f"{title} {str(error).partition(': ')[2] or error}")
             continue
-        if not far:
-            lines.append(f"{words} no plan uses whole nodes and divides the batch so")
+        if not plans:
+            lines.append(f"{title} no plan with it uses whole nodes and divides the batch")
             continue
-        seen = predict(far[0].plan, inputs)
-        lack = max(stage.memory.missing_bytes for stage in seen.stages)
-        slower = seen.seconds / best.prediction.seconds - 1
-        how = f"{slower:+.1%}" if found else f"does not fit, by {lack / _GB:.1f} GB"
-        lines.append(f"{words} {how} ({_brief(far[0].plan)})")
+        prediction = predict(plans[0].plan, inputs)
+        lack = max(stage.memory.missing_bytes for stage in prediction.stages)
+        slower = prediction.seconds / best.prediction.seconds - 1
+        result = f"{slower:+.1%}" if fitting else f"does not fit, by {lack / _GB:.1f} GB"
+        lines.append(f"{title} {result} ({_brief(plans[0].plan)})")
     return lines
 
 
 def _brief(plan: Plan) -> str:
+    """Returns the most important settings of a plan as text."""
     return (
         f"tp {plan.tp}, dp {plan.dp}, pp {plan.pp}, microbatch {plan.micro_batch},"
         f" {plan.schedule}, recompute {plan.recompute}"
     )
 
 
-def _rows(found: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
-    return tuple(PlanRow(plan=one.plan, prediction=predict(one.plan, inputs)) for one in found)
+def _rows(entries: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
+    """Predicts the plans of a search."""
+    plans = [entry.plan for entry in entries]
+    return tuple(PlanRow(plan=plan, prediction=predict(plan, inputs)) for plan in plans)
 
 
 def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
-    """Returns what searches for plans of a request, once that is checked."""
+    """Checks a request, and returns a searcher for it."""
     partition = _whole_partition(request.options.partition, inputs.model)
     options = replace(request.options, partition=partition)
     _check_request(request, options, inputs)
@@ -242,7 +252,7 @@ def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
 
 
 def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Turns layers as ``--partition`` counts them into all layers of each stage."""
+    """Adds embedding and head to the layers of each stage, which ``--partition`` leaves out."""
     if not partition:
         return ()
     try:
@@ -251,31 +261,31 @@ def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...
         raise ConfigError(f"--partition: {error}") from error
     if 0 in whole:
         raise ConfigError(
-            f"--partition {format_partition(partition)}: stage {whole.index(0)} holds no layer:"
-            " give each one"
+            f"--partition {format_partition(partition)}: stage {whole.index(0)} has no layer:"
+            " give each stage at least one"
         )
     return whole
 
 
 def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
-    """Finds the plans that no other beats in both time and price of a step, fastest first.
+    """Finds the plans that no other plan beats in both time and price of a step, fastest first.
 
     Args:
-        inputs: what is trained where, and how long it takes.
-        request: what is asked for; which of time and cost is least does not matter.
+        inputs: Model, cluster and profile.
+        request: The request. Its objective counts for its limits only.
 
     Raises:
-        ConfigError: the cluster has no prices, or no plan keeps the limits.
+        ConfigError: The cluster has no prices, or no plan keeps the limits.
     """
     if not any(node.price_per_hour for node in inputs.cluster.types):
         raise ConfigError(
             "--pareto weighs speed against price, but no node type has one: give price_per_hour in"
             " the cluster file"
         )
-    found, _ = pareto(_searcher(inputs, request), request.objective)
-    if not found:
+    front, _ = pareto(_searcher(inputs, request), request.objective)
+    if not front:
         raise ConfigError("--pareto: no plan fits and keeps the limits; plan without it to see why")
-    rows, refused = _runnable(_rows(found, inputs), inputs)
+    rows, refused = _runnable(_rows(front, inputs), inputs)
     if not rows:
         raise ConfigError(f"--pareto: the trainer refuses all plans found: {refused[0]}")
     return rows
@@ -284,32 +294,40 @@ def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
 def pareto(
     searcher: Searcher, objective: Objective | None = None
 ) -> tuple[tuple[Found, ...], float]:
-    """Finds the front of seconds and price per step over all parts of a cluster.
+    """Finds the Pareto front of seconds and price of a step over all parts of a cluster.
 
-    One table of bounds serves all parts: a state of the search knows the nodes that it stands on.
-    So every part is looked at in one pass over the shapes, and only what no known plan beats in
-    both time and cost is searched.
+    A part of the cluster is faster or cheaper than the whole, but no search of its own is needed
+    for it: each level of the search knows which nodes it uses, so one pass over the shapes covers
+    all parts. Levels that a known plan beats in both time and price are skipped. An example::
+
+        plan    nodes    step     price per step
+        1       4        10 ms    8
+        2       2        18 ms    7
+        3       1        40 ms    9                 not on the front: plan 1 beats it in both
 
     Args:
-        searcher: for the model, the whole cluster and the options.
-        objective: limits on time and price; which of the two is least does not matter.
+        searcher: Searcher for the model, the whole cluster and the options.
+        objective: Limits on time and price; ``None`` for none. The quantity to minimise does not
+            matter.
 
     Returns:
-        Plans by rising time and falling price per step, which is their ``value``; and by how much
-        of a plan's time or cost a plan that was not searched to the end may at most lie below the
-        front, 0 if all were.
+        The plans, with rising time and falling price per step, which is their ``value``; and the
+        largest share of its time by which a plan that was not searched may be faster than the
+        front, 0 if all were searched.
     """
     front = _Points(objective or Objective())
     shapes = searcher.shapes()
     for shape in shapes:
         searcher.visit(shape, front, 1, finish=False)
-    missed = [searcher.visit(shape, front, searcher.options.most_leaves) for shape in shapes]
-    slack = max([0.0, *(front.slack(*one) for some in missed for one in some)])
-    return tuple(front.points), slack
+    missed: list[tuple[float, float]] = []
+    for shape in shapes:
+        missed += searcher.visit(shape, front, searcher.options.most_leaves)
+    slacks = [front.slack(seconds, price) for seconds, price in missed]
+    return tuple(front.points), max([0.0, *slacks])
 
 
 class _Points(Best):
-    """The front so far, by rising time; goals are put in order by their seconds."""
+    """Keeps the Pareto front, by rising time. Levels are ordered by the bounds of their seconds."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__(0, objective)
@@ -321,36 +339,36 @@ class _Points(Best):
     def most_seconds(self, price: float) -> float:
         most = self.objective.most_seconds(price, math.inf)
         hourly = price / 3600
-        for one in self.points:
-            # Beaten by this point from the moment that both its time and its cost are reached.
-            reached = one.value / hourly if hourly else math.inf
-            most = min(most, max(one.seconds, reached))
+        for point in self.points:
+            # This point beats a plan that takes at least as long and costs at least as much.
+            as_expensive_s = point.value / hourly if hourly else math.inf
+            most = min(most, max(point.seconds, as_expensive_s))
         return most
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
         value = seconds * price / 3600
-        if any(one.seconds <= seconds and one.value <= value for one in self.points):
+        if any(point.seconds <= seconds and point.value <= value for point in self.points):
             return
-        kept = [one for one in self.points if one.seconds < seconds or one.value < value]
-        found = Found(plan=plan, seconds=seconds, price_per_hour=price, value=value)
-        self.points = sorted([*kept, found], key=lambda one: one.seconds)
+        kept = [point for point in self.points if point.seconds < seconds or point.value < value]
+        kept.append(Found(plan=plan, seconds=seconds, price_per_hour=price, value=value))
+        self.points = sorted(kept, key=lambda point: point.seconds)
 
     def slack(self, seconds: float, price: float) -> float:
-        """Returns the part of the time by which a bound lies below the front."""
+        """Returns the share of time by which a bound is below the front, at least 0."""
         most = self.most_seconds(price)
         return max(0.0, 1 - seconds / most) if math.isfinite(most) else 0.0
 
 
 def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> None:
-    """Writes the front as chart, picture and plan files.
+    """Writes a Pareto front as a page, a picture and plan files.
 
     Args:
-        rows: the plans, fastest first.
-        inputs: what is trained where, and how long it takes.
-        folder: gets ``front.html``, ``front.png``, ``front.json`` and ``plan-N.json``.
+        rows: Plans, fastest first.
+        inputs: Model, cluster and profile.
+        folder: Folder for ``front.html``, ``front.png``, ``front.json`` and ``plan-N.json``.
 
     Raises:
-        ConfigError: the folder cannot be written to.
+        ConfigError: The folder cannot be written to.
     """
     documents = [plan_document(row.plan, inputs, row.prediction) for row in rows]
     files = {f"plan-{number}": document for number, document in enumerate(documents, start=1)}
@@ -360,72 +378,54 @@ def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> No
             text = json.dumps(content, indent=2) + "\n"
             (folder / f"{name}.json").write_text(text, encoding="utf-8")
         write_page(rows, inputs, folder / "front.html")
-        prices, speeds = _prices(rows), [row.prediction.tokens_per_s for row in rows]
+        prices = _prices(rows)
+        speeds = [row.prediction.tokens_per_s for row in rows]
         _write_picture(prices, speeds, _title(rows, inputs), folder / "front.png")
     except OSError as error:
         raise ConfigError(f"--pareto {folder}: {error.strerror}; name another folder") from error
 
 
 def _prices(rows: Sequence[PlanRow]) -> list[float]:
-    """Returns the price of a million tokens with each plan."""
-    seen = [row.prediction for row in rows]
-    return [one.price_per_hour / 3600 / one.tokens_per_s * 1e6 for one in seen]
+    """Returns the price of a million tokens under each plan."""
+    predictions = [row.prediction for row in rows]
+    return [
+        prediction.price_per_hour / 3600 / prediction.tokens_per_s * 1e6
+        for prediction in predictions
+    ]
 
 
 def _title(rows: Sequence[PlanRow], inputs: PlanInputs) -> str:
+    """Returns the title of a chart of plans."""
     return f"{inputs.model.name}, {rows[0].plan.global_batch} samples for a step"
 
 
 def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
-    """Writes a page that needs nothing but itself.
+    """Writes a page with charts of plans, in one file without links to others.
 
-    It has a point for each plan, by speed and price or, without prices, memory of the fullest GPU;
-    then, of the first plan, the memory of each rank and the simulated step.
+    It has a chart of all plans, by speed and price, or by speed and memory of the fullest GPU if
+    there are no prices. For the first plan, it has the memory of each rank and the simulated step.
 
     Args:
-        rows: the plans, best first.
-        inputs: what is trained where, and how long it takes.
-        path: the file.
+        rows: Plans, best first.
+        inputs: Model, cluster and profile.
+        path: Path of the file to write.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: The file cannot be written.
     """
-    import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    plan, seen = rows[0].plan, rows[0].prediction
-    priced = all(row.prediction.price_per_hour for row in rows)
-    across = _prices(rows) if priced else [row.prediction.peak_bytes / _GB for row in rows]
+    plan = rows[0].plan
     figure: Any = make_subplots(
         rows=3,
         subplot_titles=("plans", f"memory: {_brief(plan)}", "its step, simulated"),
         row_heights=[0.3, 0.3, 0.4],
     )
-    dots = go.Scatter(
-        x=across,
-        y=[row.prediction.tokens_per_s for row in rows],
-        text=[f"{placement_text(row.plan, inputs.cluster)}; {_brief(row.plan)}" for row in rows],
-        mode="lines+markers" if priced else "markers",
-        line={"shape": "hv", "color": _COLOUR},
-        hovertemplate="%{text}<br>%{y:,.0f} tokens/s<br>%{x:.4g}<extra></extra>",
-        name="plans",
-    )
-    figure.add_trace(dots, row=1, col=1)
-    ranks = list(range(plan.pp))
-    for part in [name for name in vars(seen.stages[0].memory) if name != "limit_bytes"]:
-        held = [getattr(stage.memory, part) / _GB for stage in seen.stages]
-        name = part.removesuffix("_bytes")
-        figure.add_trace(go.Bar(x=ranks, y=held, name=name), row=2, col=1)
-    limits = [stage.memory.limit_bytes / _GB for stage in seen.stages]
-    line = {"x": ranks, "y": limits, "mode": "lines+markers", "name": "limit"}
-    figure.add_trace(go.Scatter(**line, line={"color": "black", "dash": "dot"}), row=2, col=1)
+    _add_plans(figure, rows, inputs)
+    _add_memory(figure, rows[0].prediction)
     if plan.uniform and 3 * plan.pp * plan.chunks * plan.num_microbatches <= _MOST_BARS:
         _add_timeline(figure, simulated(plan, StageSums.of(plan, inputs, OURS)))
-    figure.update_xaxes(title_text=_PRICE if priced else "GB on the fullest GPU", row=1, col=1)
-    figure.update_xaxes(title_text="pipeline rank", dtick=1, row=2, col=1)
     figure.update_xaxes(title_text="seconds", row=3, col=1)
-    figure.update_yaxes(title_text=_SPEED, row=1, col=1)
-    figure.update_yaxes(title_text="GB", row=2, col=1)
     figure.update_yaxes(title_text="rank", autorange="reversed", dtick=1, row=3, col=1)
     figure.update_layout(
         title=_title(rows, inputs), template="plotly_white", barmode="stack", height=1200
@@ -436,8 +436,45 @@ def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
         raise ConfigError(f"{path}: {error.strerror}; name another file") from error
 
 
+def _add_plans(figure: Any, rows: Sequence[PlanRow], inputs: PlanInputs) -> None:
+    """Adds a point for each plan to the first chart of a page."""
+    import plotly.graph_objects as go
+
+    has_prices = all(row.prediction.price_per_hour for row in rows)
+    across = _prices(rows) if has_prices else [row.prediction.peak_bytes / _GB for row in rows]
+    dots = go.Scatter(
+        x=across,
+        y=[row.prediction.tokens_per_s for row in rows],
+        text=[f"{placement_text(row.plan, inputs.cluster)}; {_brief(row.plan)}" for row in rows],
+        mode="lines+markers" if has_prices else "markers",
+        line={"shape": "hv", "color": _COLOUR},
+        hovertemplate="%{text}<br>%{y:,.0f} tokens/s<br>%{x:.4g}<extra></extra>",
+        name="plans",
+    )
+    figure.add_trace(dots, row=1, col=1)
+    title = _PRICE if has_prices else "GB on the fullest GPU"
+    figure.update_xaxes(title_text=title, row=1, col=1)
+    figure.update_yaxes(title_text=_SPEED, row=1, col=1)
+
+
+def _add_memory(figure: Any, prediction: Prediction) -> None:
+    """Adds the memory of each rank, and its limit, to the second chart of a page."""
+    import plotly.graph_objects as go
+
+    ranks = list(range(len(prediction.stages)))
+    for part in [name for name in vars(prediction.stages[0].memory) if name != "limit_bytes"]:
+        sizes = [getattr(stage.memory, part) / _GB for stage in prediction.stages]
+        name = part.removesuffix("_bytes")
+        figure.add_trace(go.Bar(x=ranks, y=sizes, name=name), row=2, col=1)
+    limits = [stage.memory.limit_bytes / _GB for stage in prediction.stages]
+    line = {"x": ranks, "y": limits, "mode": "lines+markers", "name": "limit"}
+    figure.add_trace(go.Scatter(**line, line={"color": "black", "dash": "dot"}), row=2, col=1)
+    figure.update_xaxes(title_text="pipeline rank", dtick=1, row=2, col=1)
+    figure.update_yaxes(title_text="GB", row=2, col=1)
+
+
 def _add_timeline(figure: Any, step: SimResult) -> None:
-    """Adds a bar for each action, in the colours of the trace views."""
+    """Adds a bar for each action to the third chart of a page, coloured as in trace views."""
     import plotly.graph_objects as go
 
     chunks = step.placement.num_chunks
@@ -447,13 +484,13 @@ def _add_timeline(figure: Any, step: SimResult) -> None:
             action = span.action
             bar = (rank, span.start_s, span.end_s - span.start_s, action.microbatch)
             bars.setdefault((action.kind.value, action.chunk), []).append(bar)
-    for (kind, chunk), found in sorted(bars.items()):
-        at, base, length, microbatch = zip(*found, strict=True)
+    for (kind, chunk), actions in sorted(bars.items()):
+        ranks, starts, lengths, microbatches = zip(*actions, strict=True)
         bar = go.Bar(
-            y=at,
-            base=base,
-            x=length,
-            customdata=microbatch,
+            y=ranks,
+            base=starts,
+            x=lengths,
+            customdata=microbatches,
             orientation="h",
             marker={"color": f"#{chunk_color(kind, chunk, chunks)}"},
             name=ACTION_NAMES[kind] + (f", chunk {chunk}" if chunks > 1 else ""),
@@ -463,7 +500,7 @@ def _add_timeline(figure: Any, step: SimResult) -> None:
 
 
 def _write_picture(prices: list[float], speeds: list[float], title: str, path: Path) -> None:
-    """Writes the same as PNG."""
+    """Writes a chart of plans by price and speed, as a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -479,14 +516,23 @@ def _write_picture(prices: list[float], speeds: list[float], title: str, path: P
 
 
 def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs) -> None:
-    """Refuses contradictory requests before anything is searched."""
-    model, cluster = inputs.model, inputs.cluster
+    """Refuses contradictory requests before anything is searched.
+
+    Args:
+        request: The request.
+        options: Its options, with embedding and head in the partition.
+        inputs: Model, cluster and profile.
+
+    Raises:
+        ConfigError: The request contradicts itself, the model or the cluster.
+    """
+    cluster = inputs.cluster
     if request.global_batch < 1:
         raise ConfigError(f"--global-batch-size {request.global_batch}: give at least 1")
     stages = len(options.partition)
     if stages and options.pp and options.pp != (stages,):
         raise ConfigError(
-            f"--partition has {stages} stages and --pp is {_words(options.pp)}: they contradict"
+            f"--partition has {stages} stages and --pp is {_list(options.pp)}: they contradict"
             " each other; leave one out"
         )
     least = math.prod(min(values) for values in (options.tp, options.dp, options.pp) if values)
@@ -503,25 +549,34 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
             f"--global-batch-size {request.global_batch}: {flags} does not divide it; change one"
             " of them"
         )
+    _check_ranks(options, inputs.model, cluster)
+
+
+def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None:
+    """Refuses numbers of ranks that a model cannot be divided among.
+
+    Raises:
+        ConfigError: Experts, sequences, heads or nodes do not divide by a number.
+    """
     spreads = options.expert_ranks
     if spreads and not set(spreads) & set(model.expert_ranks):
-        has = f"has none that they divide by: give of {_words(model.expert_ranks)}"
+        reason = f"has experts that they do not divide: choose from {_list(model.expert_ranks)}"
         raise ConfigError(
-            f"--expert-parallel-size {_words(spreads)}: {model.name}"
-            f" {has if model.has_experts else 'has no experts; leave it out'}"
+            f"--expert-parallel-size {_list(spreads)}: {model.name}"
+            f" {reason if model.has_experts else 'has no experts; leave it out'}"
         )
     for shared in options.context_ranks:
         if not model.divides_sequence(1, shared, False):
             raise ConfigError(
-                f"--context-parallel-size {shared}: it shares sequences of causal attention without"
-                f" experts and local windows, of a multiple of {2 * shared} tokens; {model.name}"
-                f" has others or {model.sequence}: change it"
+                f"--context-parallel-size {shared}: it needs causal attention without experts and"
+                f" local windows, and sequences of a multiple of {2 * shared} tokens; {model.name}"
+                f" has sequences of {model.sequence} tokens, or another attention: change it"
             )
     for tp in options.tp:
         if model.max_tp % tp:
             raise ConfigError(
-                f"--tp {tp}: heads and feed-forward width of {model.name} do not divide by it; they"
-                f" do by {model.max_tp} and its divisors"
+                f"--tp {tp}: it does not divide heads and feed-forward width of {model.name}: give"
+                f" {model.max_tp} or one of its divisors"
             )
         if all(node.gpus % tp for node in cluster.types):
             counts = ", ".join(f"{node.gpus} on {node.name}" for node in cluster.types)
@@ -530,99 +585,119 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
             )
 
 
-def _flags(given: Mapping[str, tuple[int, ...]]) -> str:
-    return " and ".join(f"--{name} {_words(values)}" for name, values in given.items() if values)
+def _flags(options: Mapping[str, tuple[int, ...]]) -> str:
+    """Returns options as flags with their values."""
+    return " and ".join(f"--{name} {_list(values)}" for name, values in options.items() if values)
 
 
-def _words(values: Sequence[int]) -> str:
+def _list(values: Sequence[int]) -> str:
+    """Returns numbers as a list for a flag."""
     return ",".join(map(str, values))
 
 
 _GB = 1e9
 _TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+"""Factors on the number of nodes that are tried as a remedy."""
 _CLOSE = 1e-3
+"""Relative accuracy of the lowest price in a message."""
 _LIMITS = {
     "most_seconds_per_step": "--time-limit",
     "most_price_per_hour": "--max-price",
     "most_price_per_step": "--budget",
 }
 _NO_LIMIT = 1e15
+"""Bytes of memory that suffice for every model."""
 _MORE = 16
-"""Plans that are looked for besides, where the trainer refuses some."""
+"""Number of further plans to search for if the trainer refuses some."""
 _MOST_BARS = 20_000
-"""Actions of a step up to which the page draws them."""
+"""Maximum number of actions of a step that a page draws."""
 _NEAR = 0.01
+"""Relative accuracy of the missing memory in a message."""
 _FEW_LEVELS = 500
+"""Maximum number of levels in a search for the nearest plan, see ``search.SearchOptions``."""
 _MOST_CPU_S = 2.0
+"""CPU seconds of a search for the nearest plan, per type of node."""
 _NEIGHBOUR_CPU_S = 0.5
+"""CPU seconds of the search for a neighbour of a plan, per type of node."""
 
 
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:
-    """Names the stage of the nearest plan that lacks memory, and what would make it fit.
+    """Returns a message that names the stage that lacks memory, and changes that would help.
+
+    The stage is that of the nearest plan: the one that would fit with the least further memory per
+    GPU. Halving finds it.
 
     Args:
-        inputs: what is trained where, and how long it takes.
-        global_batch: samples of a step.
-        options: the restrictions under which nothing fits.
+        inputs: Model, cluster and profile.
+        global_batch: Samples of a step.
+        options: Options under which nothing fits.
     """
-
     model, cluster = inputs.model, inputs.cluster
 
-    def found(cluster: Cluster, options: SearchOptions) -> Plan | None:
-        """Searches with all that saves memory."""
-        lean = replace(
-            options,
-            recompute=("full",) if "full" in options.recompute else options.recompute[-1:],
-            micro_batch=options.micro_batch or (1,),
-            top=1,
-            schedules=("1f1b",),
-            most_leaves=1,
-            most_levels=_FEW_LEVELS,
-            most_cpu_s=_MOST_CPU_S,
-        )
-        searcher = Searcher(
-            replace(inputs, cluster=cluster), global_batch=global_batch, options=lean
-        )
-        rows = searcher.search().found
-        return rows[0].plan if rows else None
+    def find(cluster: Cluster, options: SearchOptions) -> Plan | None:
+        return _leanest_plan(replace(inputs, cluster=cluster), global_batch, options)
 
-    def lacking(plan: Plan) -> tuple[int, StageMemory]:
-        """Returns the stage that lacks most."""
-        stages = predict(plan, inputs).stages
-        stage = max(range(len(stages)), key=lambda at: stages[at].memory.missing_bytes)
-        return stage, stages[stage].memory
-
-    nearest = found(cluster.with_memory(more_bytes=_NO_LIMIT), options)
+    nearest = find(cluster.with_memory(more_bytes=_NO_LIMIT), options)
     if nearest is None:
         return (
             f"no plan for {model.name} on {cluster.num_gpus} GPUs with a global batch of"
-            f" {global_batch}: no widths that are allowed use nodes whole and divide the batch;"
+            f" {global_batch}: no allowed widths use whole nodes and divide the batch;"
             " allow others with --tp, --dp, --pp, --micro-batch-sizes and --partition, or change"
             " --global-batch-size"
         )
-    stage, memory = lacking(nearest)
+    stage, memory = _fullest_stage(nearest, inputs)
     least = 0.0
     while memory.missing_bytes - least > _NEAR * memory.missing_bytes:
         middle = (least + memory.missing_bytes) / 2
-        if (plan := found(cluster.with_memory(more_bytes=middle), options)) is None:
+        if (plan := find(cluster.with_memory(more_bytes=middle), options)) is None:
             least = middle
         else:
-            nearest, (stage, memory) = plan, lacking(plan)
-    remedies = list(_remedies(found, cluster, options))
+            nearest = plan
+            stage, memory = _fullest_stage(plan, inputs)
+    remedies = list(_remedies(find, cluster, options))
     remedies.append(f"GPUs of {math.ceil(memory.total_bytes / _GB)} GB")
     node = cluster.nodes[nearest.places[stage].replicas[0].node]
     return (
-        f"{model.name} fits nowhere on this cluster: at best ({_brief(nearest)})"
+        f"{model.name} does not fit on this cluster: at best ({_brief(nearest)})"
         f" stage {stage} on {node.name} needs {memory.total_bytes / _GB:.1f} GB of"
         f" {memory.limit_bytes / _GB:.1f} GB, it lacks {memory.missing_bytes / _GB:.1f} GB;"
         f" what would fit: {', or '.join(remedies)}"
     )
 
 
+def _leanest_plan(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> Plan | None:
+    """Returns a plan that fits, from a short search with the settings that save most memory."""
+    lean = replace(
+        options,
+        recompute=("full",) if "full" in options.recompute else options.recompute[-1:],
+        micro_batch=options.micro_batch or (1,),
+        top=1,
+        schedules=("1f1b",),
+        most_leaves=1,
+        most_levels=_FEW_LEVELS,
+        most_cpu_s=_MOST_CPU_S,
+    )
+    plans = Searcher(inputs, global_batch=global_batch, options=lean).search().plans
+    return plans[0].plan if plans else None
+
+
+def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
+    """Returns the stage of a plan that lacks most memory, and its memory."""
+    memories = [stage.memory for stage in predict(plan, inputs).stages]
+    stage = max(range(len(memories)), key=lambda number: memories[number].missing_bytes)
+    return stage, memories[stage]
+
+
 def _remedies(
-    found: Callable[[Cluster, SearchOptions], Plan | None], cluster: Cluster, options: SearchOptions
+    find: Callable[[Cluster, SearchOptions], Plan | None], cluster: Cluster, options: SearchOptions
 ) -> Iterator[str]:
-    """Yields changes that make a plan fit, the smallest of each kind."""
+    """Yields changes that make a plan fit, the smallest of each kind, as text.
+
+    Args:
+        find: Function that returns a plan that fits, or ``None``.
+        cluster: Cluster on which nothing fits.
+        options: Options under which nothing fits.
+    """
     free = SearchOptions()
     names = {
         "recompute": "any --recompute",
@@ -634,10 +709,10 @@ def _remedies(
         "dp": "any --dp",
         "pp": "any --pp",
     }
-    for name, words in names.items():
+    for name, remedy in names.items():
         wider = replace(options, **{name: getattr(free, name)})
-        if wider != options and found(cluster, wider):
-            yield words
+        if wider != options and find(cluster, wider):
+            yield remedy
             break
     for index, group in enumerate(cluster.groups):
         for times in _TIMES:
@@ -646,43 +721,49 @@ def _remedies(
             try:
                 larger = replace(cluster, groups=tuple(groups))
             except ConfigError:
-                break  # no link is known between nodes of a type that there is one of
-            if found(larger, options):
+                break  # a cluster with one node of a type may have no link between two of them
+            if find(larger, options):
                 yield f"{group.count * times} nodes of {group.type.name} in place of {group.count}"
                 break
 
 
 def _explain_limits(searcher: Searcher, objective: Objective) -> str:
-    """Names the limits that no plan keeps, where plans without limits exist."""
+    """Returns a message that names limits that no plan keeps, though plans without limits exist."""
     limits: dict[str, Any] = {name: getattr(objective, name) for name in _LIMITS}
-    given = {name: limit for name, limit in limits.items() if limit < math.inf}
-    for names in (*combinations(given, 1), *combinations(given, 2)):
-        if searcher.search(Objective(**{name: given[name] for name in names})).found:
+    active = {name: limit for name, limit in limits.items() if limit < math.inf}
+    for names in (*combinations(active, 1), *combinations(active, 2)):
+        if searcher.search(Objective(**{name: active[name] for name in names})).plans:
             continue
         flags = " and ".join(_LIMITS[name] for name in names)
         least = ", and ".join(
-            _least(searcher, name, {one: given[one] for one in names if one != name})
+            _least(searcher, name, {other: active[other] for other in names if other != name})
             for name in names
         )
         if len(names) == 1:
             return f"{flags} cannot be kept: {least}; raise it"
-        return f"{flags} contradict each other: where the other is kept, {least}; raise one of them"
-    flags = ", ".join(_LIMITS[name] for name in given)
+        return f"{flags} contradict each other: if the other is kept, {least}; raise one of them"
+    flags = ", ".join(_LIMITS[name] for name in active)
     return f"{flags} cannot be kept together, though any two can: raise one of them"
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
-    """Returns the least that plans within other limits take of what one limits."""
+    """Returns a text with the lowest value of a limit that plans within other limits can keep.
+
+    Args:
+        searcher: Searcher of the request.
+        name: Name of the limit, a field of ``Objective``.
+        others: Other limits, by name.
+    """
     if name == "most_price_per_step":
-        cheapest = searcher.search(replace(Objective(**others), least="cost")).found[0]
+        cheapest = searcher.search(replace(Objective(**others), least="cost")).plans[0]
         return f"a step costs at least {cheapest.value:.4g}"
-    fastest = searcher.search(Objective(**others)).found[0]
+    fastest = searcher.search(Objective(**others)).plans[0]
     if name == "most_seconds_per_step":
         return f"a step takes at least {seconds_text(fastest.seconds)}"
     low = 0.0
     high = most = fastest.price_per_hour
     while high - low > _CLOSE * most:
         middle = (low + high) / 2
-        found = searcher.search(Objective(**{**others, name: middle})).found
-        low, high = (low, found[0].price_per_hour) if found else (middle, high)
+        plans = searcher.search(Objective(**{**others, name: middle})).plans
+        low, high = (low, plans[0].price_per_hour) if plans else (middle, high)
     return f"nodes cost at least {high:g} per hour"

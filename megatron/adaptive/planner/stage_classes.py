@@ -1,16 +1,16 @@
-"""Classes of stages, and arrays of seconds and bytes of every class for every range of layers.
+"""Prepares the search: classes of equivalent stages, and their costs for every range of layers.
 
-Stages of a class are alike whatever nodes of those types they get. A class whose GPUs are part of
-one node comes in blocks: as many stages of the class in a row as the node holds.
+The number of plans of a cluster is huge, but most of them are equivalent, because nodes of one type
+are interchangeable. This module exploits this in two steps:
 
-One shape is one choice of widths, microbatch, recompute and optimizer; its arrays come from the
-same functions as a prediction, so that both agree on every plan.
+1. *Classes* (:func:`stage_classes`). A class says what one stage runs on: how many nodes of each
+   type and how wide it is, not which nodes. If a stage needs only a part of a node, the stages of
+   a class come in *blocks* that fill a node: a node of 4 GPUs holds a block of 2 stages of width 2.
+2. *Arrays* (:class:`Tables`). For one *shape*, a choice of widths, microbatch, recompute and
+   optimizer, they contain seconds and bytes of a stage of every class for every range of layers.
+   They come from the same functions as a prediction, so both agree on every plan.
 
-The states of the search's dynamic programming are every way in which the last stages of a pipeline
-can stand on a cluster's nodes. A state is reached from the end of the pipeline. It knows the nodes
-used, how many stages there are, the class of the foremost and how many more of the same class have
-to come before another node may be opened. Orders of equal nodes that use the same nodes meet in one
-state, so that there are few states where there are many orders.
+``search_levels`` enumerates the orders in which stages of these classes may follow each other.
 """
 
 from __future__ import annotations
@@ -27,35 +27,37 @@ import numpy as np
 from megatron.adaptive.planner.cluster import Cluster, NodeType
 from megatron.adaptive.planner.layer_costs import (
     LayerTable,
+    layer_table,
+    range_largest,
+    range_sums,
+    stage_memory,
+)
+from megatron.adaptive.planner.link_costs import (
     all_reduce_s,
     boundary_s,
     embedding_s,
     exposed_reduce_s,
-    layer_table,
     link_of_types,
     link_within,
-    range_largest,
-    range_sums,
     reduction,
-    stage_memory,
 )
 from megatron.adaptive.planner.plan import StagePlace, StageSettings, place_stage
 from megatron.adaptive.planner.profile import PlanInputs
 
-_FEW = 2000
 _MOST_MIXED = 8
+"""Maximum number of classes whose stages need several nodes."""
 
 
 @dataclass(frozen=True)
 class StageClass:
-    """One class of stages.
+    """Stages that are interchangeable: they have the same widths, on nodes of the same types.
 
     Attributes:
-        nodes: how many nodes of each type a block takes, in the order of the cluster's types.
-        tp: tensor-parallel width.
-        dp: replicas; those that share a sequence count each.
-        micro_batch: samples of a microbatch of each replica.
-        block: stages of a block.
+        nodes: Number of nodes of each type in a block, in the order of the cluster's types.
+        tp: Tensor-parallel width.
+        dp: Number of replicas; each of those that share a sequence counts.
+        micro_batch: Samples of a microbatch of each replica.
+        block: Number of stages in a block.
     """
 
     nodes: tuple[int, ...]
@@ -73,46 +75,58 @@ class StageClass:
 def stage_classes(
     cluster: Cluster, *, tp: int, dp: int, micro_batch: int
 ) -> tuple[StageClass, ...]:
-    """Returns the classes of one width; of very many mixtures those of few types.
+    """Returns the classes of stages with one width.
 
-    Nodes are used whole: a stage takes an equal part of one node, or several nodes.
+    A stage takes an equal part of one node, or several whole nodes, which may differ in type. If
+    there are many mixtures of types, those of the fewest types are returned.
     """
     counts = [group.count for group in cluster.groups]
     gpus = [group.type.gpus for group in cluster.groups]
     usable = [group.type.gpus % tp == 0 for group in cluster.groups]
     size = tp * dp
     limits = [count if fits else 0 for count, fits in zip(counts, usable, strict=True)]
-    found, mixed = list[StageClass](), list[StageClass]()
+    within, several = list[StageClass](), list[StageClass]()
     for index, each in enumerate(gpus):
-        alone = tuple(max(size // each, 1) * (i == index) for i in range(len(gpus)))
+        nodes = tuple(max(size // each, 1) * (i == index) for i in range(len(gpus)))
         if usable[index] and each % size == 0:
-            found.append(StageClass(alone, tp, dp, micro_batch, each // size))
+            within.append(StageClass(nodes, tp, dp, micro_batch, each // size))
         elif size % each == 0 and size // each <= limits[index]:
-            mixed.append(StageClass(alone, tp, dp, micro_batch, 1))
-    several = (nodes for nodes in _mixtures(size, gpus, limits) if sum(map(bool, nodes)) > 1)
-    for nodes in itertools.islice(several, max(4 * _MOST_MIXED - len(mixed), 0)):
-        mixed.append(StageClass(nodes, tp, dp, micro_batch, 1))
-    if len(mixed) > _MOST_MIXED:
-        mixed.sort(key=lambda one: sum(count > 0 for count in one.nodes))
-        mixed = mixed[:_MOST_MIXED]
-    return (*found, *mixed)
+            several.append(StageClass(nodes, tp, dp, micro_batch, 1))
+    mixtures = (nodes for nodes in _mixtures(size, gpus, limits) if sum(map(bool, nodes)) > 1)
+    for nodes in itertools.islice(mixtures, max(4 * _MOST_MIXED - len(several), 0)):
+        several.append(StageClass(nodes, tp, dp, micro_batch, 1))
+    if len(several) > _MOST_MIXED:
+        several.sort(key=lambda stage_class: sum(count > 0 for count in stage_class.nodes))
+        several = several[:_MOST_MIXED]
+    return (*within, *several)
 
 
 def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[int]:
-    """Takes the first free nodes of a type, within an island where so many do not leave it."""
-    found = free[:count]
+    """Takes nodes of one type out of a list, from one island if an island is large enough.
+
+    Args:
+        free: Numbers of the free nodes of the type, ascending. Those taken are removed.
+        first: Number of the first node of the type.
+        count: Number of nodes to take.
+        kind: The type.
+
+    Returns:
+        Numbers of the nodes, ascending.
+    """
+    taken = free[:count]
     if island := kind.island(count * kind.gpus) if count else None:
-        many = max(island[0] // kind.gpus, 1)
-        for _, group in itertools.groupby(free, key=lambda node: (node - first) // many):
-            if len(those := list(group)) >= count:
-                found = those[:count]
+        nodes_per_island = max(island[0] // kind.gpus, 1)
+        by_island = itertools.groupby(free, key=lambda node: (node - first) // nodes_per_island)
+        for _, group in by_island:
+            if len(nodes := list(group)) >= count:
+                taken = nodes[:count]
                 break
-    free[:] = [node for node in free if node not in found]
-    return found
+    free[:] = [node for node in free if node not in taken]
+    return taken
 
 
 def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields numbers of nodes of each type that have so many GPUs together."""
+    """Yields the ways to have ``size`` GPUs together, as numbers of nodes of each type."""
     if not gpus:
         if size == 0:
             yield ()
@@ -126,161 +140,34 @@ def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator
             yield (count, *rest)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DpStates:
-    """The levels, each after those that it stands on.
-
-    Attributes:
-        arrays: those of ``kernel.ShapeArrays`` that say what levels and edges are, by name.
-        used: per level, nodes of each type.
-        complete: levels that leave no node half used.
-        placements: orders of nodes among the complete ones.
-        whole: whether every order is among them.
-    """
-
-    arrays: dict[str, Any]
-    used: tuple[tuple[int, ...], ...]
-    complete: tuple[int, ...]
-    placements: int
-    whole: bool
-
-
-def make_dp_states(
-    classes: Sequence[StageClass],
-    counts: Sequence[int],
-    *,
-    most_stages: int,
-    most_levels: int = 20_000,
-) -> DpStates:
-    """Finds all levels, or those of whole runs of equal nodes where there are too many.
-
-    Args:
-        classes: of stages.
-        counts: nodes of each type.
-        most_stages: longest pipeline.
-        most_levels: above it, only runs of equal nodes are kept, so long that there are few levels.
-    """
-    run, most = 1, most_levels
-    while True:
-        found = _found_states(classes, counts, most_stages, most, run)
-        if found is not None:
-            return found
-        # Without a proof a finer choice is hardly worth its time.
-        run, most = run * 2, min(most, _FEW)
-
-
-_Key = tuple[int, tuple[int, ...], int, int, int]
-
-
-def _found_states(
-    classes: Sequence[StageClass],
-    counts: Sequence[int],
-    most_stages: int,
-    most_levels: int,
-    run: int,
-) -> DpStates | None:
-    """Finds the states; ``run``: blocks of a class that come one after the other, as nodes last."""
-    # Key: stages behind, nodes used, class, stages left of the block, further blocks of the run.
-    edges: dict[_Key, list[tuple[_Key | None, int]]] = {}
-    wave: dict[_Key, None] = {}
-    nothing = (0,) * len(counts)
-    for key in _opened(classes, counts, nothing, 0, run):
-        edges.setdefault(key, []).append((None, 0))
-        wave[key] = None
-    for _ in range(most_stages - 1):
-        ahead: dict[_Key, None] = {}
-        for key in wave:
-            j, used, c, left, more = key
-            kind = 0
-            if left:
-                steps, kind = [(j + 1, used, c, left - 1, more)], 1
-            elif more:
-                nodes = tuple(a + b for a, b in zip(used, classes[c].nodes, strict=True))
-                steps = [(j + 1, nodes, c, classes[c].block - 1, more - 1)]
-            else:
-                steps = list(_opened(classes, counts, used, j + 1, run))
-            for step in steps:
-                edges.setdefault(step, []).append((key, kind))
-                ahead[step] = None
-        if len(edges) > most_levels and run < max(counts):
-            return None
-        wave = ahead
-    return _pack(edges, run == 1)
-
-
-def _opened(
-    classes: Sequence[StageClass],
-    counts: Sequence[int],
-    used: tuple[int, ...],
-    follow: int,
-    run: int,
-) -> list[_Key]:
-    keys = []
-    for c, one in enumerate(classes):
-        room = min((n - u) // a for n, u, a in zip(counts, used, one.nodes, strict=True) if a)
-        if room > 0:
-            nodes = tuple(a + b for a, b in zip(used, one.nodes, strict=True))
-            keys.append((follow, nodes, c, one.block - 1, min(run, room) - 1))
-    return keys
-
-
-def _count_orders(used: tuple[int, ...]) -> int:
-    """Returns the distinct orders of so many nodes of each type."""
-    orders = math.factorial(sum(used))
-    for count in used:
-        orders //= math.factorial(count)
-    return orders
-
-
-def _pack(edges: dict[_Key, list[tuple[_Key | None, int]]], whole: bool) -> DpStates:
-    numbers = {key: number for number, key in enumerate(edges)}
-    first, sources, kinds = [0], [], []
-    for key in edges:
-        for source, kind in edges[key]:
-            if source is not None:
-                sources.append(numbers[source])
-                kinds.append(kind)
-        first.append(len(sources))
-    rows = {
-        "level_class": [key[2] for key in edges],
-        "level_follow": [key[0] for key in edges],
-        "level_edges": first,
-        "edge_from": sources,
-        "edge_kind": kinds,
-    }
-    return DpStates(
-        arrays={name: np.array(row, dtype=np.int64) for name, row in rows.items()},
-        used=tuple(key[1] for key in edges),
-        complete=tuple(numbers[key] for key in edges if not key[3]),
-        placements=sum(_count_orders(key[1]) for key in edges if not key[3]),
-        whole=whole,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShapeChoice(StageSettings):
-    """The settings of stages, and the number of microbatches of a step."""
+    """Settings that all stages of a shape share, and the number of microbatches of a step.
+
+    Attributes:
+        microbatches: Number of microbatches of a step.
+    """
 
     microbatches: int
 
     @property
     def of_plan(self) -> dict[str, Any]:
-        """Those that a plan has under the same names."""
-        return {one.name: getattr(self, one.name) for one in fields(StageSettings)}
+        """Settings that a plan has under the same names."""
+        return {item.name: getattr(self, item.name) for item in fields(StageSettings)}
 
 
 class Totals(NamedTuple):
-    """Sums over all layers, as if one stage on one type of node held them.
+    """Sums over all layers, as if one stage on one type of node held all of them.
 
     Attributes:
-        work_s: seconds of a microbatch.
-        least_s: those of the shortest forward between the first layer and the last.
-        way_s: seconds from the start of a microbatch to the end of its backward, which needs no
-            weight gradients if these are split.
-        after_s: reduction and optimizer, at least.
-        held_bytes: weights, gradients and optimizer state.
-        kept_bytes: of a microbatch from forward to backward.
-        stay: bytes times seconds that they are kept, at least.
+        work_s: Seconds of forward and backward of a microbatch.
+        least_s: Seconds of the shortest forward of a layer, without the first and the last layer.
+        way_s: Seconds from the start of a microbatch to the end of its backward, without weight
+            gradients if the schedule splits them off.
+        after_s: Lower bound of the seconds of reduction and optimizer.
+        held_bytes: Bytes of weights, gradients and optimizer state.
+        kept_bytes: Bytes that a microbatch keeps from forward to backward.
+        stay: Lower bound of byte-seconds per microbatch: bytes kept, times seconds they are kept.
     """
 
     work_s: float
@@ -292,11 +179,38 @@ class Totals(NamedTuple):
     stay: float
 
 
+class LayerRanges(NamedTuple):
+    """Costs of every range of layers on one type of node.
+
+    Each array is ``[n + 1, n + 1]``, indexed by the first layer and the layer behind the last.
+
+    Attributes:
+        forward: Seconds of a forward.
+        backward: Seconds of a backward by inputs.
+        weight: Seconds of a backward by weights.
+        launch: Seconds of launching within ``forward``, and as many within ``backward``.
+        parameters: Number of parameters on a GPU.
+        experts: Number of parameters of experts among them.
+        base: Bytes that do not depend on microbatches, minus the memory limit; infinite if the
+            layers may not share a stage.
+        kept: Bytes of one microbatch.
+    """
+
+    forward: Any
+    backward: Any
+    weight: Any
+    launch: Any
+    parameters: Any
+    experts: Any
+    base: Any
+    kept: Any
+
+
 class Tables:
-    """Makes the arrays and keeps what several shapes have in common.
+    """Computes the arrays of shapes, and caches the parts that several shapes share.
 
     Args:
-        inputs: what is trained where, and how long it takes.
+        inputs: Model, cluster and profile.
     """
 
     def __init__(self, inputs: PlanInputs) -> None:
@@ -309,85 +223,110 @@ class Tables:
         n = inputs.model.num_layers
         cuts = np.arange(n + 1)
         crossing = np.zeros((n + 1, n + 1), dtype=bool)
-        for at in inputs.model.splits:
-            crossing |= (cuts[:, None] < at) & (cuts[None, :] > at)
+        for split in inputs.model.splits:
+            crossing |= (cuts[:, None] < split) & (cuts[None, :] > split)
         self.crossing = crossing
         outputs = [inputs.model.layer(i).output_elements for i in range(n)]
         self._sizes = [0.0, *(size * inputs.model.precision.element_bytes for size in outputs)]
 
     def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Computes something the first time that it is asked for."""
+        """Returns the cached result of a computation; computes it if the key is new."""
         if key not in self._kept:
             self._kept[key] = compute()
         return self._kept[key]
 
-    def place(self, one: StageClass, skip: tuple[int, ...] = ()) -> StagePlace | None:
-        """Places a stage of a class on the first nodes after ``skip``; None if too few are left."""
+    def place(self, stage_class: StageClass, skip: tuple[int, ...] = ()) -> StagePlace | None:
+        """Places a stage of a class on the first nodes of its types.
+
+        Args:
+            stage_class: Class of the stage.
+            skip: Number of nodes of each type to leave out; empty for none.
+
+        Returns:
+            The place, or ``None`` if too few nodes are left.
+        """
         nodes: list[int] = []
-        for index, count in enumerate(one.nodes):
+        for index, count in enumerate(stage_class.nodes):
             begin = self._first[index] + (skip[index] if skip else 0)
             if begin + count > self._first[index + 1]:
                 return None
             nodes += range(begin, begin + count)
-        key = ("place", one, skip)
-        found: StagePlace = self._once(key, lambda: place_stage(self.cluster, nodes, *one.widths))
-        return found
+        key = ("place", stage_class, skip)
+        widths = stage_class.widths
+        stage_place: StagePlace = self._once(key, lambda: place_stage(self.cluster, nodes, *widths))
+        return stage_place
 
-    def types(self, one: StageClass) -> list[NodeType]:
+    def types(self, stage_class: StageClass) -> list[NodeType]:
         """Returns the node types of a class."""
         return [
-            group.type for group, count in zip(self.cluster.groups, one.nodes, strict=True) if count
+            group.type
+            for group, count in zip(self.cluster.groups, stage_class.nodes, strict=True)
+            if count
         ]
 
-    def layers(self, node: NodeType, one: StageClass, choice: ShapeChoice) -> LayerTable:
-        """Returns the durations and bytes of every layer.
+    def layers(self, node: NodeType, stage_class: StageClass, choice: ShapeChoice) -> LayerTable:
+        """Returns the durations and bytes of every layer on one type of node.
 
         Raises:
-            ConfigError: the profile lacks a duration.
+            ConfigError: The profile lacks a duration.
         """
-        others = self.types(one) if one.nodes else ()
+        others = self.types(stage_class) if stage_class.nodes else ()
         return layer_table(
             self.inputs,
             node,
-            tp=one.tp,
-            micro_batch=one.micro_batch,
+            tp=stage_class.tp,
+            micro_batch=stage_class.micro_batch,
             settings=choice,
             others=others,
         )
 
     def totals(
-        self, node: NodeType, one: StageClass, choice: ShapeChoice, whole: bool = True
+        self, node: NodeType, stage_class: StageClass, choice: ShapeChoice, whole: bool = True
     ) -> Totals:
-        """Returns sums over all layers.
+        """Returns sums over all layers, as if one stage held all of them.
 
         Args:
-            node: type of node that all of them are on.
-            one: class of stages.
-            choice: what its stages share.
-            whole: whether backwards are not split.
+            node: Type of the nodes.
+            stage_class: Class of the stage.
+            choice: Settings of the stage.
+            whole: Whether backwards compute weight gradients too, instead of splitting them off.
         """
-        table = self.layers(node, one, choice)
-        key = (id(table), "totals", one, choice.distributed_optimizer, choice.overlap_reduce, whole)
-        found: Totals = self._once(key, lambda: self._totals(table, node, one, choice, whole))
-        return found
+        table = self.layers(node, stage_class, choice)
+        key = (
+            id(table),
+            "totals",
+            stage_class,
+            choice.distributed_optimizer,
+            choice.overlap_reduce,
+            whole,
+        )
+        totals: Totals = self._once(
+            key, lambda: self._totals(table, node, stage_class, choice, whole)
+        )
+        return totals
 
     def _totals(
-        self, table: LayerTable, node: NodeType, one: StageClass, choice: ShapeChoice, whole: bool
+        self,
+        table: LayerTable,
+        node: NodeType,
+        stage_class: StageClass,
+        choice: ShapeChoice,
+        whole: bool,
     ) -> Totals:
         work = table.forward_s + table.backward_s + table.weight_s
         way = table.forward_s + table.backward_s + whole * table.weight_s - 2 * table.launch_s
         parameters = float(table.parameters.sum())
         experts = float(table.expert_parameters.sum())
-        updated = choice.state_parameters(parameters, experts, one.dp)
+        updated = choice.state_parameters(parameters, experts, stage_class.dp)
         after = updated * self.inputs.optimizer_s([node])
         if not choice.overlap_reduce:
             alike = parameters - (experts if choice.expert_ranks > 1 else 0.0)
-            after += self._least_reduce_s(one, alike * self.model.precision.reduce_bytes)
+            after += self._least_reduce_s(stage_class, alike * self.model.precision.reduce_bytes)
         held = stage_memory(
             self.model,
             parameters=parameters,
             expert_parameters=experts,
-            dp=one.dp,
+            dp=stage_class.dp,
             settings=choice,
             context_bytes=0.0,
         )
@@ -399,162 +338,191 @@ class Tables:
             after_s=after,
             held_bytes=float(held.total_bytes),
             kept_bytes=float(table.kept_bytes.sum()),
-            # A layer's activations stay while later layers go forward and back.
+            # A layer's activations stay in memory while all later layers run forward and backward.
             stay=float((table.kept_bytes * way[::-1].cumsum()[::-1]).sum()),
         )
 
-    def _least_reduce_s(self, one: StageClass, size: float) -> float:
-        """Returns seconds that no reduction of a stage of a class is faster than."""
-        if one.block > 1 or sum(one.nodes) == 1:
-            place = self.place(one)
-            return 0.0 if place is None else reduction((place,), 0, self.inputs)(size)
-        # A ring enters and leaves each of its nodes.
-        types = self.types(one)
+    def _least_reduce_s(self, stage_class: StageClass, size: float) -> float:
+        """Returns a lower bound of the seconds in which a stage of a class reduces gradients."""
+        if stage_class.block > 1 or sum(stage_class.nodes) == 1:
+            stage_place = self.place(stage_class)
+            if stage_place is None:
+                return 0.0
+            return reduction((stage_place,), 0, self.inputs)(size)
+        # A ring over several nodes crosses a link into each node and a link out of it.
+        types = self.types(stage_class)
         if len(types) == 1:
-            link = link_within(self.inputs, types[0], sum(one.nodes) * types[0].gpus)
-            return all_reduce_s(link, size, one.dp, one.tp)
+            link = link_within(self.inputs, types[0], sum(stage_class.nodes) * types[0].gpus)
+            return all_reduce_s(link, size, stage_class.dp, stage_class.tp)
         ways = [link_of_types(self.inputs, a, b) for a, b in itertools.permutations(types, 2)]
-        return min(all_reduce_s(way, size, one.dp, one.tp) for way in ways)
+        return min(all_reduce_s(way, size, stage_class.dp, stage_class.tp) for way in ways)
 
     def fits_split(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
-        """Returns whether sequence parallelism, which is never slower, fits wherever this does."""
-        other = replace(choice, sequence_parallel=True)
-        for one in classes:
-            for node in self.types(one):
-                off, on = (self.layers(node, one, way) for way in (choice, other))
+        """Returns whether sequence parallelism never needs more memory than ``choice`` does.
+
+        If so, ``choice`` need not be searched, because sequence parallelism is never slower.
+        """
+        parallel = replace(choice, sequence_parallel=True)
+        for stage_class in classes:
+            for node in self.types(stage_class):
+                off, on = (self.layers(node, stage_class, way) for way in (choice, parallel))
                 saved = off.kept_bytes - on.kept_bytes
                 more = on.workspace_bytes - off.workspace_bytes
                 if (saved < 0).any() or (more > saved).any():
                     return False
         return True
 
-    def pipeline_s(self, one: StageClass, choice: ShapeChoice) -> float:
-        """Returns the seconds of all layers for one microbatch on the slowest node of a class."""
-        return max(self.totals(node, one, choice).work_s for node in self.types(one))
+    def pipeline_s(self, stage_class: StageClass, choice: ShapeChoice) -> float:
+        """Returns the seconds of a microbatch through all layers on a class's slowest node."""
+        return max(
+            self.totals(node, stage_class, choice).work_s for node in self.types(stage_class)
+        )
 
     def arrays(self, classes: Sequence[StageClass], choice: ShapeChoice) -> dict[str, Any]:
-        """Returns the arrays of ``kernel.ShapeArrays`` that belong to classes, by name."""
-        rows = [self._class(one, choice) for one in classes]
+        """Returns the fields of ``search_kernel.ShapeArrays`` with costs of classes, by name."""
+        rows = [self._class(stage_class, choice) for stage_class in classes]
         tables = max(len(row["base"]) for row in rows)
         for row in rows:
             for name in ("base", "kept"):
-                # Rooms that a class does not need repeat its first.
+                # All classes need equally many tables, so one with fewer repeats its first.
                 row[name] += row[name][:1] * (tables - len(row[name]))
         arrays = {name: np.array([row[name] for row in rows]) for name in rows[0]}
         arrays["launch"] = arrays["launch"].swapaxes(0, 1)
         arrays["latency"], arrays["occupancy"], arrays["tied"] = self._between(classes, choice)
-        # One layout, so that the kernel is compiled once.
+        # Numba compiles the kernel again for every memory layout.
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
-    def _class(self, one: StageClass, choice: ShapeChoice) -> dict[str, Any]:
-        """Returns the arrays of one class by name."""
-        nodes = self.types(one)
-        rows = [self.ranges(node, one, choice) for node in nodes]
+    def _class(self, stage_class: StageClass, choice: ShapeChoice) -> dict[str, Any]:
+        """Returns the costs of one class, as ``search_kernel.ShapeArrays`` has them, by name."""
+        nodes = self.types(stage_class)
+        rows = [self.ranges(node, stage_class, choice) for node in nodes]
         action = self.inputs.action_s(nodes)
-        whole = [np.maximum.reduce([row[i] for row in rows]) for i in range(3)]
-        # As in a prediction: the slowest with its launching, less the slowest without.
-        work = [np.maximum.reduce([row[i] - row[3] for row in rows]) for i in range(2)]
-        ranges = np.triu(np.ones_like(whole[0]), 1) * action
-        forward, backward = whole[0] + ranges, whole[1] + whole[2] + ranges
+        forward = np.maximum.reduce([row.forward for row in rows])
+        inputs = np.maximum.reduce([row.backward for row in rows])
+        weight = np.maximum.reduce([row.weight for row in rows])
+        # A prediction computes launch times like this too: the slowest node type with its
+        # launching, minus the slowest without.
+        forward_work = np.maximum.reduce([row.forward - row.launch for row in rows])
+        inputs_work = np.maximum.reduce([row.backward - row.launch for row in rows])
+        action_s = np.triu(np.ones_like(forward), 1) * action
+        forward = forward + action_s
+        backward = inputs + weight + action_s
+        first = rows[0]
         return {
             "forward": forward,
             "backward": backward,
-            "weight": whole[2],
-            "launch": np.array([forward - work[0], whole[1] + ranges - work[1]]),
-            "after": self._after(one, choice, rows[0][4], rows[0][5], backward),
-            "base": [row[6] for row in rows],
-            "kept": [row[7] for row in rows],
+            "weight": weight,
+            "launch": np.array([forward - forward_work, inputs + action_s - inputs_work]),
+            "after": self._after(stage_class, choice, first.parameters, first.experts, backward),
+            "base": [row.base for row in rows],
+            "kept": [row.kept for row in rows],
         }
 
-    def ranges(self, node: NodeType, one: StageClass, choice: ShapeChoice) -> list[Any]:
-        """Computes sums over every range of layers on one type of node, ``[n + 1, n + 1]`` each.
-
-        Returns:
-            Seconds of forward, backward by inputs, by weights and of launching; parameters, and
-            those of experts; bytes without microbatches less the limit, infinite where layers may
-            not share a stage; bytes of one microbatch.
-        """
-        table = self.layers(node, one, choice)
-        names = ("forward_s", "backward_s", "weight_s", "launch_s", "parameters")
-        *sums, experts, kept = (
+    def ranges(self, node: NodeType, stage_class: StageClass, choice: ShapeChoice) -> LayerRanges:
+        """Computes the costs of every range of layers on one type of node."""
+        table = self.layers(node, stage_class, choice)
+        names = (
+            "forward_s",
+            "backward_s",
+            "weight_s",
+            "launch_s",
+            "parameters",
+            "expert_parameters",
+            "kept_bytes",
+        )
+        forward, backward, weight, launch, parameters, experts, kept = (
             self._once((id(table), name), partial(range_sums, getattr(table, name)))
-            for name in (*names, "expert_parameters", "kept_bytes")
+            for name in names
         )
         need = stage_memory(
             self.model,
-            parameters=sums[-1],
+            parameters=parameters,
             expert_parameters=experts,
             workspace_bytes=range_largest(table.workspace_bytes),
-            dp=one.dp,
+            dp=stage_class.dp,
             settings=choice,
             limit_bytes=node.memory_bytes,
             context_bytes=self.profile.context_bytes.get(node.gpu),
         )
         base = np.where(self.crossing, np.inf, need.total_bytes - node.memory_bytes)
-        return [*sums, experts, base, kept]
+        return LayerRanges(forward, backward, weight, launch, parameters, experts, base, kept)
 
     def _after(
-        self, one: StageClass, choice: ShapeChoice, parameters: Any, experts: Any, backward: Any
+        self,
+        stage_class: StageClass,
+        choice: ShapeChoice,
+        parameters: Any,
+        experts: Any,
+        backward: Any,
     ) -> Any:
+        """Returns the seconds of reduction and optimizer of every range, ``[n + 1, n + 1]``."""
         ranks = choice.expert_ranks
 
         def reduced() -> Any:
-            place = self.place(one)
-            assert place is not None
-            alike = parameters - experts if ranks > 1 else parameters
+            stage_place = self.place(stage_class)
+            assert stage_place is not None
+            shared = parameters - experts if ranks > 1 else parameters
             whole = np.zeros_like(parameters)
-            for part, stride in ((alike, 1), (experts, ranks))[: 1 + (ranks > 1)]:
-                # Sums of equal layers differ by rounding only.
+            for part, stride in ((shared, 1), (experts, ranks))[: 1 + (ranks > 1)]:
+                # Many ranges have equal sums, up to rounding; each sum is timed once.
                 values, where = np.unique(np.round(part, 3), return_inverse=True)
                 sizes = np.maximum(values, 0.0) * self.model.precision.reduce_bytes
-                times = list(map(reduction((place,), 0, self.inputs, stride), sizes.tolist()))
+                times = list(map(reduction((stage_place,), 0, self.inputs, stride), sizes.tolist()))
                 whole = whole + np.array(times)[where].reshape(parameters.shape)
             return whole
 
-        whole = self._once(("reduce", one.nodes, one.tp, one.dp, ranks), reduced)
+        whole = self._once(
+            ("reduce", stage_class.nodes, stage_class.tp, stage_class.dp, ranks), reduced
+        )
         if choice.overlap_reduce:
             count = parameters.shape[0]
             layers = np.arange(count)[None, :] - np.arange(count)[:, None]
             whole = exposed_reduce_s(whole, backward, np.maximum(layers, 1))
-        updated = choice.state_parameters(parameters, experts, one.dp)
-        return whole + np.maximum(updated, 0.0) * self.inputs.optimizer_s(self.types(one))
+        updated = choice.state_parameters(parameters, experts, stage_class.dp)
+        return whole + np.maximum(updated, 0.0) * self.inputs.optimizer_s(self.types(stage_class))
 
     def _between(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any, Any]:
-        """Returns latency, occupancy ``[2, 2, c, c, n + 1]`` and tied embeddings ``[2, c, c]``."""
-        number, sliced = len(classes), choice.sequence_parallel
+        """Returns ``latency``, ``occupancy`` and ``tied`` of ``search_kernel.ShapeArrays``."""
+        number = len(classes)
+        sliced = choice.sequence_parallel
         latency, occupancy = np.zeros((2, 2, 2, number, number, len(self._sizes)))
         tied = np.zeros((2, number, number))
         sizes, where = np.unique(self._sizes, return_inverse=True)
         numbered = list(enumerate(classes))
-        for (a, one), (b, other), kind in itertools.product(numbered, numbered, range(2)):
-            first = self.place(one)
-            second = first if kind else self.place(other, skip=one.nodes)
+        for (a, sender), (b, receiver), kind in itertools.product(numbered, numbered, range(2)):
+            first = self.place(sender)
+            second = first if kind else self.place(receiver, skip=sender.nodes)
             if first is None or second is None or (kind and a != b):
-                continue  # no two such stages are neighbours
-            if not kind or one.block > 1:
-                # Ranks that share a sequence send their part of it.
+                continue  # two stages of these classes are never neighbours in this way
+            if not kind or sender.block > 1:
+                # Each rank that shares a sequence sends its part of the sequence.
                 parts = [float(size) / choice.context_ranks for size in sizes]
                 rows = [
                     self._once(
-                        ("message", one, other, kind, size, sliced),
+                        ("message", sender, receiver, kind, size, sliced),
                         partial(boundary_s, first, second, self.inputs, size, sliced=sliced),
                     )
                     for size in parts
                 ]
-                # A message back from ``a`` to ``b`` is as one onward between the same two.
+                # A message takes equally long in both directions of the pipeline.
                 latency[:, kind, a, b], occupancy[:, kind, a, b] = np.array(rows)[where].T
             if self.model.tied_parameters:
-                # It does not depend on microbatches.
-                widths = (one.tp, one.dp, other.tp, other.dp)
+                # The key has no microbatch, because the embedding's size does not depend on it.
+                widths = (sender.tp, sender.dp, receiver.tp, receiver.dp)
                 tied[kind, a, b] = self._once(
-                    ("tied", one.nodes, other.nodes, widths, kind),
-                    partial(embedding_s, (first, second), self.inputs, one.tp),
+                    ("tied", sender.nodes, receiver.nodes, widths, kind),
+                    partial(embedding_s, (first, second), self.inputs, sender.tp),
                 )
         return latency, occupancy, tied
 
 
 def only_partition(after: Any, partition: Sequence[int]) -> Any:
-    """Forbids every range of layers that is not a stage of a given partition."""
+    """Returns ``after`` with infinity for every range that is not a stage of ``partition``.
+
+    Args:
+        after: Seconds of reduction and optimizer, ``[..., n + 1, n + 1]``.
+        partition: Layers of each stage.
+    """
     cuts = np.concatenate([[0], np.cumsum(partition)])
     allowed = np.zeros(after.shape[-2:], dtype=bool)
     allowed[cuts[:-1], cuts[1:]] = True
@@ -562,20 +530,25 @@ def only_partition(after: Any, partition: Sequence[int]) -> Any:
 
 
 def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
-    """Returns what the best stages have together, as if the work of one could be divided freely.
+    """Returns an upper bound of the total rate of a pipeline's stages.
+
+    Takes the fastest types of nodes first, as if a stage could be divided freely among nodes of
+    its type. A rate may also be another quantity that adds up, such as bytes of memory.
 
     Args:
-        rates: type of node, microbatches per second or bytes of one stage, and how many stages the
-            nodes of the type are enough for; several where widths differ.
-        most_stages: of a pipeline.
+        rates: Tuples of index of the node type, rate of one stage (microbatches per second or
+            bytes), and number of stages that the nodes of the type suffice for. A type comes
+            several times if widths differ.
+        most_stages: Number of stages of the longest pipeline.
     """
     by_type: dict[int, tuple[float, float]] = {}
     for index, rate, stages in rates:
         fastest, most = by_type.get(index, (0.0, 0.0))
-        # The fastest stage and the most throughput may belong to different widths.
+        # One width may have the fastest stage, and another the highest total rate.
         fastest, most = max(fastest, rate), max(most, rate * stages)
         by_type[index] = (fastest, most)
-    left, whole = float(most_stages), 0.0
+    left = float(most_stages)
+    whole = 0.0
     for fastest, most in sorted(by_type.values(), reverse=True):
         stages = min(most / fastest, left) if fastest else 0.0
         whole += fastest * stages
@@ -586,54 +559,78 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
 def capacity_bound(
     tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
 ) -> float:
-    """Returns the seconds below which the stages of all nodes together cannot hold all layers.
+    """Returns a lower bound of the seconds of a step on all nodes of a cluster.
 
-    A stage holds at most so many layers as fit beside one microbatch, and as its GPUs get through,
-    reduce and update in time. Of a type's stages, each waits for a layer more than the one before.
-    A mixed stage is no better than one of its slowest type. Stages of several widths have no bound.
+    Asks, for a number of seconds T: how many layers can all stages together process within T? If
+    these are fewer than the model has, no plan takes T or less. Halving finds the largest such T.
+    An example with 10 layers on two stages of type a, 1 s per layer for the whole step, and one of
+    type b, 2 s per layer::
+
+        T = 3 s    3 + 3 + 1 =  7 layers   too few
+        T = 4 s    4 + 4 + 2 = 10 layers   enough, so the bound is 4 s
+
+    A stage holds no more layers than fit into memory together with one microbatch. Its seconds
+    contain reduction and optimizer. Of the stages of a type, each starts one forward of a layer
+    after the one before, and has less time by as much. A stage on several types of nodes counts as
+    one on its slowest type. If stages have several widths, there is no bound.
 
     Args:
-        tables: for durations and bytes.
-        cluster: the nodes.
-        classes: of the shape.
-        choice: what its stages share.
+        tables: Durations and bytes of the layers.
+        cluster: The nodes.
+        classes: Classes of the shape.
+        choice: Settings of the shape.
 
     Returns:
-        Seconds; infinite if they do not fit at all.
+        Seconds; 0 if there is no bound, infinity if the layers do not fit at all.
     """
-    n = tables.model.num_layers - 2  # without the ends, which may be next to nothing
-    if n < 1 or len({one.widths for one in classes}) != 1:
+    n = tables.model.num_layers - 2  # the first and the last layer may cost next to nothing
+    if n < 1 or len({stage_class.widths for stage_class in classes}) != 1:
         return 0.0
-    types, waits = list[tuple[float, Any]](), math.inf
-    one = replace(classes[0], nodes=(), block=1)
+    types = list[tuple[float, Any]]()
+    waits = math.inf
+    any_node = replace(classes[0], nodes=(), block=1)
     for index, group in enumerate(cluster.groups):
-        sums = [tables.totals(group.type, some, choice) for some in classes if some.nodes[index]]
+        sums = [
+            tables.totals(group.type, stage_class, choice)
+            for stage_class in classes
+            if stage_class.nodes[index]
+        ]
         if sums:
-            stages = group.count * group.type.gpus / (one.tp * one.dp)
-            types.append((stages, _least_s(tables, group.type, one, choice, sums)))
-            waits = min(waits, min(some.least_s for some in sums))
+            stages = group.count * group.type.gpus / (any_node.tp * any_node.dp)
+            types.append((stages, _least_s(tables, group.type, any_node, choice, sums)))
+            waits = min(waits, min(totals.least_s for totals in sums))
     waits = waits if math.isfinite(waits) else 0.0
     finite = [float(row[np.isfinite(row)].max(initial=0.0)) for _, row in types]
-    low, high = 0.0, max(finite, default=0.0) + waits * n
-    if not high or _held(high, types, waits) < n:
+    low = 0.0
+    high = max(finite, default=0.0) + waits * n
+    if not high or _most_layers(high, types, waits) < n:
         return math.inf
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if _held(middle, types, waits) >= n else (middle, high)
+        is_enough = _most_layers(middle, types, waits) >= n
+        low, high = (low, middle) if is_enough else (middle, high)
     return low
 
 
-def _held(seconds: float, types: Sequence[tuple[float, Any]], waits: float) -> int:
-    """Returns the layers that whole stages get through, a mixed one at its slowest type's pace.
+def _most_layers(seconds: float, types: Sequence[tuple[float, Any]], waits: float) -> int:
+    """Returns the most layers that all stages together can process within some seconds.
 
-    The nodes of the fastest types limit how many stages have none but these. Within such limits
-    those that get through most are taken first: that is the most, for their sets are a matroid.
+    A stage counts for its slowest type of node, so a slow type may get stages whose nodes are
+    partly of faster types, but not the other way round: the k fastest types together have no more
+    stages than their nodes suffice for. Under such nested limits, it is best to take the stages in
+    order of the layers that they process, the most first (the sets of stages are a matroid).
+
+    Args:
+        seconds: Time limit of a step.
+        types: For each type of node, its number of stages, and ``_least_s`` of it.
+        waits: Seconds by which each stage of a type starts after the one before.
     """
-    order = sorted(types, key=lambda one: float(one[1].min(initial=np.inf)))
+    order = sorted(types, key=lambda entry: float(entry[1].min(initial=np.inf)))
     rooms = [int(each + 1e-9) for each in itertools.accumulate(stages for stages, _ in order)]
     gains = []
     for index, (_, row) in enumerate(order):
-        # The first may hold no inner layer.
+        # The first stage may hold the first layer alone, so the second need not wait for any layer
+        # that is counted here.
         left = seconds - waits * np.maximum(np.arange(min(rooms[index], len(row) + 2)) - 1, 0)
         gains += [(int(each), index) for each in np.searchsorted(row, left, side="right")]
     total = 0
@@ -645,16 +642,32 @@ def _held(seconds: float, types: Sequence[tuple[float, Any]], waits: float) -> i
 
 
 def _least_s(
-    tables: Tables, node: NodeType, one: StageClass, choice: ShapeChoice, sums: Sequence[Totals]
+    tables: Tables,
+    node: NodeType,
+    stage_class: StageClass,
+    choice: ShapeChoice,
+    sums: Sequence[Totals],
 ) -> Any:
-    """Returns ``[n - 2]``, ascending: least seconds for a stage of 1, 2, ... inner layers.
+    """Returns the least seconds of a step for a stage of 1, 2, ... layers.
 
-    ``sums``: of the classes with such nodes, for the seconds after the pipeline.
+    The first and the last layer of the model do not count.
+
+    Args:
+        tables: Durations and bytes of the layers.
+        node: Type of the stage's nodes.
+        stage_class: Widths of the stage.
+        choice: Settings of the stage.
+        sums: Totals of the classes with such nodes, for the seconds after the pipeline.
+
+    Returns:
+        Seconds, ascending, ``[n - 2]``; infinity if no stage of so many layers fits into memory.
     """
-    forward, backward, weight, _, parameters, _, base, kept = tables.ranges(node, one, choice)
-    each = min(some.after_s for some in sums) / max(float(parameters[0, -1]), 1.0)
-    whole = choice.microbatches * (forward + backward + weight) + each * parameters
-    whole = np.where(base + kept <= 0, whole, np.inf)
+    ranges = tables.ranges(node, stage_class, choice)
+    after_s = min(totals.after_s for totals in sums)
+    each = after_s / max(float(ranges.parameters[0, -1]), 1.0)
+    whole = choice.microbatches * (ranges.forward + ranges.backward + ranges.weight)
+    whole = whole + each * ranges.parameters
+    whole = np.where(ranges.base + ranges.kept <= 0, whole, np.inf)
     whole = whole[1:-1, 1:-1]
     least = np.array([np.diagonal(whole, size).min() for size in range(1, whole.shape[0])])
     return np.maximum.accumulate(least)

@@ -1,0 +1,359 @@
+"""Computes what communication costs: messages between stages, all-reduces, exchanges and rings.
+
+A link has a latency and a bandwidth (``cluster.LinkSpeed``). The seconds of a message are latency +
+bytes / bandwidth. If several GPUs of a node send at the same time over its network link, they share
+the bandwidth. An example: each of 4 GPUs of a node sends 100 MB to another node, over one network
+link of 12.5 GB/s and 10 us::
+
+    bandwidth of each    12.5 / 4 = 3.125 GB/s
+    seconds              10 us + 100 MB / 3.125 GB/s = 32 ms
+
+Neighbouring GPUs may have a faster link: within a node, in a part of a node, or on one switch
+(*islands*). A group of ranks communicates over the smallest island that contains all of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeType, link_in
+from megatron.adaptive.planner.plan import Replica, StagePlace
+from megatron.adaptive.planner.profile import PlanInputs
+
+
+def all_reduce_s(link: LinkSpeed, message_bytes: float, ranks: int, pairs: int = 1) -> float:
+    """Returns the seconds of a ring all-reduce: ``2 (n - 1)`` messages of one n-th of the tensor.
+
+    Args:
+        link: Slowest link on the ring.
+        message_bytes: Bytes of the tensor.
+        ranks: Number of ranks on the ring.
+        pairs: Number of rings that share the link.
+    """
+    if ranks < 2 or message_bytes <= 0:
+        return 0.0
+    return 2 * (ranks - 1) * link.seconds(message_bytes / ranks, pairs)
+
+
+def exchange_of(
+    inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], tp: int, ranks: int
+) -> Callable[[float], float]:
+    """Returns a function for the seconds of an all-to-all exchange between ranks.
+
+    Ranks within a node exchange at the same time as ranks of different nodes. The latter share
+    each node's link to the network.
+
+    Args:
+        inputs: Model, cluster and profile, for the links.
+        node: Type of a node of the ranks.
+        others: Types of all nodes of the ranks.
+        tp: Number of GPUs of each rank, which are neighbours.
+        ranks: Number of ranks.
+
+    Returns:
+        A function that takes the bytes of all parts that one rank sends or keeps.
+    """
+    near = min(ranks, max(node.gpus // tp, 1))
+    far = ranks - near
+    inside = link_within(inputs, node, near * tp)
+    outside = links_out(inputs, node, others, -(-ranks // near)) if far else []
+
+    def seconds(whole_bytes: float) -> float:
+        if ranks < 2 or whole_bytes <= 0:
+            return 0.0
+        part = whole_bytes / ranks
+        ways = [(inside, near - 1, near * tp), *((link, far, node.gpus) for link in outside)]
+        return max(
+            link.latency_s + count * part / link.bandwidth(part, pairs) if count else 0.0
+            for link, count, pairs in ways
+        )
+
+    return seconds
+
+
+def context_ring(
+    inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], tp: int, ranks: int
+) -> Callable[[float], float]:
+    """Returns a function for the seconds in which ranks on a ring send bytes to their successors.
+
+    Args:
+        inputs: Model, cluster and profile, for the links.
+        node: Type of a node of the ranks.
+        others: Types of all nodes of the ranks; the slowest link between them counts.
+        tp: Number of GPUs of each rank, which are neighbours.
+        ranks: Number of ranks that share a sequence. If they fit into a node, no ring leaves it.
+
+    Returns:
+        A function that takes the bytes that each rank sends.
+    """
+    links = [(link_within(inputs, node, min(ranks * tp, node.gpus)), tp)]
+    if any((kind.gpus // tp) % ranks for kind in (node, *others)):
+        nodes = -(-ranks * tp // node.gpus)
+        links += [(link, tp) for link in links_out(inputs, node, others, nodes)]
+
+    def seconds(part_bytes: float) -> float:
+        if ranks < 2 or part_bytes <= 0:
+            return 0.0
+        return max(link.seconds(part_bytes, pairs) for link, pairs in links)
+
+    return seconds
+
+
+def link_within(inputs: PlanInputs, node: NodeType, gpus: int) -> LinkSpeed:
+    """Returns the link that ``gpus`` neighbouring GPUs of one type of node communicate over.
+
+    This is the link of the smallest island that contains them, if there is one.
+    """
+    if (island := node.island(gpus)) is not None:
+        return island[1]
+    if gpus <= node.gpus:
+        return inputs.profile.intra_links.get(node.link_name, node.intra)
+    return link_of_types(inputs, node, node)
+
+
+def links_out(
+    inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], nodes: int
+) -> list[LinkSpeed]:
+    """Returns the links from a node to all nodes of a group.
+
+    Args:
+        inputs: Model, cluster and profile, for the links.
+        node: Type of the node.
+        others: Types of the group's nodes.
+        nodes: Number of nodes of the group.
+    """
+    if {other.name for other in others} == {node.name}:
+        return [link_within(inputs, node, nodes * node.gpus)]
+    return [link_of_types(inputs, node, other) for other in others]
+
+
+def link_of_types(inputs: PlanInputs, node: NodeType, other: NodeType) -> LinkSpeed:
+    """Returns the link between nodes of two types: as measured, or else from the cluster file."""
+    measured = link_in(inputs.profile.links, node, other)
+    return inputs.cluster.link_of_types(node, other) if measured is None else measured
+
+
+def link_between(inputs: PlanInputs, replica: Replica, other: Replica) -> LinkSpeed:
+    """Returns the link between two replicas: that of the smallest island with both in it."""
+    return _link_at(
+        inputs, replica.node, other.node, _common_island(inputs.cluster, replica, other)
+    )
+
+
+def _common_island(cluster: Cluster, replica: Replica, other: Replica) -> int | None:
+    """Returns the index of the smallest island that contains two replicas, if there is one.
+
+    An island is a part of a node, or several nodes on the same switch.
+    """
+    kind = cluster.nodes[replica.node]
+    if not kind.islands or kind != cluster.nodes[other.node]:
+        return None
+    begin = cluster.first[kind.name]
+    ends = (replica, other)
+    gpu, other_gpu = ((end.node - begin) * kind.gpus + end.gpu for end in ends)
+    for index, (size, _) in enumerate(kind.islands):
+        is_inner = size < kind.gpus
+        if is_inner == (replica.node == other.node) and gpu // size == other_gpu // size:
+            return index
+    return None
+
+
+def _link_at(inputs: PlanInputs, sender: int, receiver: int, island: int | None) -> LinkSpeed:
+    node = inputs.cluster.nodes[sender]
+    if island is not None:
+        return node.islands[island][1]
+    if sender == receiver:
+        return inputs.profile.intra_links.get(node.link_name, node.intra)
+    return link_of_types(inputs, node, inputs.cluster.nodes[receiver])
+
+
+def boundary_s(
+    sender: StagePlace,
+    receiver: StagePlace,
+    inputs: PlanInputs,
+    bytes_per_sample: float,
+    *,
+    sliced: bool = False,
+) -> tuple[float, float]:
+    """Computes the seconds of one message from every replica of a stage to the next stage.
+
+    All replicas send at about the same time. Those of one node share its link to the network.
+
+    Args:
+        sender: Place of the stage that sends.
+        receiver: Place of the stage that receives.
+        inputs: Model, cluster and profile.
+        bytes_per_sample: Bytes per sample of the tensor between the stages.
+        sliced: Whether each tensor-parallel rank sends only its part, as with sequence
+            parallelism. Otherwise each sends the whole tensor.
+
+    Returns:
+        Latency, and seconds for which the link is busy, of the slowest replica.
+    """
+    flows = _flows(sender, receiver, inputs.cluster, bytes_per_sample, sliced)
+    leaving = Counter[tuple[int, bool]]()
+    for (source, target, _), (count, _) in flows.items():
+        leaving[source, source == target] += count
+    worst = (0.0, 0.0)
+    for (source, target, island), (_, size) in flows.items():
+        if size <= 0:
+            continue
+        link = _link_at(inputs, source, target, island)
+        busy = size / link.bandwidth(size, leaving[source, source == target])
+        if link.latency_s + busy > sum(worst):
+            worst = (link.latency_s, busy)
+    return worst
+
+
+def _flows(
+    sender: StagePlace,
+    receiver: StagePlace,
+    cluster: Cluster,
+    bytes_per_sample: float,
+    sliced: bool,
+) -> dict[tuple[int, int, int | None], tuple[int, float]]:
+    """Returns the messages between two stages: their number, and the bytes of the largest one.
+
+    They are grouped by sending node, receiving node and the index of an island that contains both.
+    The samples of a round of microbatches are numbered over all replicas of a stage. If the stages
+    have different numbers of replicas, a replica sends each receiver the samples that both have::
+
+        3 replicas of 2 samples send    | 0 1 | 2 3 | 4 5 |
+        2 replicas of 3 receive         | 0 1 2 | 3 4 5   |    the second sends one sample to each
+    """
+    flows: dict[tuple[int, int, int | None], tuple[int, float]] = {}
+    for i, source in enumerate(sender.replicas):
+        begin, end = i * sender.micro_batch, (i + 1) * sender.micro_batch
+        first = begin // receiver.micro_batch
+        last = (end - 1) // receiver.micro_batch
+        for j in range(first, last + 1):
+            target = receiver.replicas[j]
+            low = max(begin, j * receiver.micro_batch)
+            high = min(end, (j + 1) * receiver.micro_batch)
+            size = (high - low) * bytes_per_sample
+            width = max(source.tp, target.tp)
+            if sliced:
+                size /= width
+            key = source.node, target.node, _common_island(cluster, source, target)
+            count, largest = flows.get(key, (0, 0.0))
+            flows[key] = (count + width, max(largest, size))
+    return flows
+
+
+def reduce_s(
+    places: tuple[StagePlace, ...],
+    rank: int,
+    inputs: PlanInputs,
+    parameters: float,
+    expert_parameters: float = 0.0,
+    expert_ranks: int = 1,
+) -> float:
+    """Returns the seconds in which the replicas of one pipeline rank reduce their gradients.
+
+    Args:
+        places: Places of all pipeline ranks.
+        rank: Number of the pipeline rank.
+        inputs: Model, cluster and profile.
+        parameters: Number of parameters on one GPU of the rank.
+        expert_parameters: Number of parameters of experts among them.
+        expert_ranks: Number of replicas that the experts are spread over.
+    """
+    each = inputs.model.precision.reduce_bytes
+    spread = expert_parameters if expert_ranks > 1 else 0.0
+    whole = reduction(places, rank, inputs)(max(parameters - spread, 0.0) * each)
+    if spread:
+        whole += reduction(places, rank, inputs, expert_ranks)(spread * each)
+    return whole
+
+
+def reduction(
+    places: tuple[StagePlace, ...], rank: int, inputs: PlanInputs, stride: int = 1
+) -> Callable[[float], float]:
+    """Returns a function for the seconds of one pipeline rank's gradient reduction.
+
+    The replicas form a ring for each tensor-parallel rank. Rings of all pipeline ranks that leave
+    a node share its link to the network. If all replicas are on one node and the profile has
+    measured an all-reduce there, its seconds are taken instead.
+
+    Args:
+        places: Places of all pipeline ranks.
+        rank: Number of the pipeline rank.
+        inputs: Model, cluster and profile.
+        stride: Number of consecutive replicas that hold different experts. Only every
+            ``stride``-th replica is on the same ring.
+
+    Returns:
+        A function that takes the bytes of gradients on each GPU.
+    """
+    replicas = places[rank].replicas[::stride]
+    if len(replicas) < 2:
+        return lambda size: 0.0
+    if all(replica.node == replicas[0].node for replica in replicas):
+        node = inputs.cluster.nodes[replicas[0].node]
+        measured = inputs.profile.all_reduce.get((node.link_name, len(replicas)))
+        if measured is not None:
+            at_once = stride * max(replica.tp for replica in replicas)
+            return lambda size: measured.seconds(size, at_once)
+    crossing = Counter[int]()
+    for stage_place in places:
+        for first in range(stride):
+            for sender, receiver in _ring(stage_place.replicas[first::stride]):
+                if sender.node != receiver.node:
+                    crossing[sender.node] += max(sender.tp, receiver.tp)
+    segments = set()
+    replicas_on = Counter(replica.node for replica in places[rank].replicas)
+    is_one_type = len({inputs.cluster.nodes[node].name for node in replicas_on}) == 1
+    for sender, receiver in _ring(replicas):
+        node = inputs.cluster.nodes[sender.node]
+        is_one_node = sender.node == receiver.node
+        pairs = max(sender.tp, receiver.tp) if is_one_node else crossing[sender.node]
+        gpus = replicas_on[sender.node] * sender.tp if is_one_node else len(replicas_on) * node.gpus
+        link = link_between(inputs, sender, receiver)
+        if is_one_node or is_one_type:
+            link = link_within(inputs, node, gpus)
+        segments.add((link, pairs))
+    return lambda size: max(
+        all_reduce_s(link, size, len(replicas), pairs) for link, pairs in segments
+    )
+
+
+def exposed_reduce_s(whole_s: Any, backward_s: Any, layers: Any) -> Any:
+    """Returns the seconds of an overlapped gradient reduction that the backward does not hide.
+
+    The reduction of a layer starts as soon as the last microbatch's backward has passed the layer.
+    What is left at the end of this backward takes further time, and at least the last layer's
+    share is left. All arguments are numbers, or arrays of one shape.
+
+    Args:
+        whole_s: Seconds of the whole reduction without overlap.
+        backward_s: Seconds of one microbatch's backward.
+        layers: Number of layers of the pipeline rank, at least 1.
+    """
+    return np.maximum(whole_s - backward_s, whole_s / layers)
+
+
+def _ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
+    return list(zip(replicas, (*replicas[1:], replicas[0]), strict=True))
+
+
+def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> float:
+    """Returns the seconds in which first and last stage add their gradients of tied embeddings."""
+    if len(places) < 2 or not inputs.model.tied_parameters:
+        return 0.0
+    # The stages exchange gradients in the precision in which they are accumulated, which may
+    # differ from the precision of the reduction between replicas.
+    size = inputs.model.tied_parameters / tp * inputs.model.precision.gradient_bytes
+    pairs = list(zip(places[0].replicas, places[-1].replicas, strict=False))
+    leaving = Counter(first.node for first, last in pairs if first.node != last.node)
+    segments = {
+        (
+            link_between(inputs, first, last),
+            (leaving[first.node] if first.node != last.node else 1) * max(first.tp, last.tp),
+        )
+        for first, last in pairs
+    }
+    return max(all_reduce_s(link, size, 2, sharing) for link, sharing in segments)

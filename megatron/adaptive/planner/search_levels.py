@@ -1,0 +1,197 @@
+"""Enumerates the orders of nodes in a pipeline, as the graph that the search walks through.
+
+The search builds pipelines from their end (``search_kernel``). A *level* is one way in which the
+last stages of a pipeline can use the cluster's nodes. It knows the nodes in use and the class of
+its first stage, but not the layers. An example: two nodes of type a and one of type b, with one
+stage on each node. The class of a level's first stage is written in front, and an arrow points to
+the level of the next stage::
+
+    1 stage        2 stages           3 stages
+    [a] a      <-  [a] 2a         <-  [b] 2a + b
+    [a] a      <-  [b] a + b      <-  [a] 2a + b
+    [b] b      <-  [a] a + b      <-  [a] 2a + b
+
+Orders that use the same nodes and begin with the same class share a level: ``a a b`` and ``a b a``
+both lead to the level "[a] 2a + b". So there are few levels for many orders.
+
+If a node has room for several stages, these form a block. A level then also knows how many stages
+of its block are still missing; no other node may be used before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.adaptive.planner.stage_classes import StageClass
+
+_FEW = 2000
+"""Maximum number of levels if the search cannot go through all orders of nodes anyway."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DpStates:
+    """Levels and edges of the search; each level comes after the levels that its edges lead to.
+
+    Attributes:
+        arrays: Fields of ``search_kernel.ShapeArrays`` that describe levels and edges, by name.
+        used: Number of nodes of each type that each level uses.
+        complete: Numbers of the levels that leave no node half used.
+        placements: Number of orders of nodes that the complete levels stand for.
+        whole: Whether the levels cover every order of nodes.
+    """
+
+    arrays: dict[str, Any]
+    used: tuple[tuple[int, ...], ...]
+    complete: tuple[int, ...]
+    placements: int
+    whole: bool
+
+
+def make_dp_states(
+    classes: Sequence[StageClass],
+    counts: Sequence[int],
+    *,
+    most_stages: int,
+    most_levels: int = 20_000,
+) -> DpStates:
+    """Finds the levels of all orders of nodes, or of few orders if there are too many levels.
+
+    In the second case, nodes of one type stand side by side in runs. Runs of 2 blocks are tried
+    first, then of 4, 8 and so on, until the number of levels is small.
+
+    Args:
+        classes: Classes of stages.
+        counts: Number of nodes of each type.
+        most_stages: Number of stages of the longest pipeline.
+        most_levels: Maximum number of levels for which all orders are kept.
+    """
+    run = 1
+    most = most_levels
+    while True:
+        states = _states_of_runs(classes, counts, most_stages, most, run)
+        if states is not None:
+            return states
+        # Some orders are left out, so nothing can be proven, and more levels cost more than they
+        # are worth.
+        run *= 2
+        most = min(most, _FEW)
+
+
+class _Level(NamedTuple):
+    """One way in which the last stages of a pipeline use the nodes of a cluster.
+
+    Attributes:
+        follow: Number of stages behind its first stage.
+        used: Number of nodes of each type in use.
+        stage_class: Index of the class of its first stage.
+        left: Number of stages that its block still lacks.
+        more: Number of blocks that its run still lacks.
+    """
+
+    follow: int
+    used: tuple[int, ...]
+    stage_class: int
+    left: int
+    more: int
+
+
+_Edges = dict[_Level, list[tuple[_Level | None, int]]]
+"""Edges of each level: the level of the next stage, or None at the end of the pipeline, and the
+kind of the edge."""
+
+
+def _states_of_runs(
+    classes: Sequence[StageClass],
+    counts: Sequence[int],
+    most_stages: int,
+    most_levels: int,
+    run: int,
+) -> DpStates | None:
+    """Finds the levels in which blocks of a class come in runs; ``None`` if they are too many.
+
+    A run has ``run`` blocks, or fewer if the nodes are used up before.
+    """
+    edges: _Edges = {}
+    wave: dict[_Level, None] = {}
+    nothing = (0,) * len(counts)
+    for level in _opened(classes, counts, nothing, 0, run):
+        edges.setdefault(level, []).append((None, 0))
+        wave[level] = None
+    for _ in range(most_stages - 1):
+        longer: dict[_Level, None] = {}
+        for level in wave:
+            follow, used, c, left, more = level
+            kind = 0
+            if left:
+                steps = [_Level(follow + 1, used, c, left - 1, more)]
+                kind = 1
+            elif more:
+                nodes = tuple(a + b for a, b in zip(used, classes[c].nodes, strict=True))
+                steps = [_Level(follow + 1, nodes, c, classes[c].block - 1, more - 1)]
+            else:
+                steps = list(_opened(classes, counts, used, follow + 1, run))
+            for step in steps:
+                edges.setdefault(step, []).append((level, kind))
+                longer[step] = None
+        if len(edges) > most_levels and run < max(counts):
+            return None
+        wave = longer
+    return _pack(edges, run == 1)
+
+
+def _opened(
+    classes: Sequence[StageClass],
+    counts: Sequence[int],
+    used: tuple[int, ...],
+    follow: int,
+    run: int,
+) -> list[_Level]:
+    """Returns the levels that begin with a stage on nodes that are not in use yet."""
+    levels = []
+    for c, stage_class in enumerate(classes):
+        room = min(
+            (n - u) // a for n, u, a in zip(counts, used, stage_class.nodes, strict=True) if a
+        )
+        if room > 0:
+            nodes = tuple(a + b for a, b in zip(used, stage_class.nodes, strict=True))
+            levels.append(_Level(follow, nodes, c, stage_class.block - 1, min(run, room) - 1))
+    return levels
+
+
+def _count_orders(used: tuple[int, ...]) -> int:
+    """Returns the number of distinct orders of nodes, by their number of each type."""
+    orders = math.factorial(sum(used))
+    for count in used:
+        orders //= math.factorial(count)
+    return orders
+
+
+def _pack(edges: _Edges, whole: bool) -> DpStates:
+    """Numbers the levels, and writes them and their edges into arrays."""
+    numbers = {level: number for number, level in enumerate(edges)}
+    first, sources, kinds = [0], [], []
+    for level in edges:
+        for source, kind in edges[level]:
+            if source is not None:
+                sources.append(numbers[source])
+                kinds.append(kind)
+        first.append(len(sources))
+    rows = {
+        "level_class": [level.stage_class for level in edges],
+        "level_follow": [level.follow for level in edges],
+        "level_edges": first,
+        "edge_from": sources,
+        "edge_kind": kinds,
+    }
+    return DpStates(
+        arrays={name: np.array(row, dtype=np.int64) for name, row in rows.items()},
+        used=tuple(level.used for level in edges),
+        complete=tuple(numbers[level] for level in edges if not level.left),
+        placements=sum(_count_orders(level.used) for level in edges if not level.left),
+        whole=whole,
+    )
