@@ -1,8 +1,8 @@
-"""Names of the schedules and policies that a user can ask for, and how each of them would run.
+"""Lists the schedules and policies that a user can ask for, and how each of them would run.
 
-Owns the lookup, the checks that every schedule shares, the choice of what a name stands for on a
-given pipeline (placement, pieces, cap), and that of a hint for ``hinted``. The list of names is
-fixed: adding a schedule means a function and a line here.
+Owns the lookup by name, the checks that all schedules share, the settings with which a name runs on
+a pipeline (placement, pieces, cap), and the choice of a hint for ``hinted``. Adding a schedule
+takes a function and a line here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _STATIC: dict[str, Callable[..., tuple[Order, ...]]] = {
     "zb-h1": zb_h1,
     "zb-v": zb_v,
 }
-"""Generators of the orders of all ranks; what each runs on is in ``config.schedule``."""
+"""Functions that make the orders of all ranks; ``config.schedule`` lists their placements."""
 _RULES = {
     "adaptive": runtime_rules.ready_first,
     "bfc": runtime_rules.breadth_first,
@@ -65,32 +65,36 @@ _RULES = {
     "hinted": runtime_rules.hinted,
 }
 _HINTS = ("zb-v", "v-half", "zb-h1", "interleaved", "interleaved-zb", "dualpipe-v")
-"""Schedules that may be hints, the usual one of each placement first."""
+"""Schedules that may serve as hints, the usual one of each placement first."""
 ANNEALED = "annealed"
-"""Name of a list that ``auto`` makes for one pipeline (see ``anneal``); users cannot ask for it. In
-steps of other numbers of microbatches it is ``hinted``."""
+"""Name of an order that ``auto`` makes for one pipeline (see ``anneal``).
+
+Users cannot ask for it. Steps with another number of microbatches run ``hinted`` instead.
+"""
 _COMPILED_FROM = 20_000
+"""Number of actions from which compiling the simulation pays off."""
 Pace = tuple[float, float, float]
-"""Latency of a message, backward by inputs and weight gradients, in forwards of a stage."""
+"""Times of a message, a backward by inputs and a backward by weights, in forwards of a stage."""
 EQUAL: Pace = (0.0, 1.0, 1.0)
+"""Pace of messages without latency and of equally long kinds of work."""
 DEFAULT_PIECES = 4
-"""Parts of a weight gradient under a run-time rule: small enough to fill waits for messages."""
+"""Number of parts of a weight gradient under a rule: small enough to fill waits for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule or policy as it would run.
+    """Describes a schedule or policy with the settings it would run with.
 
     Attributes:
-        name: of the schedule or policy.
-        placement: which rank holds which stage.
-        weight_pieces: parts of each weight gradient, 0 for whole backwards.
-        cap: of every rank in whole-rank microbatches, for a rule; ``None`` for no limit, and for a
-            static schedule, whose memory is its own.
-        shares: whether chunks have shares of the cap under ``adaptive`` (see ``memory``).
-        pace: of the stages, by which ``hinted`` chooses its hint.
-        hint: what ``hinted`` or ``annealed`` follows in steps of as many microbatches; ``None`` for
-            a choice of its own, which both make in others.
+        name: Name of the schedule or policy.
+        placement: Placement of the stages on ranks.
+        weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
+        cap: Limit of a rule on the activations of each rank, in whole-rank microbatches. ``None``
+            for no limit, and for a static schedule, whose order fixes its memory.
+        shares: Whether chunks have shares of the cap under ``adaptive`` (see ``memory_caps``).
+        pace: Pace of the stages, by which ``hinted`` chooses its hint.
+        hint: Order that ``hinted`` or ``annealed`` follows in steps with its number of
+            microbatches. In other steps, and if this is ``None``, they choose one themselves.
     """
 
     name: str
@@ -113,12 +117,15 @@ class Candidate:
         return text + (f", cap {self.cap:g})" if self.cap is not None else ")")
 
     def policies(self, num_microbatches: int) -> tuple[Policy, ...]:
-        """Makes one policy per rank: followers of a static schedule, or the rule of the name.
+        """Returns one policy per rank, each follows a static schedule or applies a rule.
 
         Raises:
-            ScheduleError: unknown name, or the schedule refuses the placement or microbatches.
+            ScheduleError: The name is unknown, or the schedule does not suit the placement or the
+                number of microbatches.
         """
-        name, placement, hint = self.name, self.placement, self.hint
+        name = self.name
+        placement = self.placement
+        hint = self.hint
         if hint is not None and hint.num_microbatches != num_microbatches:
             hint = None
         if name == ANNEALED:
@@ -142,12 +149,12 @@ class Candidate:
     def simulate(
         self, work: Workload, *, compiled: bool, policies: Sequence[Policy] | None = None
     ) -> SimResult:
-        """Simulates a step of such work.
+        """Simulates a step with these times.
 
         Args:
-            work: times of all its microbatches.
-            compiled: see :func:`~megatron.adaptive.schedule.simulate.simulate`.
-            policies: of a step of so many microbatches; made anew where ``None``.
+            work: Times of all microbatches.
+            compiled: See :func:`~megatron.adaptive.schedule.simulate.simulate`.
+            policies: Policies for this number of microbatches; ``None`` to make them here.
         """
         count = work.durations_ps.shape[2]
         return simulate(
@@ -172,19 +179,21 @@ def make_candidate(
     cap: float | None = None,
     weight_pieces: int | None = None,
 ) -> Candidate:
-    """Say how a schedule or policy would run on a pipeline.
+    """Returns the settings with which a schedule or policy runs on a pipeline.
 
     Args:
-        name: of the schedule or policy.
-        num_ranks: ranks of the pipeline.
-        num_chunks: chunks per rank, where the schedule leaves the choice.
-        num_microbatches: microbatches per step.
-        placement_kind: ``loop`` or ``v`` for a rule; default that of ``placement_for``.
-        cap: of a rule; default that of ``memory.default_cap``.
-        weight_pieces: of a rule, 0 for whole backwards; default 4.
+        name: Name of the schedule or policy.
+        num_ranks: Number of ranks of the pipeline.
+        num_chunks: Number of chunks per rank, unless the schedule fixes it.
+        num_microbatches: Number of microbatches per step.
+        placement_kind: ``loop`` or ``v`` for a rule; default: as in ``placement_for``.
+        cap: Activation cap of a rule, in whole-rank microbatches; default: as in
+            ``memory_caps.default_cap``.
+        weight_pieces: Number of parts of each weight gradient under a rule, 0 for whole backwards;
+            default: 4.
 
     Raises:
-        ScheduleError: unknown name, or the pipeline does not suit it.
+        ScheduleError: The name is unknown, or the schedule does not suit the pipeline.
     """
     placement = placement_for(name, num_ranks, num_chunks)
     if not is_rule(name):
@@ -200,20 +209,20 @@ def make_candidate(
 
 
 def schedule_names() -> tuple[str, ...]:
-    """The static schedules, sorted."""
+    """Returns the names of the static schedules, sorted."""
     return tuple(sorted(_STATIC))
 
 
 def policy_names() -> tuple[str, ...]:
-    """Everything ``make_policies`` knows, sorted: static schedules and rules."""
+    """Returns the names that ``make_policies`` accepts, sorted: static schedules and rules."""
     return tuple(sorted((*_STATIC, *_RULES)))
 
 
 def is_rule(name: str) -> bool:
-    """True for a rule that chooses at run time, False for a static schedule.
+    """Returns True for a rule that chooses at run time, False for a static schedule.
 
     Raises:
-        ScheduleError: unknown name.
+        ScheduleError: The name is unknown.
     """
     if name not in _STATIC and name not in _RULES and name != ANNEALED:
         raise ScheduleError(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}")
@@ -221,25 +230,26 @@ def is_rule(name: str) -> bool:
 
 
 def splits_backward(name: str) -> bool:
-    """True if the schedule lists weight gradients; a rule takes them as the run has them: False.
+    """Returns whether a static schedule lists weight gradients; always False for a rule.
+
+    A rule splits backwards or not as the run asks it to.
 
     Raises:
-        ScheduleError: unknown name.
+        ScheduleError: The name is unknown.
     """
     return not is_rule(name) and name in SPLIT_SCHEDULES
 
 
 def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
-    """The placement that a schedule or rule runs on.
+    """Returns the placement that a schedule or rule runs on.
 
     Args:
-        name: of the schedule or rule.
-        num_ranks: ranks of the pipeline.
-        num_chunks: chunks per rank, for a schedule that leaves the choice and for rules; others
-            have their own number, whatever is given.
+        name: Name of the schedule or rule.
+        num_ranks: Number of ranks of the pipeline.
+        num_chunks: Number of chunks per rank; ignored by schedules that fix this number.
 
     Raises:
-        ScheduleError: unknown name, or a number below 1.
+        ScheduleError: The name is unknown, or a number is below 1.
     """
     most = None if is_rule(name) else _chunks_of(name)[1]
     chunks = num_chunks if most is None else most
@@ -248,7 +258,7 @@ def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
 
 
 def _chunks_of(name: str) -> tuple[int, int | None]:
-    """Returns the least and the most chunks per rank of a static schedule."""
+    """Returns the least and the most chunks per rank; ``None`` if a schedule has no most."""
     if name in ONE_CHUNK or name in TWO_CHUNKS:
         count = 1 if name in ONE_CHUNK else 2
         return count, count
@@ -258,23 +268,25 @@ def _chunks_of(name: str) -> tuple[int, int | None]:
 def make_schedule(
     name: str, placement: Placement, num_microbatches: int, *, group_size: int | None = None
 ) -> Schedule:
-    """Make the static schedule of that name.
+    """Returns a static schedule by name.
 
     Args:
-        name: of the schedule.
-        placement: which rank holds which stage.
-        num_microbatches: microbatches per step, at least 1.
-        group_size: of ``interleaved``, see there.
+        name: Name of the schedule.
+        placement: Placement of the stages on ranks.
+        num_microbatches: Number of microbatches per step, at least 1.
+        group_size: Group size of ``interleaved``, see there.
 
     Raises:
-        ScheduleError: unknown name, or the schedule refuses the placement or microbatches.
+        ScheduleError: The name is unknown, or the schedule does not suit the placement or the
+            number of microbatches.
     """
     if name not in _STATIC:
         raise ScheduleError(
             f"unknown schedule {name!r}: choose one of {', '.join(schedule_names())}"
         )
     check_num_microbatches(num_microbatches)
-    (least, most), chunks = _chunks_of(name), placement.num_chunks
+    least, most = _chunks_of(name)
+    chunks = placement.num_chunks
     kind = "v" if name in V_ONLY else "loop"
     if not least <= chunks <= (most or chunks) or (least > 1 and placement.kind != kind):
         raise ScheduleError(
@@ -293,7 +305,7 @@ def make_schedule(
 def make_policies(
     name: str, placement: Placement, num_microbatches: int, **settings: Any
 ) -> tuple[Policy, ...]:
-    """Makes the policies of a :class:`Candidate` with these settings."""
+    """Returns the policies of a :class:`Candidate` with these settings, one per rank."""
     return Candidate(name=name, placement=placement, **settings).policies(num_microbatches)
 
 
@@ -305,36 +317,36 @@ def hint_for(
     pace: Pace = EQUAL,
     weight_pieces: int = 1,
 ) -> Schedule:
-    """Returns the best order for a pipeline that the cap allows.
+    """Returns the order for ``hinted`` to follow on a pipeline under a cap.
 
-    It is the usual fixed one where that fits and is known to be best. With few microbatches, in a
-    loop without memory to spare, and where nothing fits, it is the one with which ``hinted`` is
-    fastest on equal stages of that pace, of those that fit and of those that ``adaptive`` makes
-    under the cap, with shares and without.
+    It is the usual fixed order if that fits under the cap and is known to be best. Otherwise (few
+    microbatches, a loop without memory to spare, or no fixed order that fits) the candidates are
+    the fixed orders that fit and those that ``adaptive`` makes under the cap, with and without
+    shares. The one with which ``hinted`` is fastest on equal stages of this pace is returned.
 
     Args:
-        placement: which rank holds which stage.
-        num_microbatches: microbatches per step.
-        cap: most activations, in whole-rank microbatches.
-        pace: of the stages.
-        weight_pieces: parts of each weight gradient, 0 for whole backwards.
+        placement: Placement of the stages on ranks.
+        num_microbatches: Number of microbatches per step.
+        cap: Most activations, in whole-rank microbatches; ``None`` for no limit.
+        pace: Pace of the stages.
+        weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
 
     Raises:
-        ScheduleError: no microbatch, or the cap is below the least cap.
+        ScheduleError: There is no microbatch, or the cap is below the least cap.
     """
-    found = []
+    orders = []
     for name in _HINTS:
-        # Another placement, or microbatches that do not suit it.
+        # A schedule may not suit this placement or this number of microbatches.
         with contextlib.suppress(ScheduleError):
             schedule = make_schedule(name, placement, num_microbatches)
             if cap is None or max(peak_units(schedule)) <= with_rounding(cap):
-                found.append(schedule)
+                orders.append(schedule)
     ranks = placement.num_ranks
     is_tight = placement.kind == "loop" and cap is not None and cap <= with_rounding(ranks)
-    if found and (
+    if orders and (
         placement.num_chunks == 1 or (num_microbatches >= 2 * ranks - 1 and not is_tight)
     ):
-        return found[0]
+        return orders[0]
 
     def run(candidate: Candidate, pace: Pace = pace) -> SimResult:
         latency, backward, weight = pace
@@ -348,18 +360,18 @@ def hint_for(
 
     rule = Candidate(name="adaptive", placement=placement, weight_pieces=1, cap=cap)
     for shares in (True, False):
-        # An order made for equal kinds of work may also be the best one for others.
+        # An order made for equally long kinds of work may also be the best one for this pace.
         for times in dict.fromkeys((pace, (pace[0], 1.0, 1.0))):
-            found.append(run(replace(rule, shares=shares), times).to_schedule("adaptive"))
+            orders.append(run(replace(rule, shares=shares), times).to_schedule("adaptive"))
     hinted = replace(rule, name="hinted", weight_pieces=weight_pieces)
-    return min(found, key=lambda hint: run(replace(hinted, hint=hint)).makespan_s)
+    return min(orders, key=lambda hint: run(replace(hinted, hint=hint)).makespan_s)
 
 
 def hint_codes(order: Sequence[Action], num_chunks: int, weight_pieces: int) -> tuple[int, ...]:
-    """One rank's order as ``rules.hinted`` reads it.
+    """Returns one rank's order in the form that ``runtime_rules.hinted`` reads.
 
-    Each W of the hint stands for as many pieces as the run has, and for 0 they are left out. An
-    order without W, for a run with split backwards, gets each W right after its B.
+    Each W of the hint becomes ``weight_pieces`` pieces, none if that is 0. If the order has no W
+    and the run splits backwards, each W follows right after its B.
     """
     splits = any(action.kind is ActionKind.W for action in order)
     actions: list[Action] = []
