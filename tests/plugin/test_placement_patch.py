@@ -102,7 +102,7 @@ def test_one_rank_is_no_v() -> None:
         (
             {"num_layers": 4, "pipeline_model_parallel_layout": "Et|t|tt|mL", "mtp_num_layers": 1},
             {"load": "here", "ckpt_format": "torch"},
-            "checkpoints of --ckpt-format torch with placement v: they name layers by their place",
+            "checkpoints of --ckpt-format torch with placement v: they name layers by their",
         ),
         (
             {"num_layers": 4, "pipeline_model_parallel_layout": "Ett|tt|m|L", "mtp_num_layers": 1},

@@ -219,7 +219,7 @@ def test_the_installed_one_fits() -> None:
         ({"finalize_model_grads": finalize_0_15}, None),
         (
             {"finalize_model_grads": finalize_0_14},
-            "its finalize_model_grads takes (model, num_tokens) where the pipeline engine gives "
+            "its finalize_model_grads takes (model, num_tokens), but the pipeline engine passes "
             "(model, num_tokens, pg_collection)",
         ),
         (
