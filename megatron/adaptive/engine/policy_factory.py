@@ -157,7 +157,8 @@ class Orders:
         Args:
             num_microbatches: Number of microbatches of a step; of the whole job if stages are
                 unequal.
-            smallest: Size of the smallest microbatch, in mean ones: the cap allows most of these.
+            smallest: Size of the smallest microbatch, relative to the mean. The cap has room for
+                more inputs of this size than of any other.
         """
         keeps_all = self.schedule in KEEPING_ALL
         if (widths := self.widths) is not None:

@@ -66,10 +66,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Returns the agreed reason, such as ``signal SIGTERM``.
-
-        ``None`` before ranks have agreed.
-        """
+        """Returns the agreed reason, such as ``signal SIGTERM``, ``None`` before an agreement."""
         return self._agreed
 
     def agreed(self, group: dist.ProcessGroup | None) -> bool:

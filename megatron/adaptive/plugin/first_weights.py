@@ -151,7 +151,7 @@ def _number(key: str) -> int:
 
 
 def _place(name: str) -> str:
-    """Returns this rank's positions on the mesh axes on which a generator must differ."""
+    """Returns this rank's positions on the mesh axes that a generator depends on."""
     if "data-parallel" in name:
         return ""
     if "expert" in name:

@@ -45,7 +45,7 @@ _LEAST_SIZES = 4
 _REMEMBERED = 0.9
 """Factor on the weight of a step in the fit, per later step."""
 _REFIT_STEPS = 8
-"""Number of first steps that each end with a fit; later only each multiple of it does."""
+"""Costs are fitted after each of this many first steps, later after each multiple of it."""
 _STEPS = 16
 """Number of last steps over which a pace is measured."""
 _FEW = 3
@@ -81,7 +81,8 @@ def deal(
 
     Args:
         costs: Cost of each microbatch on each replica, ``[replica][microbatch]``.
-        group: Divisor of the number of microbatches of each replica, and of that of the step.
+        group: Number that the microbatches of each replica must be a multiple of; it divides the
+            number of microbatches of the step.
         least: Least number of microbatches of each replica.
 
     Returns:
@@ -199,7 +200,7 @@ class Dealer:
             replicas, ``both`` for both.
         replicas: Number of data-parallel replicas.
         ranks: Number of pipeline ranks of each replica.
-        group: Divisor of the number of microbatches of each replica.
+        group: Number that the microbatches of each replica must be a multiple of.
         least: Least number of microbatches of each replica.
         pair: Multiplications per pair of tokens that attend to each other, divided by those per
             token. A replica's microbatches are ordered by this ratio and not by measured times, so

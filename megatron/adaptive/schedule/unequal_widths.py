@@ -108,7 +108,7 @@ class Widths:
         for stage, size in enumerate(self.sizes):
             if 0 <= rank - self._firsts[stage] < size:
                 return stage, rank - self._firsts[stage]
-        raise ScheduleError(f"rank {rank} is none of stages of widths {self}: ranks count from 0")
+        raise ScheduleError(f"rank {rank} is in no stage of widths {self}: ranks count from 0")
 
     def ranks_of(self, stage: int) -> range:
         """Returns the ranks of a stage, by replica."""
