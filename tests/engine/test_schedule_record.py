@@ -148,7 +148,7 @@ def damaged(change: Any) -> str:
         (damaged(lambda c: c.update(orders=3)), "not iterable"),
         (damaged(lambda c: c["orders"][0].pop()), "does not contain each action once"),
         (damaged(lambda c: c["orders"][0].append(2)), "does not contain each action once"),
-        (damaged(lambda c: c["orders"][0].append("x")), "something else than codes"),
+        (damaged(lambda c: c["orders"][0].append("x")), "something other than codes"),
         (damaged(lambda c: c["steps"].update({"1": [0, 2]})), "step 1 does not name an order"),
         (damaged(lambda c: c["steps"].update({"a": [0, 1]})), "invalid literal"),
     ],

@@ -25,8 +25,7 @@ members would then wait in the first collective of this action, though others we
 
 An input from another stage on the same rank needs no report, because all members hand it over in
 the same action. A static order needs no agreement and no reports, because all ranks know it. A
-pipeline
-of one rank needs none either: without inputs, all members pick the same actions.
+pipeline of one rank needs none either: without inputs, all members pick the same actions.
 """
 
 from __future__ import annotations

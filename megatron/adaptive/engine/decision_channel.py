@@ -1,8 +1,8 @@
 """Sends numbers one way between the members of a decision group.
 
 A channel has one writer and one or more readers. Every reader gets every number, in order. There
-are
-two kinds with the same contract: shared memory for members on one node, small messages otherwise.
+are two kinds with the same contract: shared memory for members on one node, small messages
+otherwise.
 
 ::
 

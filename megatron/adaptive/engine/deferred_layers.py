@@ -2,8 +2,7 @@
 
 A model is built as usual. :func:`attach_stores` then changes the class of its layers, instance by
 instance. Parameters, names and checkpoints do not change, and a layer without an active store is
-the
-plain layer: evaluation, unsplit schedules and the first forward of a recomputed layer run
+the plain layer: evaluation, unsplit schedules and the first forward of a recomputed layer run
 megatron-core's code. A layer that cannot defer its weight gradient computes it in B, and W has
 nothing to do for it.
 

@@ -49,9 +49,8 @@ than under ZB-H1. Two ranks, two chunks, three microbatches in one group::
   rank 1 | F0-0 F0-1 F0-2 F1-0 B1-0 F1-1 B1-1 W1-0 F1-2 B1-2 W1-1 B0-0 W1-2 B0-1 W0-0 B0-2 W0-1 W0-2
 
 **combined-1f1b**: interleaved 1F1B with one more warm-up forward. Its steady phase runs each
-forward
-together with the next backward, which belongs to another microbatch: one computes while the experts
-of the other communicate. ``F0-3+`` is such a forward::
+forward together with the next backward, which belongs to another microbatch: one computes while the
+experts of the other communicate. ``F0-3+`` is such a forward::
 
     rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 F0-3+ B1-0 F1-2+ B1-1 F1-3+ B0-0 B0-1 B1-2 B1-3 B0-2 B0-3
     rank 1 | F0-0 F0-1 F1-0 F1-1+ B1-0 F0-2+ B1-1 F0-3+ B0-0 F1-2+ B0-1 F1-3+ B1-2 B1-3 B0-2 B0-3

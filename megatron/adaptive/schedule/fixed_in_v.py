@@ -28,10 +28,9 @@ B1-2 W1-2 B0-2 W0-2 B1-3 B0-3 W1-3 W0-3
 
 Rank r of p warms up with ``2 * (p - r - 1)`` forwards of chunk 0, alternates forwards of both
 chunks r + 1 times, and runs ``p - r - 1`` rounds of B, W and F of chunk 1. The steady phase
-alternates two
-pairs: a forward of chunk 0 with a backward of chunk 1, and a forward of chunk 1 with a backward of
-chunk 0. Backwards without a partner follow. The later half of them leave their W for the end, so
-that gradients travel back fast.
+alternates two pairs: a forward of chunk 0 with a backward of chunk 1, and a forward of chunk 1 with
+a backward of chunk 0. Backwards without a partner follow. The later half of them leave their W for
+the end, so that gradients travel back fast.
 
 In the source, a backward of the steady phase is whole. Here its W follows right after the pair,
 because weight gradients communicate nothing.

@@ -1,19 +1,22 @@
 """Tracks one rank during a step: inputs that are here, actions started and finished, memory.
 
-``RankState.numbers`` is the array of ``rank_kernel``, whose functions contain the rules. This
-module adds names, checks and messages. For rank 1 of 2 in a loop of 2 chunks with 3 microbatches,
-split backwards and a cap of 2, after F0-0, F0-1 and F1-0 and during B1-0::
+``RankState.numbers`` is the state of ``rank_kernel``, whose functions contain the rules. This
+module adds names, checks and messages. ``rank_kernel`` lists all slots of the state. In its example
+(rank 1 of 2 in a loop of 2 chunks, F0-0, F0-1 and F1-0 have finished and B1-0 is running)::
 
-    part of numbers    example                       property or method IN_FLIGHT          1500000
-    in_flight = 1.5 whole-rank microbatches STARTED            4
-    num_started FINISHED           3                             num_finished TOTAL              18
-    num_actions started, F B W     2 1 | 1 0 | 0 0 per chunk     next_action: F0-2, F1-1 | B0-0,
-    B1-1 | W0-0, W1-0 finished, F B W    2 1 | 0 0 | 0 0 per chunk     finish inputs of F, B     111
-    100 | 000 100 per chunk   arrive, lacking
+    numbers                                  method or property
+    IN_FLIGHT      1500000                   in_flight: 1.5 whole-rank microbatches
+    STARTED        4                         num_started
+    FINISHED       3                         num_finished
+    TOTAL          18                        num_actions
+    started F      2 1         per chunk     next_action: F0-2, F1-1
+    started B      0 1         per chunk     next_action: B0-0, B1-1
+    started W      0 0         per chunk     next_action: W0-0, W1-0
+    inputs of F    111 100     per chunk     arrive; lacking: F1-1
+    inputs of B    000 100     per chunk     arrive
 
-``rank_kernel`` lists all slots. The state decides nothing (a policy does), sends nothing and
-measures
-nothing: the executor and the simulator report to it.
+The state does not decide (a policy does), send or measure: the executor and the simulator report to
+it.
 """
 
 from __future__ import annotations
