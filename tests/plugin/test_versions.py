@@ -224,8 +224,8 @@ def test_the_installed_one_fits() -> None:
         ),
         (
             {"check_first_val_step": first_val_reordered},
-            "its check_first_val_step takes (forward_only, first_val_step, cond) where the "
-            "pipeline engine gives (first_val_step, forward_only, cond)",
+            "its check_first_val_step takes (forward_only, first_val_step, cond), but the "
+            "pipeline engine passes (first_val_step, forward_only, cond)",
         ),
         ({"forward_step": None}, "it has no forward_step among its schedules"),
     ],

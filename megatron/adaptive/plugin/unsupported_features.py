@@ -56,7 +56,7 @@ def check_call(arguments: Mapping[str, Any]) -> None:
     """
     if arguments.get("adjust_tensor_shapes_fn") is not None:
         raise ConfigError(
-            "adjust_tensor_shapes_fn was given (distillation does): stages here exchange one "
+            "adjust_tensor_shapes_fn was given (distillation does): stages exchange one "
             f"tensor with its shape; leave it out {_INSTEAD}"
         )
     _check_groups("pg_collection was given", arguments.get("pg_collection"))
