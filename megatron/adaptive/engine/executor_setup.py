@@ -114,7 +114,6 @@ def build_executor(
         route = partial(widths.route, rank)
     channels = None
     if len(members) > 1:
-        options = transport or TransportConfig()
         connector = Connector(
             members=members,
             gather=gather,
@@ -125,6 +124,7 @@ def build_executor(
             describe=partial(describe, places),
             timeout_s=timeout_s,
         )
+        options = transport or TransportConfig()
         end = connector.own_end(places, options, _store_host())
         channels = connector.connect(end, peers, options, _say)
     agreement = _build_agreement(model, places, channels, timeout_s)

@@ -129,18 +129,7 @@ class Engine:
         assert self._forward_backward is not None
         trace = self._trace
         if trains:
-            current = getattr(megatron_arguments(), "curr_iteration", None)
-            # Megatron-LM may run a step again, to check that its results are the same.
-            self._iteration = (self._iteration if current is None else current) + 1
-            if self._dropout is not None:
-                keyed = self._dropout.keyed(
-                    arguments["forward_step_func"], chunks, step=self._iteration
-                )
-                arguments = {**arguments, "forward_step_func": keyed}
-            if trace is not None:
-                trace.begin(self._iteration, arguments)
-                timed = trace.timed(arguments["data_iterator"])
-                arguments = {**arguments, "data_iterator": timed}
+            arguments = self._begin_training_step(arguments)
         if self._settings.kind == "v":
             by_chunk = self._by_chunk(arguments["forward_step_func"])
             arguments = {**arguments, "forward_step_func": by_chunk}
@@ -160,6 +149,22 @@ class Engine:
             raise
         finally:
             self._runs = False
+
+    def _begin_training_step(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Counts the step and returns its arguments, with keyed dropout and traced data."""
+        current = getattr(megatron_arguments(), "curr_iteration", None)
+        # Megatron-LM may run a step again, to check that its results are the same.
+        self._iteration = (self._iteration if current is None else current) + 1
+        if self._dropout is not None:
+            keyed = self._dropout.keyed(
+                arguments["forward_step_func"], self._chunks, step=self._iteration
+            )
+            arguments = {**arguments, "forward_step_func": keyed}
+        if self._trace is not None:
+            self._trace.begin(self._iteration, arguments)
+            timed = self._trace.timed(arguments["data_iterator"])
+            arguments = {**arguments, "data_iterator": timed}
+        return arguments
 
     def _by_chunk(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a forward step so that megatron-core knows which chunk runs."""

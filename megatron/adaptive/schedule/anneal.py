@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.adaptive.schedule.action import NUMBER
+from megatron.adaptive.schedule.action import NUMBER, ActionKind
 from megatron.adaptive.schedule.memory_caps import with_rounding
 from megatron.adaptive.schedule.numba_kernels import compile_function
 from megatron.adaptive.schedule.policy import actions_of
@@ -249,54 +249,68 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
         The best order, never slower than ``schedule``; ``None`` if the step has so many actions
         that too few orders could be tried.
     """
-    placement, pieces = schedule.placement, schedule.weight_pieces
     orders = min(MOST_ORDERS, VISITS // sum(map(len, schedule.orders)))
     if orders < LEAST_ORDERS:
         return None
-    chunks, stages, count = placement.num_chunks, placement.num_stages, schedule.num_microbatches
-    cells = np.arange(stages * count)
-    of_stage = np.array([placement.locate(stage) for stage in range(stages)])
+    graph = _graph(schedule, work, cap)
+    _compiled()(graph, orders)
+    improved = (
+        actions_of(
+            graph.lanes[row[:length]].tolist(),
+            schedule.placement.num_chunks,
+            schedule.weight_pieces,
+        )
+        for row, length in zip(graph.best, graph.lengths, strict=True)
+    )
+    return Schedule(
+        name="annealed",
+        placement=schedule.placement,
+        num_microbatches=schedule.num_microbatches,
+        orders=tuple(improved),
+    )
+
+
+def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
+    """Returns the graph of a schedule.
+
+    An action is ``kind * cells + cell``, for a weight gradient ``2 * cells + cell * pieces +
+    piece``. A cell is ``stage * num_microbatches + microbatch``.
+    """
+    placement = schedule.placement
+    pieces = schedule.weight_pieces
+    chunks = placement.num_chunks
+    count = schedule.num_microbatches
+    cells = np.arange(placement.num_stages * count)
+    of_stage = np.array([placement.locate(stage) for stage in range(placement.num_stages)])
     rank, chunk = of_stage[cells // count].T
     parts = np.arange(max(1, pieces) * (pieces > 0))
     forwards, backwards, weights = work.durations_ps.reshape(3, -1)
     cut = weights[:, None] * (parts + 1) // max(1, pieces) - weights[:, None] * parts // max(
         1, pieces
     )
-    hops = []
-    for kind, way in (
-        (0, -1),
-        (1, 1),
-    ):  # inputs from the stage before, gradients from the stage after
-        source = np.roll(of_stage[:, 0], -way)
-        delays = np.roll(work.delays_ps[kind], -way, axis=0)
-        delays = delays + work.occupancy_ps[source, of_stage[:, 0]][:, None]
-        hops.append((delays * (source != of_stage[:, 0])[:, None]).reshape(-1))
-    last = cells // count == stages - 1
+    last = cells // count == placement.num_stages - 1
     needs = (
         np.where(cells < count, -1, cells - count),
         np.where(last, cells, len(cells) + cells + count),
         np.repeat(len(cells) + cells, len(parts)),
     )
-    gaps = (hops[0], np.where(last, 0, hops[1]), np.zeros(cut.size))
+    from_before = _gaps(work, of_stage[:, 0], kind=0, way=-1)
+    from_after = _gaps(work, of_stage[:, 0], kind=1, way=1)
+    gaps = (from_before, np.where(last, 0, from_after), np.zeros(cut.size))
     frees = np.where(parts == pieces - 1, -1, 0)
     takes = (np.ones(len(cells)), np.full(len(cells), -(pieces == 0)), np.tile(frees, len(cells)))
 
     def whole(values: Any) -> Any:
         return np.concatenate(values).astype(np.int64)
 
+    def zeros(length: int) -> Any:
+        return np.zeros(length, dtype=np.int64)
+
     of_actions = whole((rank, rank, np.repeat(rank, len(parts))))
-    total, ranks = len(of_actions), placement.num_ranks
-    rows = np.full((ranks, max(map(len, schedule.orders))), -1, dtype=np.int64)
-    for number, order in enumerate(schedule.orders):
-        for index, action in enumerate(order):
-            cell = placement.stage_of(number, action.chunk) * count + action.microbatch
-            kind = NUMBER[action.kind]
-            rows[number, index] = (
-                kind * len(cells) + cell
-                if kind < 2
-                else 2 * len(cells) + cell * pieces + action.piece
-            )
-    o = OrderGraph(
+    total = len(of_actions)
+    ranks = placement.num_ranks
+    rows = _rows(schedule, len(cells))
+    return OrderGraph(
         rows=rows,
         lengths=np.array([len(order) for order in schedule.orders]),
         best=rows.copy(),
@@ -307,18 +321,37 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
         takes=whole(takes),
         ranks=of_actions,
         cap=np.array([int(with_rounding(cap) * chunks)]),
-        **{
-            name: np.zeros(total, dtype=np.int64)
-            for name in ("ends", "positions", "path", "waiting")
-        },
-        **{name: np.zeros(ranks, dtype=np.int64) for name in ("position", "now")},
-        stack=np.zeros(total + ranks, dtype=np.int64),
+        **{name: zeros(total) for name in ("ends", "positions", "path", "waiting")},
+        **{name: zeros(ranks) for name in ("position", "now")},
+        stack=zeros(total + ranks),
     )
-    _compiled()(o, orders)
-    improved = (
-        actions_of(o.lanes[row[:length]].tolist(), chunks, pieces)
-        for row, length in zip(o.best, o.lengths, strict=True)
-    )
-    return Schedule(
-        name="annealed", placement=placement, num_microbatches=count, orders=tuple(improved)
-    )
+
+
+def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
+    """Returns the time from the end of each cell's sender until its input is here.
+
+    Args:
+        work: Times of the whole step.
+        ranks: Rank of each stage, ``[stages]``.
+        kind: 0 for inputs of forwards, 1 for those of backwards.
+        way: Offset of the sender's stage, -1 or 1.
+    """
+    source = np.roll(ranks, -way)
+    delays = np.roll(work.delays_ps[kind], -way, axis=0)
+    delays = delays + work.occupancy_ps[source, ranks][:, None]
+    return (delays * (source != ranks)[:, None]).reshape(-1)
+
+
+def _rows(schedule: Schedule, num_cells: int) -> Any:
+    """Returns the actions of each rank in order, ``[ranks, longest order]``, padded with -1."""
+    longest = max(map(len, schedule.orders))
+    rows = np.full((schedule.placement.num_ranks, longest), -1, dtype=np.int64)
+    for rank, order in enumerate(schedule.orders):
+        for index, action in enumerate(order):
+            stage = schedule.placement.stage_of(rank, action.chunk)
+            cell = stage * schedule.num_microbatches + action.microbatch
+            if action.kind is ActionKind.W:
+                rows[rank, index] = 2 * num_cells + cell * schedule.weight_pieces + action.piece
+            else:
+                rows[rank, index] = NUMBER[action.kind] * num_cells + cell
+    return rows

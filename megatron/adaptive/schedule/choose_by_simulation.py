@@ -164,14 +164,8 @@ def choose(
     Raises:
         ScheduleError: Memory does not allow any candidate, or none was simulated in time.
     """
-    spread = (
-        profile.action_sigma
-        or profile.microbatch_sigma
-        or profile.latency_sigma
-        or profile.microbatch_factors
-    )
-    many = placement.num_stages * num_microbatches >= _MANY
-    seeds = range(DRAWS if spread and not (quick or many) else 1)
+    is_large = placement.num_stages * num_microbatches >= _MANY
+    seeds = range(DRAWS if _has_spread(profile) and not (quick or is_large) else 1)
 
     def fitting(offered: Iterable[Candidate]) -> list[CandidateOutcome]:
         in_time = itertools.takewhile(lambda _: time.monotonic() < until_s, offered)
@@ -199,15 +193,24 @@ def choose(
             f" ranks with {placement.num_chunks} chunks fits; lower --micro-batch-size or recompute"
             " activations"
         )
-    outcomes.sort(key=lambda outcome: (outcome.mean_s, outcome.peak_units))
-    best = outcomes[0]
-    fixed = next((o for o in outcomes if o.candidate.name in STATIC), None)
+    choice = _fastest(outcomes, profile, most)
+    if is_late:
+        late = f"{choice.reason}; the time limit ended the simulation of others"
+        return replace(choice, reason=late)
+    return choice
+
+
+def _fastest(
+    outcomes: Sequence[CandidateOutcome], profile: StageProfile, most: float
+) -> ScheduleChoice:
+    """Chooses the fastest outcome, but a fixed order if the gain of a rule is below ``GAIN``."""
+    ranked = sorted(outcomes, key=lambda outcome: (outcome.mean_s, outcome.peak_units))
+    best = ranked[0]
+    fixed = next((o for o in ranked if o.candidate.name in STATIC), None)
     if fixed is not None and best.mean_s > fixed.mean_s * (1 - GAIN):
         best = fixed
     reason = _reason(best, fixed, profile, most)
-    if is_late:
-        reason += "; the time limit ended the simulation of others"
-    return ScheduleChoice(best=best.candidate, outcomes=tuple(outcomes), reason=reason)
+    return ScheduleChoice(best=best.candidate, outcomes=tuple(ranked), reason=reason)
 
 
 def evaluate(
@@ -240,6 +243,15 @@ def evaluate(
         bubble_fraction=statistics.fmean(b for result in results for b in result.bubble_fraction),
         peak_units=max(units for result in results for units in result.peak_units),
         example=results[0],
+    )
+
+
+def _has_spread(profile: StageProfile) -> bool:
+    return bool(
+        profile.action_sigma
+        or profile.microbatch_sigma
+        or profile.latency_sigma
+        or profile.microbatch_factors
     )
 
 

@@ -94,21 +94,38 @@ class RankState:
             *(stage < last and not forward_only for stage in stages),
             *(False for _ in stages),
         )
-        s = self.numbers = [0] * (HEAD + chunks * (rank_kernel.FLAGS + 2 * num_microbatches))
+        self.numbers = self._first_numbers(stages, sizes)
+        self.numbers[rank_kernel.BESIDE] = int(beside and not forward_only)
+        self.numbers[rank_kernel.CAP] = rank_kernel.NO_CAP if forward_only else most
+        self._actions = (
+            *action_table(ActionKind.F, chunks, num_microbatches),
+            *action_table(ActionKind.B, chunks, num_microbatches),
+            *action_table(ActionKind.W, chunks, num_microbatches, max(1, weight_pieces)),
+        )
+
+    def _first_numbers(self, stages: Sequence[int], sizes: Sequence[float]) -> list[int]:
+        """Returns the numbers of ``rank_kernel`` at the start of a step, except BESIDE and CAP.
+
+        Args:
+            stages: Stage of each chunk.
+            sizes: Relative size of each microbatch, empty if all are equal.
+        """
+        chunks = len(stages)
+        num_microbatches = self.num_microbatches
+        forward_only = self.forward_only
+        s = [0] * (HEAD + chunks * (rank_kernel.FLAGS + 2 * num_microbatches))
         s[rank_kernel.LAST] = -1
-        s[rank_kernel.BESIDE] = int(beside and not forward_only)
-        s[rank_kernel.CAP] = rank_kernel.NO_CAP if forward_only else most
         s[rank_kernel.CHUNKS] = chunks
         s[rank_kernel.MICROBATCHES] = num_microbatches
         s[rank_kernel.PIECES] = self.weight_pieces
-        s[rank_kernel.RANKS] = placement.num_ranks
-        s[rank_kernel.TURNED] = int(placement.kind == "v")
-        s[rank_kernel.RANK] = rank
+        s[rank_kernel.RANKS] = self.placement.num_ranks
+        s[rank_kernel.TURNED] = int(self.placement.kind == "v")
+        s[rank_kernel.RANK] = self.rank
         s[rank_kernel.TOTAL] = (
             chunks * num_microbatches * (1 if forward_only else 2 + self.weight_pieces)
         )
         s[rank_kernel.UNIT] = 0 if forward_only else round(MEMORY_SCALE / chunks)
-        ends_here = not forward_only and last in stages
+        ends_here = not forward_only and self.placement.num_stages - 1 in stages
         s[rank_kernel.LAST_CHUNK] = chunks - 1 if ends_here else -1
         if stages[0] == 0:  # forwards of the first stage take their input from the data
             flags = HEAD + rank_kernel.FLAGS * chunks
@@ -116,11 +133,7 @@ class RankState:
         if sizes:
             s[rank_kernel.SIZED] = 1
             s += [round(MEMORY_SCALE * size / chunks) for size in sizes]
-        self._actions = (
-            *action_table(ActionKind.F, chunks, num_microbatches),
-            *action_table(ActionKind.B, chunks, num_microbatches),
-            *action_table(ActionKind.W, chunks, num_microbatches, max(1, weight_pieces)),
-        )
+        return s
 
     @property
     def num_actions(self) -> int:

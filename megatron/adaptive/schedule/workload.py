@@ -202,14 +202,7 @@ def draw(
     latency, occupancy = _links(placement, profile.link, profile.links)
     delays = np.broadcast_to(latency[:, :, None], (2, stages, num_microbatches))
     if any(getattr(profile, name) for name in _SIGMAS):
-        rng = np.random.default_rng(seed)
-        durations = durations * _lognormal(rng, profile.action_sigma, durations.shape)
-        durations = durations * _lognormal(rng, profile.microbatch_sigma, (num_microbatches,))
-        # If several stages of the profile form one, the message after a forward leaves from the
-        # last of them and the message after a backward from the first.
-        factors = _lognormal(rng, profile.latency_sigma, (2, fine, num_microbatches))
-        group = fine // stages
-        delays = delays * np.stack([factors[0, group - 1 :: group], factors[1, ::group]])
+        durations, delays = _with_spread(profile, durations, delays, seed)
 
     def summed(values: Any) -> Any:
         values = values.reshape(-1, stages, fine // stages, num_microbatches).sum(axis=2)
@@ -224,6 +217,27 @@ def draw(
         exchanges_ps=summed(durations[:2] * shares[:, :, None]) if times.exchanges else None,
         cuts=times.exchanges * (fine // stages),
     )
+
+
+def _with_spread(profile: StageProfile, durations: Any, delays: Any, seed: int) -> tuple[Any, Any]:
+    """Multiplies durations and delays by random factors.
+
+    Args:
+        profile: Profile with the sigmas.
+        durations: Seconds of each action, ``[3, stages of the profile, microbatches]``.
+        delays: Seconds of latency, ``[2, stages of the placement, microbatches]``.
+        seed: Seed of the factors.
+    """
+    _, fine, num_microbatches = durations.shape
+    rng = np.random.default_rng(seed)
+    durations = durations * _lognormal(rng, profile.action_sigma, durations.shape)
+    durations = durations * _lognormal(rng, profile.microbatch_sigma, (num_microbatches,))
+    # If several stages of the profile form one, the message after a forward leaves from the last
+    # of them and the message after a backward from the first.
+    factors = _lognormal(rng, profile.latency_sigma, (2, fine, num_microbatches))
+    group = fine // delays.shape[1]
+    delays = delays * np.stack([factors[0, group - 1 :: group], factors[1, ::group]])
+    return durations, delays
 
 
 def _mean_durations(times: StageTimes) -> Any:
