@@ -12,19 +12,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.flag_rules import ORDER, Given
+from megatron.adaptive.config.flag_rules import Given, order_rules
 from megatron.adaptive.config.flags import FieldSpec, assign, check_values, fields_of, flag
 from megatron.adaptive.config.model import RecomputeConfig
 from megatron.adaptive.config.parallel import AUTO, ParallelConfig, TransportConfig
-from megatron.adaptive.config.schedule import (
-    RULES,
-    SPLIT_SCHEDULES,
-    V_ONLY,
-    PlacementKind,
-    ScheduleConfig,
-)
-
-_MAY_SPLIT = ("adaptive", "auto", "file", "hinted")
+from megatron.adaptive.config.schedule import ScheduleConfig
+from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +52,8 @@ class Settings:
         placement: Placement of the stages if each rank has two chunks: ``loop``, as in
             megatron-core, or ``v``. A V must be set before megatron-core's process groups are made.
             ``None`` for a V with ``zb-v`` and ``v-half``, a loop with all others.
+        auto_candidates: Names of the user's schedules that ``auto`` tries as well, each as
+            ``package.module:name``.
         schedule_file: Path of the schedule file for ``file``: JSON, or the CSV of
             ``torch.distributed.pipelining``.
         activation_cap: Most activations that a rank keeps under a rule, in microbatches over all
@@ -91,6 +86,7 @@ class Settings:
 
     schedule: str = "adaptive"
     placement: PlacementKind | None = None
+    auto_candidates: tuple[str, ...] | None = None
     schedule_file: str | None = None
     activation_cap: float | None = None
     split_backward: bool | None = None
@@ -122,24 +118,25 @@ class Settings:
             ConfigError: A rule is broken.
         """
         settings = {spec.dest: getattr(self, name) for name, spec in _flags().items()}
-        Given(settings | model, _specs()).require(ORDER)
+        Given(settings | model, _specs()).require(order_rules(self.schedule))
 
     @property
     def kind(self) -> PlacementKind:
         """Returns the kind of placement of the stages."""
-        return self.placement or ("v" if self.schedule in V_ONLY else "loop")
+        return self.placement or ("v" if schedule_spec(self.schedule).is_v_only else "loop")
 
     @property
     def is_rule(self) -> bool:
         """Returns whether the order is chosen at run time."""
-        return self.schedule in RULES
+        return schedule_spec(self.schedule).is_rule
 
     @property
     def splits(self) -> bool | None:
         """Returns whether backwards are split, ``None`` if that depends on the model."""
-        if self.split_backward is None and self.schedule in _MAY_SPLIT:
+        splits = schedule_spec(self.schedule).splits_backward
+        if self.split_backward is None and splits == "by default":
             return None
-        return self.schedule in SPLIT_SCHEDULES or bool(self.split_backward)
+        return splits == "always" or bool(self.split_backward)
 
     def overridden(self, arguments: Any) -> Settings:
         """Returns these settings, overridden by the flags on the command line.

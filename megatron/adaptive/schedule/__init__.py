@@ -1,5 +1,35 @@
 """Orders the work of a pipeline: schedules known beforehand, policies that choose at run time.
 
-Imports no torch. Import from the modules: this file re-exports nothing, so that a process loads
-only the modules it uses.
+Imports no torch. This file exports the names that a user's own schedule needs
+(``examples/own_schedule``); import all others from the modules. A name is imported when it is first
+used, so that a process loads only the modules it uses.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.adaptive.config.schedule_specs import fixed_order, run_time_rule
+    from megatron.adaptive.schedule.action import Action, ActionKind
+    from megatron.adaptive.schedule.rank_state import RankState
+    from megatron.adaptive.schedule.stage_placement import Placement
+
+__all__ = ["Action", "ActionKind", "Placement", "RankState", "fixed_order", "run_time_rule"]
+
+_MODULES = {
+    "Action": "schedule.action",
+    "ActionKind": "schedule.action",
+    "Placement": "schedule.stage_placement",
+    "RankState": "schedule.rank_state",
+    "fixed_order": "config.schedule_specs",
+    "run_time_rule": "config.schedule_specs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megatron.adaptive.{_MODULES[name]}"), name)

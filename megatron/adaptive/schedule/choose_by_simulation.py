@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.anneal import improve
 from megatron.adaptive.schedule.catalog import (
@@ -26,6 +27,7 @@ from megatron.adaptive.schedule.catalog import (
     EQUAL,
     Candidate,
     Pace,
+    is_rule,
     make_candidate,
     make_schedule,
 )
@@ -34,7 +36,7 @@ from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import StageProfile, draw
 
-STATIC = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-v", "v-half", "dualpipe-v")
+STATIC = selectable_names(lambda spec: spec.is_auto_candidate)
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
 """Name of each rule, and whether its chunks have shares of the cap."""
 DRAWS = 6
@@ -97,6 +99,7 @@ def candidates(
     splittable: bool,
     pieces: int = DEFAULT_PIECES,
     pace: Pace = EQUAL,
+    also: Sequence[str] = (),
 ) -> list[Candidate]:
     """Returns the schedules and rules that can run on a pipeline without moving its layers.
 
@@ -107,9 +110,10 @@ def candidates(
         splittable: Whether backwards can be split.
         pieces: Most parts of a weight gradient.
         pace: Pace of the stages.
+        also: Names of further schedules and rules.
     """
     options = []
-    for name in STATIC:
+    for name in (*STATIC, *(name for name in also if not is_rule(name))):
         candidate = make_candidate(
             name, placement.num_ranks, placement.num_chunks, num_microbatches
         )
@@ -132,7 +136,7 @@ def candidates(
         for cap in caps
         if 1.0 <= cap <= with_rounding(most)
         for cut in (sorted({0, 1, 2, pieces}) if splittable else [0])
-        for name, shares in RULES
+        for name, shares in (*RULES, *((name, True) for name in also if is_rule(name)))
         if shares or placement.num_chunks > 1
     ]
     return options
@@ -146,6 +150,7 @@ def choose(
     most: float,
     splittable: bool,
     pieces: int = DEFAULT_PIECES,
+    also: Sequence[str] = (),
     quick: bool = False,
     until_s: float = math.inf,
 ) -> ScheduleChoice:
@@ -158,6 +163,7 @@ def choose(
         most: Most activations that memory allows, in whole-rank microbatches.
         splittable: Whether backwards can be split.
         pieces: Most parts of a weight gradient.
+        also: Names of further schedules and rules to try.
         quick: True to simulate one step of each candidate and to skip annealing.
         until_s: Time of ``time.monotonic`` after which no other candidate is simulated.
 
@@ -180,6 +186,7 @@ def choose(
             splittable=splittable,
             pieces=pieces,
             pace=_pace(profile),
+            also=also,
         )
     )
     if not quick and time.monotonic() < until_s:
@@ -206,7 +213,7 @@ def _fastest(
     """Chooses the fastest outcome, but a fixed order if the gain of a rule is below ``GAIN``."""
     ranked = sorted(outcomes, key=lambda outcome: (outcome.mean_s, outcome.peak_units))
     best = ranked[0]
-    fixed = next((o for o in ranked if o.candidate.name in STATIC), None)
+    fixed = next((o for o in ranked if _is_fixed(o.candidate.name)), None)
     if fixed is not None and best.mean_s > fixed.mean_s * (1 - GAIN):
         best = fixed
     reason = _reason(best, fixed, profile, most)
@@ -253,6 +260,10 @@ def _has_spread(profile: StageProfile) -> bool:
         or profile.latency_sigma
         or profile.microbatch_factors
     )
+
+
+def _is_fixed(name: str) -> bool:
+    return name != ANNEALED and not is_rule(name)
 
 
 def _pace(profile: StageProfile) -> Pace:
