@@ -259,10 +259,10 @@ def test_ranks_that_the_job_went_on_without_save_nothing(
     folder.lease = Lease(saved)
     folder.lease.claim()
     others = folder.begin(2)
-    with pytest.raises(CheckpointError, match="was taken over by .* while this job stood still"):
+    with pytest.raises(CheckpointError, match="was taken over by .* while this job was stopped"):
         run.checkpoints.save(worker.progress(2))
     run.checkpoints.save(worker.progress(2), behind=True)
-    with pytest.raises(CheckpointError, match="was taken over by .* while this job stood still"):
+    with pytest.raises(CheckpointError, match="was taken over by .* while this job was stopped"):
         run.checkpoints.saver.finish()
     assert others.is_dir()
     assert CheckpointFolder(saved).latest() == 1

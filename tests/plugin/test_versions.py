@@ -219,13 +219,13 @@ def test_the_installed_one_fits() -> None:
         ({"finalize_model_grads": finalize_0_15}, None),
         (
             {"finalize_model_grads": finalize_0_14},
-            "its finalize_model_grads takes (model, num_tokens) where the pipeline engine gives "
+            "its finalize_model_grads takes (model, num_tokens), but the pipeline engine passes "
             "(model, num_tokens, pg_collection)",
         ),
         (
             {"check_first_val_step": first_val_reordered},
-            "its check_first_val_step takes (forward_only, first_val_step, cond) where the "
-            "pipeline engine gives (first_val_step, forward_only, cond)",
+            "its check_first_val_step takes (forward_only, first_val_step, cond), but the "
+            "pipeline engine passes (first_val_step, forward_only, cond)",
         ),
         ({"forward_step": None}, "it has no forward_step among its schedules"),
     ],

@@ -228,7 +228,7 @@ def test_csv_with_communication_and_overlap(tmp_path: Path) -> None:
         ("0UNSHARD\n\n", "it lists no action"),
         ('"0F0', "it is not CSV: unexpected end of data"),
         ("0F0,0B0\n0F1,0B1", "stage 0 is in rows 1 and 2: a stage belongs to one rank"),
-        ("0F0,0B0\n2F0,2B0", "2 stages up to 2 in 2 rows: every row must hold as many"),
+        ("0F0,0B0\n2F0,2B0", "2 stages up to 2 in 2 rows: give every row the same"),
         ("0F0,3F0\n1F0\n2F0", "4 stages up to 3 in 3 rows"),
         (
             "0F0,2F0\n1F0,5F0\n3F0,4F0",

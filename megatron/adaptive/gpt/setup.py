@@ -105,7 +105,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     return Recording(
         path,
         _record_shape(job.config, run.forward_backward.orders),
-        place=_record_index(job.config) if recorded else None,
+        order_index=_record_index(job.config) if recorded else None,
         is_writer=job.is_first,
         after_step=after_step,
     )
