@@ -30,9 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpt_steps, schedule_costs, schedule_study  # noqa: E402
-from benchmarks.dealing import dealing  # noqa: E402
-from benchmarks.emulated import competitors, experts, goals, report  # noqa: E402
+from benchmarks import gpt_steps, schedule_costs  # noqa: E402
+from benchmarks.emulated import competitors, goals, report  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Times  # noqa: E402
 from benchmarks.ranks import fork_ranks  # noqa: E402
 from benchmarks.report import Result, Row, measure, measured, missing, parser_of, ratios  # noqa: E402
@@ -41,6 +40,8 @@ from megatron.adaptive.trace.imports.published import ENDINGS  # noqa: E402
 from megatron.adaptive.trace.locate import load_run  # noqa: E402
 from megatron.adaptive.trace.whatif.operations import pipelines_of, read_operations  # noqa: E402
 from megatron.adaptive.trace.whatif.replay import recorded_times  # noqa: E402
+from studies import experts, schedule_study  # noqa: E402
+from studies.dealing import dealing  # noqa: E402
 
 QUICK_CASES = {"jitter 0.3": 3, "lengths": 3, "quiet": 3, "slow link": 1, "straggler": 2}
 """Scenarios of the short form with their repetitions."""

@@ -27,11 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.channels import chart, jobs, lab, transfers  # noqa: E402
+from benchmarks.channels import chart, jobs, transfers  # noqa: E402
 from benchmarks.channels.copies import NoCompilerError, build  # noqa: E402
 from benchmarks.channels.transfers import KIB, MIB, Bench, state_of  # noqa: E402
 from benchmarks.report import Result, Row, attempt, measure, measured, missing, parser_of  # noqa: E402
 from megatron.adaptive import extension  # noqa: E402
+from tests.labs import rdma_speed as lab  # noqa: E402# noqa: E402
 
 PARTS = ("bandwidth", "latency", "hand-over", "1f1b", "ranks", "soak", "kills", "rdma")
 

@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks import gpt_steps
 from benchmarks.ranks import run_module
 from benchmarks.report import Result, Row, measured, one_line, ratios
+from tests.soak import message_stream as soak
 
-from . import soak
 from .transfers import MIB, Bench, channel_options
 
 ADDED_MS = 0.1
@@ -88,7 +88,7 @@ def long_run(bench: Bench, messages: int) -> Result:
     what = f"soak, {messages:,} messages over shm: memory gained"
     options = {"slot_bytes": soak.SLOT_BYTES, "slots": soak.SLOTS}
     answers = bench.pairs["torch"].call(
-        "soak",
+        "tests.soak.message_stream",
         "run",
         connector="shm",
         messages=messages,
@@ -124,7 +124,7 @@ def kills(count: int, kind: str = "shm") -> Result:
     words = ("--kind", kind, "--count", count)
     with tempfile.TemporaryDirectory() as private:
         found = run_module(
-            "benchmarks.channels.kills", *words, limit_s=120.0 + 60.0 * count, TMPDIR=private
+            "tests.soak.killed_ranks", *words, limit_s=120.0 + 60.0 * count, TMPDIR=private
         )
     return Result(rows=kill_rows(found, what), facts={f"kills, {kind}": found})
 

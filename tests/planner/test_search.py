@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planning.small import better, brute_force, random_problem, searcher_of, solve
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.model import MODELS
@@ -22,6 +21,7 @@ from megatron.adaptive.planner.plan import Plan, plan_document
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import SCHEDULES, Request, complete_profile, pareto, propose
 from megatron.adaptive.planner.search import Objective, Searcher, SearchOptions
+from tests.support.small_clusters import better, brute_force, random_problem, searcher_of, solve
 
 
 @pytest.mark.parametrize("seed", range(8))

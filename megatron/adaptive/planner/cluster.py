@@ -29,7 +29,7 @@ from megatron.adaptive.errors import ConfigError
 
 MEMORY_MARGIN = 0.1
 """Share of each GPU's memory that plans leave alone: predicted peaks lie so far below measured ones
-at most (``benchmarks/planner.py``, memory)."""
+at most (``studies/planner.py``, memory)."""
 _NOISE = re.compile(r"nvidia|geforce|tesla|quadro|[^a-z0-9]+")
 
 

@@ -1,0 +1,1 @@
+"""Parts of ``tests/soak/faults.py``: damaged checkpoints, strangers, lost nodes, full disks."""
