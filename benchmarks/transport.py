@@ -30,20 +30,10 @@ if str(ROOT) not in sys.path:
 from benchmarks.channels import chart, jobs, transfers  # noqa: E402
 from benchmarks.channels.copies import NoCompilerError, build  # noqa: E402
 from benchmarks.channels.transfers import KIB, MIB, Bench, state_of  # noqa: E402
-from benchmarks.report import Result, Row, attempt, measure, measured, missing, parser_of  # noqa: E402
+from benchmarks.report import Result, Row, measure, measured, missing, parser_of  # noqa: E402
 from megatron.adaptive import extension  # noqa: E402
-from tests.labs import rdma_speed as lab  # noqa: E402# noqa: E402
 
-PARTS = ("bandwidth", "latency", "hand-over", "1f1b", "ranks", "soak", "kills", "rdma")
-
-
-def kills(count: int) -> Result:
-    """Kill so many ranks over each transport of this machine, and over RDMA in its lab."""
-    total = Result()
-    for kind in ("shm", "tcp"):
-        total.add(attempt(f"kills, {kind}", lambda kind=kind: jobs.kills(count, kind)))  # type: ignore[misc]
-    total.add(attempt("kills, rdma", lambda: lab.kills(count)))
-    return total
+PARTS = ("bandwidth", "latency", "hand-over", "1f1b", "ranks")
 
 
 def distances(bench: Bench) -> Row:
@@ -64,13 +54,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--chart", type=Path, help="draw bandwidth over size here, as PNG")
     parser.add_argument("--repetitions", type=int, help="of everything, at least 5")
-    parser.add_argument("--messages", type=int, help="of the soak")
-    parser.add_argument("--kills", type=int, help="processes to kill")
     parser.add_argument("--pool-mib", type=int, default=128, help="memory that counts as cold")
     options = parser.parse_args(arguments)
     options.repetitions = max(5, options.repetitions or (5 if options.quick else 9))
-    options.messages = options.messages or (200_000 if options.quick else 10_000_000)
-    options.kills = options.kills or (20 if options.quick else 100)
     return options
 
 
@@ -99,9 +85,6 @@ def main() -> int:
             "hand-over": lambda: transfers.hand_over(bench, 2000, (4 * KIB, MIB, 64 * MIB)),
             "1f1b": lambda: jobs.one_f_one_b(bench),
             "ranks": lambda: jobs.four_ranks(10 if options.quick else 30),
-            "soak": lambda: jobs.long_run(bench, options.messages),
-            "kills": lambda: kills(options.kills),
-            "rdma": lambda: lab.measure(options.repetitions),
         }
 
         def then(total: Result) -> None:

@@ -17,10 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.emulated.ours import Channels, IdleStages
-from benchmarks.emulated.work import DTYPE, WIDTH, sharpen_timers
-from benchmarks.ranks import fork_ranks
-from benchmarks.report import Row, measured, ratios
 from megatron.adaptive import extension
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.executor import Executor
@@ -33,6 +29,9 @@ from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTim
 from megatron.adaptive.transport.interface import CompletionQueue, Completions, Label
 from tests.engine import groups
 from tests.engine.loopback import Loopback, arrival
+from tests.support.ranks import fork_ranks
+from tests.support.report import Row, measured, ratios
+from tests.support.sleeping_ranks import DTYPE, WIDTH, Channels, IdleStages, sharpen_timers
 
 REPLICAS, STAGES, MICROBATCHES, CUTS = 4, 2, 32, 4
 SCHEDULES = ("interleaved", "combined-1f1b", "adaptive")

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import Row
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.choose_partition import (
     Loads,
@@ -46,6 +45,7 @@ from megatron.adaptive.schedule.workload import (
     Workload,
     draw,
 )
+from tests.support.report import Row
 
 RANKS, PER_RANK = (4, 8, 16, 32), (1, 2, 4, 8)
 WORK: dict[str, dict[str, float]] = {

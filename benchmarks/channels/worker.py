@@ -154,12 +154,7 @@ def serve(connection: Any, member: Member) -> None:
     while (command := connection.recv()) is not None:
         module, function, arguments = command
         try:
-            found = getattr(
-                importlib.import_module(
-                    module if "." in module else f"benchmarks.channels.{module}"
-                ),
-                function,
-            )
+            found = getattr(importlib.import_module(f"benchmarks.channels.{module}"), function)
             connection.send((True, found(member, **arguments)))
         except Exception:
             connection.send((False, traceback.format_exc()))

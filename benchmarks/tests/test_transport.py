@@ -1,4 +1,4 @@
-"""The benchmark of the transports: its rows and goals, the compiled helpers, its processes."""
+"""The benchmark of the transports: its compiled helpers and its processes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.channels import copies, jobs
+from benchmarks.channels import copies
 from benchmarks.channels.pair import Pair, PairError
 from megatron.adaptive import extension
-from tests.soak import message_stream as soak
 
 MIB = 1 << 20
 
@@ -24,36 +23,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return copies.build(tmp_path_factory.mktemp("copies"))
     except copies.NoCompilerError as error:
         pytest.skip(str(error))
-
-
-# ---- rows
-
-
-def test_kills_count_wrong_errors_slow_survivors_and_what_is_left() -> None:
-    told = {"raised": "PeerLostError", "seconds": 0.5, "text": ""}
-    good = {"victim": 1, "outcomes": {"0": told, "2": told}, "left": []}
-    rows = jobs.kill_rows({"trials": [good], "litter": []}, "kills")
-    assert [(row.value, row.met) for row in rows] == [(0, True), (0.5, True), (0, True)]
-    slow = {"raised": "DeadlineError", "seconds": 6.0, "text": "waited"}
-    bad = {"victim": 0, "outcomes": {"1": slow, "2": {"raised": "x", "seconds": None}}, "left": []}
-    found = {"trials": [good, bad, {"failed": "hung"}], "litter": ["/dev/shm/x"]}
-    rows = jobs.kill_rows(found, "kills")
-    assert [(row.value, row.met) for row in rows] == [(2, False), (6.0, False), (1, False)]
-    assert "hung" in rows[0].note
-    assert "/dev/shm/x" in rows[2].note
-    assert jobs.kill_rows({"trials": [], "litter": []}, "kills")[1].met is False
-
-
-# ---- soak
-
-
-def test_growth_is_what_does_not_come_back() -> None:
-    steady = [(100 + number % 3, 10) for number in range(50)]
-    assert soak.growth(steady) == (0, 0)
-    growing = [(100 + number, 10 + number // 40) for number in range(50)]
-    assert soak.growth(growing) == (30, 1)
-    warming_up = [(min(number * 10, 90), 10) for number in range(50)]
-    assert soak.growth(warming_up) == (0, 0)
 
 
 # ---- the machine
@@ -134,24 +103,3 @@ def test_reserved_memory_is_handed_over_and_a_step_of_the_pipeline_takes_time(pa
     for connector in (None, "shm", "gloo transport"):
         shared = {"connector": connector, "options": {"slot_bytes": 1 << 16, "slots": 4}}
         assert all(0 < s < 10 for s in pair.call("pipeline_steps", "step", **step, **shared))
-
-
-@needs_extension
-@pytest.mark.multiprocess
-def test_a_short_soak_has_the_memory_that_was_asked_for(pair: Pair) -> None:
-    options = {"slot_bytes": soak.SLOT_BYTES, "slots": soak.SLOTS}
-    answers = pair.call(
-        "tests.soak.message_stream", "run", connector="shm", messages=3000, options=options
-    )
-    asked = 2 * soak.SLOT_BYTES * soak.SLOTS
-    for answer in answers:
-        assert asked <= answer["mapped_bytes"] <= jobs.ARENAS * asked
-        assert len(answer["looks"]) >= 5
-
-
-@needs_extension
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_killed_ranks_leave_nothing_and_are_missed(kind: str) -> None:
-    result = jobs.kills(2, kind)
-    assert [row.met for row in result.rows] == [True] * 3, result

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from benchmarks.report import Row
 from megatron.adaptive.planner.layer_costs import boundary_s, embedding_s, layer_table, reduce_s
 from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.propose import pareto
@@ -19,6 +18,7 @@ from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 from studies.planning.published.fasop import Fasop, FasopRun
 from studies.planning.published.files import read_csv
+from tests.support.report import Row
 
 _SPACE = SearchOptions(
     tp=(1, 2, 4),

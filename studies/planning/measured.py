@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from benchmarks.report import Row
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import accuracy
 from megatron.adaptive.planner.cluster import make_cluster
@@ -21,6 +20,7 @@ from megatron.adaptive.planner.propose import complete_profile
 from studies.planning.published.files import MeasuredRun
 from studies.planning.published.rows import read_rows
 from studies.planning.published.staged import read_staged
+from tests.support.report import Row
 
 _FORMS: dict[str, Callable[[Path, str], list[MeasuredRun]]] = {
     ".csv": read_rows,

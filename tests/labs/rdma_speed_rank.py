@@ -1,7 +1,7 @@
-"""One node of the RDMA lab: perftest, our RDMA channel and gloo over TCP take turns in one boot.
+"""Is one node of the RDMA lab, where perftest and our RDMA channel take turns in one boot.
 
-Started by ``lab.py`` on both nodes; node 0 writes the samples into ``LAB_SHARE``. Node 1 sends and
-node 0 receives, as ``ib_write_bw`` does it.
+Started by ``rdma_speed.py`` on both nodes. Node 1 sends and node 0 receives, as ``ib_write_bw``
+does it; node 1 writes the samples into ``LAB_SHARE``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
@@ -18,53 +17,120 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.channels import patterns  # noqa: E402
-from benchmarks.channels.copies import Copies  # noqa: E402
-from benchmarks.channels.worker import Member, torch_family  # noqa: E402
+from megatron.adaptive.accelerator import Accelerator  # noqa: E402
+from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
+from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
+from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint  # noqa: E402
+from megatron.adaptive.transport.interface import Label, Transport  # noqa: E402
+from megatron.adaptive.transport.liveness import here  # noqa: E402
 from tests.labs.rdma_lab import perftest  # noqa: E402
 
 SIZES = perftest.BANDWIDTH_SIZES
 LATENCY_BYTES = 1 << 10
 _TOTAL_BYTES = 32 << 20
 _CHANNEL_BYTES = 16 << 20
-_ROUNDS = 500
+_ROUNDS, _WARMUPS = 500, 20
 _PORT = 23000
 _LIMIT_S = 60.0
+_LABEL = Label(0, Action(ActionKind.F, 0, 0))
 
 
 def options_for(nbytes: int, rank: int) -> dict[str, Any]:
-    """A channel whose slots hold a message whole."""
+    """Returns address and slots of a channel whose slots hold a message whole."""
     address = os.environ["LAB_ADDRS"].split(",")[rank]
     slots = max(4, min(32, _CHANNEL_BYTES // nbytes))
     return {"address": address, "slot_bytes": max(4096, nbytes), "slots": slots}
 
 
-def from_python(member: Member, copies: Copies, rank: int) -> tuple[float, float]:
-    """Median and mean seconds of half a round trip of a tensor.
+class Link:
+    """Our RDMA channel between the two nodes. Collective to make.
 
-    Each round is timed by the processor's counter, as perftest does it: the clock is a system call
-    here, which takes a third of a message's time.
+    Args:
+        rank: Number of this node.
+        nbytes: Size of a message.
     """
-    link: Any = member.connector("rdma", options_for(SIZES[0], rank), f"rdma {SIZES[0]}")
-    payload = member.pool("ping", LATENCY_BYTES, 1)[0]
-    link.half_round_trip_s(payload, 20)
-    rounds, cycles = [], copies.cycles
-    began_s, began = time.perf_counter(), cycles()
-    for _ in range(_ROUNDS):
-        start = cycles()
-        link.round_trip(payload)
-        rounds.append(cycles() - start)
-    s_per_cycle = (time.perf_counter() - began_s) / (cycles() - began)
-    half_s = s_per_cycle / 2
-    return half_s * statistics.median(rounds), half_s * statistics.fmean(rounds)
+
+    def __init__(self, rank: int, nbytes: int) -> None:
+        options = options_for(nbytes, rank)
+        settings = TransportConfig(
+            transport="rdma",
+            transport_slot_bytes=options["slot_bytes"],
+            transport_slots=options["slots"],
+        )
+        device = torch.device("cpu")
+        endpoint = own_endpoint(
+            rank,
+            here(rank),
+            device=device,
+            own_gpu=False,
+            options=settings,
+            address=options["address"],
+        )
+        made = Connector(
+            members=[0, 1],
+            gather=_gather,
+            accelerator=Accelerator(device=device, backend="gloo", name="CPU"),
+            payloads=Payloads(shape=None, dtype=torch.float32),
+            describe=lambda rank: f"rank {rank}",
+            timeout_s=_LIMIT_S,
+        ).connect(endpoint, [1 - rank], settings)
+        assert made is not None
+        self.transport: Transport = made
+        self._peer = 1 - rank
+
+    def send(self, payload: torch.Tensor) -> None:
+        """Sends a tensor."""
+        self.transport.send(self._peer, _LABEL, payload)
+
+    def receive(self) -> torch.Tensor:
+        """Waits for the next tensor."""
+        arrival: Any = self.transport.completions.wait(time.monotonic() + _LIMIT_S)
+        payload: torch.Tensor = arrival.take()
+        return payload
+
+    def stream_s(self, payload: torch.Tensor, messages: int, *, sends: bool) -> float | None:
+        """Returns the seconds per message of a one-way stream, on the node that sends."""
+        token = torch.zeros(8, dtype=torch.uint8)
+        if not sends:
+            self.send(token)
+            for _ in range(messages):
+                self.receive()
+            self.send(token)
+            return None
+        self.receive()
+        start_s = time.perf_counter()
+        for _ in range(messages):
+            self.send(payload)
+        self.receive()
+        return (time.perf_counter() - start_s) / messages
+
+    def half_round_trip_s(self, payload: torch.Tensor, rounds: int, *, sends: bool) -> float:
+        """Returns the mean seconds of a message from one node to the other."""
+        first, second = (lambda: self.send(payload)), self.receive
+        if not sends:
+            first, second = second, first  # type: ignore[assignment]
+        start_s = time.perf_counter()
+        for _ in range(rounds):
+            first()
+            second()
+        return (time.perf_counter() - start_s) / rounds / 2
+
+
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None, None]
+    dist.all_gather_object(values, value)
+    return values
 
 
 def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
-    """The same of the channel alone, by ``csrc/tests/rdma_measure.cc``; on node 1."""
+    """Returns median and mean seconds of the channel alone, by ``csrc/tests/rdma_measure.cc``."""
     options = options_for(SIZES[0], rank)
     addresses = os.environ["LAB_ADDRS"].split(",")
     done = subprocess.run(
@@ -90,61 +156,49 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Take turns; every sample is in seconds per message."""
+    """Takes turns; every sample is in seconds per message."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, required=True)
     arguments = parser.parse_args()
     rank = int(os.environ["RANK"])
     share = Path(os.environ["LAB_SHARE"])
-    copies, program = Copies(share / "copies.so"), share / "rdma_measure"
-    # The pattern's first rank sends.
-    member = Member(1 - rank, torch_family(rank, "env://"), None, pool_bytes=0)
+    program = share / "rdma_measure"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+    links = {nbytes: Link(rank, nbytes) for nbytes in SIZES}
+    payloads = {nbytes: torch.ones(nbytes, dtype=torch.uint8) for nbytes in SIZES}
+    ping = torch.ones(LATENCY_BYTES, dtype=torch.uint8)
+    sends = rank == 1
     samples: dict[str, list[float]] = defaultdict(list)
 
     def keep(name: str, seconds: float | None, repetition: int) -> None:
         if repetition >= 0 and seconds is not None:
             samples[name].append(seconds)
 
-    started = time.monotonic()
     for repetition in range(-1, arguments.repetitions):
-        for nbytes in SIZES:
+        for nbytes, link in links.items():
             rate = perftest.bandwidth(nbytes, total_bytes=_TOTAL_BYTES)
             keep(f"perftest {nbytes}", nbytes / rate, repetition)
-            count = max(8, _TOTAL_BYTES // nbytes)
-            for name in ("rdma", "gloo"):
-                seconds = patterns.stream(
-                    member,
-                    connector=name,
-                    name=f"{name} {nbytes}",
-                    nbytes=nbytes,
-                    messages=count,
-                    options=options_for(nbytes, rank) if name == "rdma" else {},
-                )
-                keep(f"{name} {nbytes}", seconds, repetition)
-        typical_us, mean_us = perftest.latencies(LATENCY_BYTES, count=_ROUNDS)
-        pairs = {"perftest": (1e-6 * typical_us, 1e-6 * mean_us)}
+            messages = max(8, _TOTAL_BYTES // nbytes)
+            seconds = link.stream_s(payloads[nbytes], messages, sends=sends)
+            keep(f"rdma {nbytes}", seconds, repetition)
+        median_us, mean_us = perftest.latencies(LATENCY_BYTES, count=_ROUNDS)
+        keep("perftest median", 1e-6 * median_us, repetition)
+        keep("perftest mean", 1e-6 * mean_us, repetition)
         if program.exists():
-            pairs["channel"] = from_cpp(program, _PORT + 10 * (repetition + 1), rank)
-        pairs["rdma"] = from_python(member, copies, rank)
-        for name, (typical, mean) in pairs.items():
-            keep(f"{name} latency", typical, repetition)
-            keep(f"{name} mean latency", mean, repetition)
-        seconds = patterns.half_round_trip(
-            member,
-            connector="gloo",
-            name=f"gloo {SIZES[0]}",
-            nbytes=LATENCY_BYTES,
-            rounds=_ROUNDS,
-            options={},
-        )
-        keep("gloo mean latency", seconds, repetition)
-    seconds_in_all = time.monotonic() - started
-    if rank == 1:
-        result = Path(os.environ["LAB_SHARE"], "samples.json")
-        new = result.with_suffix(".new")
-        new.write_text(json.dumps({"samples": samples, "seconds": seconds_in_all}))
-        new.rename(result)
-    member.close()
+            port = _PORT + 10 * (repetition + 1)
+            keep("channel median", from_cpp(program, port, rank)[0], repetition)
+        link = links[SIZES[0]]
+        link.half_round_trip_s(ping, _WARMUPS, sends=sends)
+        keep("latency", link.half_round_trip_s(ping, _ROUNDS, sends=sends), repetition)
+    if sends:
+        result = share / "samples.json"
+        draft = result.with_suffix(".new")
+        draft.write_text(json.dumps(samples))
+        draft.rename(result)
+    for link in links.values():
+        link.transport.close()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

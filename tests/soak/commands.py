@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT
 from megatron.adaptive.trace.trace_format import TraceHeader, header_line, trace_file_name
+from tests.multiprocess.launch import ROOT
 
 LIMIT_S = 10.0
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"

@@ -32,8 +32,6 @@ from typing import Any
 
 import psutil
 
-from benchmarks.ranks import run_module
-from benchmarks.report import ROOT, Result, Row
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.agent import Agent
 from megatron.adaptive.cluster.connection import SILENCE_S
@@ -42,6 +40,9 @@ from megatron.adaptive.cluster.layout_rule import Chooser
 from megatron.adaptive.cluster.manager import Manager
 from megatron.adaptive.cluster.membership import allow_files
 from tests.cluster.jobs import environment
+from tests.multiprocess.launch import ROOT
+from tests.support.ranks import run_module
+from tests.support.report import Result, Row
 
 LAYERS = 8
 FLAGS = (

@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks import GptRank
-from benchmarks.report import ROOT, Result, Row, measured
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder, StepFolders
 from megatron.adaptive.errors import AdaptiveError
 from tests.cluster.jobs import FLAGS, TRAINER
-from tests.multiprocess.launch import torchrun
+from tests.multiprocess.launch import ROOT, torchrun
+from tests.support.ranks import LoadingRank
+from tests.support.report import Result, Row, measured
 
 KINDS = ("bit", "byte", "zeros", "truncated", "swapped", "missing")
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
@@ -286,7 +286,7 @@ def _load_all(path: Path) -> None:
 
 class _TrainerLoader:
     def __init__(self) -> None:
-        self._rank = GptRank(_ALONE)
+        self._rank = LoadingRank(_ALONE)
         self.close = self._rank.close
 
     def load(self, saved: Saved) -> None:
@@ -295,7 +295,7 @@ class _TrainerLoader:
         assert progress.iteration == saved.step
 
     def weights(self) -> int:
-        return _sum_of(one for chunk in self._rank._run.chunks for one in chunk.parameters())
+        return _sum_of(one for chunk in self._rank.chunks for one in chunk.parameters())
 
 
 class _PipelineLoader:

@@ -1,13 +1,12 @@
-"""What tracing costs and what traces are good for, against their goals.
+"""Measures how right the diagnosis and the figures of traces are, against limits.
 
     python -m tests.soak.diagnosis [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``cost``, what tracing adds to the steps of a real GPT; ``watch``, what the watch for hangs
-adds to them; ``detection``, how often the diagnosis names the right fault, in made-up runs;
-``real``, the same in processes that work by sleeping; ``clock``, how far processes with wrong
-clocks are apart at last; ``bubble``, the bubble that a trace says against the true one;
-``aggregate``, ten million spans; ``repairs``, twelve that the what-if names done for real, in
-processes that work by sleeping. Exits with status 1 where a goal is missed.
+Parts: ``detection``, how often the diagnosis names the right fault in made-up runs; ``real``, the
+same in processes that work by sleeping; ``clock``, how far processes with wrong clocks are apart
+after alignment; ``bubble``, the bubble of a trace against the true one; ``aggregate``, figures of
+ten million spans; ``repairs``, twelve repairs that the what-if predicts, done in processes that
+work by sleeping. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -22,48 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpt_turns  # noqa: E402
-from benchmarks.report import Result, Row, measure, measured, parser_of  # noqa: E402
 from tests.soak.tracing import aggregate, cases, clocks, repairs  # noqa: E402
 from tests.soak.tracing import slept_runs as emulated  # noqa: E402
 from tests.soak.tracing.cases import WEAK, Outcome  # noqa: E402
+from tests.support.report import Result, Row, measure, measured, parser_of  # noqa: E402
 
 MILLION = 1_000_000
-
-
-def of_cost(options: argparse.Namespace) -> Result:
-    """Part ``cost``."""
-    return _turns("traced", "cost", "cost: step traced by untraced", options, (40, 240), 1.0)
-
-
-def of_watch(options: argparse.Namespace) -> Result:
-    """Part ``watch``."""
-    return _turns("watched", "watch", "watch for hangs: longer steps", options, (3, 12), 0.0)
-
-
-def _turns(
-    kind: str,
-    part: str,
-    what: str,
-    options: argparse.Namespace,
-    rounds: tuple[int, int],
-    without: float,
-) -> Result:
-    """Rows of steps with something and without, in turns; ``without`` says how those count."""
-    result = gpt_turns.measure(kind, options.rounds or rounds[not options.quick])
-    note = f"steps of {1e3 * result['step_s']:.0f} ms on {gpt_turns.RANKS[kind]} processes"
-    if "spans" in result:
-        note = f"{result['spans']:.0f} spans in {note}"
-    rows = [
-        measured(
-            text,
-            [without + cost for cost in gpt_turns.costs(result, kind, unit)],
-            goal=without + 0.01,
-            note=note,
-        )
-        for text, unit in ((what, "s"), ("the same, processor time of all", "cpu_s"))
-    ]
-    return Result(rows=rows, facts={part: result})
 
 
 def of_detection(options: argparse.Namespace) -> Result:
@@ -182,8 +145,6 @@ def of_repairs(options: argparse.Namespace) -> Result:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
-    "cost": of_cost,
-    "watch": of_watch,
     "detection": of_detection,
     "real": of_real,
     "clock": of_clock,
@@ -196,7 +157,6 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = parser_of(__doc__, PARTS, "fewer runs, within ten minutes")
-    parser.add_argument("--rounds", type=int, help="of part cost: four steps each")
     parser.add_argument("--seed", type=int, default=9000, help="of the faults and the noise")
     return parser.parse_args(arguments)
 

@@ -1,17 +1,16 @@
-"""What changing the shape of a job costs, and whether its losses notice, against their goals.
+"""Measures what changing the shape of a job costs, and whether its losses notice.
 
     python -m tests.soak.elastic [--quick] [--part PART ...] [--json FILE]
     python -m tests.soak.elastic --part soak [--events N] [--seed S] [--minutes M] [--keep DIR]
 
 Parts: ``morphs``, a small GPT on four processes of this machine through six planned morphs and a
-node that is killed; ``start``, what process start, import and load take under torchrun, which a
-morph is measured by; ``checkpoint``, what a checkpoint every ten steps that is written behind
-training costs; ``copies``, what copies in memory cost, and how many steps a node that is killed at
-a random moment costs with them; ``soak``, nodes (namespaces; needs root) that are killed, stopped,
-cut off and filled up at random, after each of which the job must go on or end with the reason;
-``repartition``, what a slow rank regains by giving layers away, and what moving one takes;
-``pieces``, steps of models with cut points as predicted from a profile and as measured. Exits with
-status 1 where a goal is missed.
+node that is killed; ``start``, the time of process start, import and load under torchrun, which a
+morph is measured by; ``copies``, how many steps a node that is killed at a random moment costs
+while copies of its state are kept in memory; ``soak``, nodes (namespaces; needs root) that are
+killed, stopped, cut off and filled up at random, after each of which the job must go on or end with
+the reason; ``repartition``, the share that a slow rank regains by giving layers away, and the time
+of moving one; ``pieces``, steps of models with cut points as predicted from a profile and as
+measured. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -30,19 +29,17 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpt_turns  # noqa: E402
-from benchmarks.ranks import train  # noqa: E402
-from benchmarks.report import Result, Row, measure, measured, parser_of  # noqa: E402
 from tests.cluster.jobs import FLAGS, ElasticJob  # noqa: E402
 from tests.soak.lost_nodes import soaked  # noqa: E402
 from tests.soak.pieces import pieces  # noqa: E402
 from tests.soak.repartition import repartition  # noqa: E402
+from tests.support.ranks import train  # noqa: E402
+from tests.support.report import Result, Row, measure, parser_of  # noqa: E402
 
-PARTS = ("morphs", "start", "checkpoint", "copies", "repartition", "pieces", "soak")
+PARTS = ("morphs", "start", "copies", "repartition", "pieces", "soak")
 SAVE_INTERVAL = 15
 LIMIT_S = 400.0
-GOAL_RATIO, GOAL_S, GOAL_LOSS, GOAL_SAVING = 1.5, 10.0, 1e-5, 0.03
-GOAL_LOST, GOAL_COPIES = 1, 0.05
+GOAL_RATIO, GOAL_S, GOAL_LOSS, GOAL_LOST = 1.5, 10.0, 1e-5, 1
 TRAINER = str(ROOT / "pretrain_gpt.py")
 ENDLESS = ["--train-iters", "9999"]
 PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step", "whole")
@@ -63,7 +60,6 @@ def main() -> int:
         parts = {
             "morphs": lambda: morphs(folder / "morphs", quick=quick),
             "start": lambda: start(folder / "start"),
-            "checkpoint": lambda: checkpoint(quick=quick),
             "copies": lambda: copies(folder, quick=quick),
             "repartition": lambda: repartition(folder, quick=quick),
             "pieces": lambda: pieces(folder, quick=quick),
@@ -151,41 +147,9 @@ def start(folder: Path) -> Result:
     return Result(rows=[Row(what=what, value=took_s, unit="s")], facts={"start_s": took_s})
 
 
-def checkpoint(*, quick: bool) -> Result:
-    """What checkpoints behind training cost, in time on the clock and of processors."""
-    result = gpt_turns.measure("saving", 6 if quick else 24)
-    step_s, window = result["step_s"], gpt_turns.WINDOW
-    waits = [waited_s / window / step_s for waited_s in result["waited_s"]]
-    note = f"{result['size_bytes'] / 1e6:.1f} MB, steps of {1e3 * step_s:.0f} ms"
-    what = "a checkpoint every ten steps: "
-    rows = [
-        measured(
-            what + "longer steps", gpt_turns.costs(result, "saving"), goal=GOAL_SAVING, note=note
-        ),
-        measured(what + "of these training waits", waits),
-        measured(what + "more processor time", gpt_turns.costs(result, "saving", "cpu_s")),
-    ]
-    return Result(rows=rows, facts={"checkpoint": result})
-
-
 def copies(folder: Path, *, quick: bool) -> Result:
-    """Measures the cost of copies in memory: of a step, and the steps lost with a node."""
-    cost, lost = _cost_of_copies(3 if quick else 8), _lose_nodes(folder, times=1 if quick else 4)
-    return Result(rows=cost.rows + lost.rows, facts=cost.facts | lost.facts)
-
-
-def _cost_of_copies(rounds: int) -> Result:
-    """Compares steps with copies at each, and at one in ten, with steps without."""
-    result = gpt_turns.measure("copying", rounds)
-    steps_ms = [1e3 * step_s for name in ("each", "tenth") for step_s in result[name]["plain_s"]]
-    note = result["notice"].removeprefix("every step ")
-    rows = [measured("a step without copies", steps_ms, unit="ms", note=note)]
-    for name, text in (("tenth", "one step in ten"), ("each", "every step")):
-        goal = GOAL_COPIES if name == "tenth" else None
-        longer, more = (gpt_turns.costs(result[name], "copying", unit) for unit in ("s", "cpu_s"))
-        rows.append(measured(f"{text}: longer steps", longer, goal=goal))
-        rows.append(measured(f"{text}: more processor time", more))
-    return Result(rows=rows, facts={"copies": result})
+    """Counts the steps that a node costs that is lost while its state is copied."""
+    return _lose_nodes(folder, times=1 if quick else 4)
 
 
 def _lose_nodes(folder: Path, *, times: int) -> Result:

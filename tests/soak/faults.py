@@ -3,7 +3,7 @@
     python -m tests.soak.faults [--quick] [--part PART ...] [--json FILE]
 
 Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, looked for
-and loaded; ``checksums``, what finding them costs; ``leases``, jobs that begin on one folder, and
+and loaded; ``leases``, jobs that begin on one folder, and
 holders of it that are killed; ``strangers``, who talk to all that listens during real jobs;
 ``secrets``, planted ones, looked for as another user; ``commands``, wrong command lines and files;
 ``control``, the manager of a job of a thousand nodes that join at once and are lost bit by bit;
@@ -25,8 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import checksums  # noqa: E402
-from benchmarks.report import Result, Row, measure, one_line, parser_of  # noqa: E402
 from tests.soak import (  # noqa: E402
     commands,
     control_plane,
@@ -38,9 +36,10 @@ from tests.soak import (  # noqa: E402
     strangers,
 )
 from tests.soak.lost_nodes import end_in_order, soaked  # noqa: E402
+from tests.support.report import Result, Row, measure, one_line, parser_of  # noqa: E402
 
 PARTS = (
-    *("damages", "checksums", "leases", "strangers", "secrets", "commands", "control", "soak"),
+    *("damages", "leases", "strangers", "secrets", "commands", "control", "soak"),
     *("hangs", "interrupts"),
 )
 FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
@@ -77,7 +76,6 @@ def main(words: list[str] | None = None) -> int:
         events, limit_min = (6, 1.5) if quick else (100, 55.0)
         parts = {
             "damages": lambda: damages.measure(folder("damages"), *counts, seed),
-            "checksums": lambda: checksums.measure(4 if quick else 12),
             "leases": lambda: leases.measure(folder("leases"), *jobs, seed, real),
             "strangers": lambda: strangers.rows(*talk, seed),
             "secrets": lambda: look_for_secrets(seed),

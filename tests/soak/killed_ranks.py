@@ -5,9 +5,11 @@
     rank 0 ── rank 1 ── rank 2      all send, reserve, wait, hold and drop at random;
                                     one is killed
 
-Run as a process of its own: it imports everything once and forks the ranks, so that a kill costs
-moments. ``victim`` 1 leaves two survivors, another one leaves one neighbour, and a third rank that
-ends in order.
+    python -m tests.soak.killed_ranks [--kind shm] [--count 100]
+
+The trials run in a process of their own, which imports everything once and forks the ranks.
+A killed rank in the middle leaves two survivors. One at an end leaves a neighbour, and a third rank
+that ends in order.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,11 +39,15 @@ from megatron.adaptive.errors import PeerLostError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Label
 from megatron.adaptive.transport.native import NativeTransport
+from tests.support.ranks import run_module
+from tests.support.report import Result, Row, one_line
 
 RANKS = 3
 SLOT_BYTES, SLOTS = 256 << 10, 6
 SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
 START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
+MOST_S = 5.0
+"""Seconds within which a neighbour has to notice."""
 # Within it a rank sends some hundred messages; in the small machines of the RDMA lab all takes
 # longer.
 _LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}
@@ -198,13 +205,72 @@ def _open(fd: str) -> bool:
         return False
 
 
+def measure(count: int, kind: str) -> Result:
+    """Kills ranks that are connected by a transport, in a process of its own.
+
+    Args:
+        count: Number of kills.
+        kind: Name of the transport.
+    """
+    words = ("--kind", kind, "--count", count, "--raw")
+    with tempfile.TemporaryDirectory() as private:
+        outcomes = run_module(
+            "tests.soak.killed_ranks", *words, limit_s=120.0 + 60.0 * count, TMPDIR=private
+        )
+    what = f"{count} kills at random moments, {kind}"
+    return Result(rows=rows_of(outcomes, what), facts={f"kills, {kind}": outcomes})
+
+
+def rows_of(found: dict[str, Any], what: str) -> list[Row]:
+    """Returns the rows of what :func:`main` printed."""
+    trials = found["trials"]
+    failed = [trial["failed"] for trial in trials if "failed" in trial]
+    whole = [trial for trial in trials if "failed" not in trial]
+    neighbours = [
+        outcome
+        for trial in whole
+        for outcome in trial["outcomes"].values()
+        if outcome["seconds"] is not None
+    ]
+    strange = [one for one in neighbours if one["raised"] != "PeerLostError"]
+    left = found["litter"] + [name for trial in whole for name in trial["left"]]
+    seconds = [one["seconds"] for one in neighbours]
+    notes = [*failed[:1], *(f"{one['raised']}: {one['text']}" for one in strange[:1])]
+    return [
+        Row(
+            what=f"{what}: neighbours without PeerLostError",
+            value=len(failed) + len(strange),
+            goal=0,
+            note=one_line("; ".join(notes)) if notes else f"of {len(neighbours)}",
+        ),
+        Row(
+            what="the same: slowest to raise",
+            value=max(seconds, default=None),
+            unit="s",
+            goal=MOST_S,
+            note=f"median {statistics.median(seconds):.3g} s" if seconds else "",
+        ),
+        Row(
+            what="the same: segments, files, sockets and processes left",
+            value=len(left),
+            goal=0,
+            note=one_line(", ".join(left)),
+        ),
+    ]
+
+
 def main() -> int:
-    """Run the trials; prints their outcomes as JSON."""
+    """Runs the trials; prints a table, or the outcomes as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", default="shm", choices=tuple(_LATEST_KILL_S))
-    parser.add_argument("--count", type=int, required=True, help="kills")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=100, help="number of kills (100)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the moments (1)")
+    parser.add_argument("--raw", action="store_true", help="print the outcomes as JSON")
     options = parser.parse_args()
+    if not options.raw:
+        rows = measure(options.count, options.kind).rows
+        print("\n".join(row.line for row in rows))
+        return int(any(row.met is False for row in rows))
     torch.set_num_threads(1)
     before = litter()
     trials = []

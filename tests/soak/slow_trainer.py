@@ -18,9 +18,9 @@ from megatron.adaptive import accelerator as device
 device.install()  # before megatron-core is imported
 device.quiet_libraries()
 
-from benchmarks.ranks import GptRank  # noqa: E402
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.gpt.train_step import Step  # noqa: E402
+from tests.support.ranks import LoadingRank  # noqa: E402
 
 
 def slow_down(seconds: float) -> None:
@@ -36,8 +36,8 @@ def slow_down(seconds: float) -> None:
 
 def reload(iterations: Sequence[int], words: Sequence[str]) -> None:
     """Load checkpoints into one model; exits with a message where one is not what it says."""
-    rank = GptRank(words)
-    batch = rank._job.config.batch.global_batch_size
+    rank = LoadingRank(words)
+    batch = rank.config.batch.global_batch_size
     for iteration in iterations:
         progress = rank.load(iteration)
         assert progress is not None

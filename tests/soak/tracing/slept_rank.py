@@ -21,9 +21,6 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks.emulated.ours import Channels, EmulatedStages  # noqa: E402
-from benchmarks.emulated.scenarios import seconds_of  # noqa: E402
-from benchmarks.emulated.work import RankWork, Sleeper, sharpen_timers  # noqa: E402
 from megatron.adaptive.schedule.catalog import make_candidate  # noqa: E402
 from megatron.adaptive.schedule.microbatch_assignment import deal  # noqa: E402
 from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
@@ -31,35 +28,40 @@ from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 from megatron.adaptive.schedule.workload import Workload, order_by_cost  # noqa: E402
 from megatron.adaptive.trace.recorder import Recorder  # noqa: E402
 from megatron.adaptive.trace.trace_format import KINDS, TraceHeader  # noqa: E402
+from tests.support.sleeping_ranks import Channels, Sleeper, SleepingStages, sharpen_timers  # noqa: E402
 from tests.support.synthetic_trace import Fault, SyntheticRun, draw_step  # noqa: E402
 
 LAYERS = 4
 
 
-class Stages(EmulatedStages):
+class Stages(SleepingStages):
     """Chunks of which the first reads its data within its forward.
 
     Args:
-        read_s: how long a read takes, by microbatch.
-        recorder: records them.
-        others: see :class:`EmulatedStages`.
+        work: Durations of the step.
+        placement: Placement of the stages.
+        rank: Position of this rank in the pipeline.
+        sleeper: Sleeper of this rank.
+        split: Whether backwards by weights are actions of their own.
+        read_s: Seconds of a read, by microbatch.
+        recorder: Recorder of the reads.
 
     Attributes:
-        worked_s: when they were at work, from the call of a forward or a backward to its return:
-            sleeps, and the little that is done around them.
+        worked_s: Begin and end of each forward and backward, in seconds.
     """
 
     def __init__(
         self,
-        work: RankWork,
+        work: Workload,
         placement: Placement,
         rank: int,
+        sleeper: Sleeper,
         *,
+        split: bool,
         read_s: list[float],
         recorder: Recorder,
-        split: bool,
     ) -> None:
-        super().__init__(work, placement, rank, split=split)
+        super().__init__(work, placement, rank, sleeper, split=split)
         self._read_s = read_s
         self._recorder = recorder
         self.worked_s: list[tuple[float, float]] = []
@@ -67,8 +69,8 @@ class Stages(EmulatedStages):
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Read and sleep F."""
         start_ns = time.monotonic_ns()
-        if self._stages[chunk] == 0:
-            self._work._sleeper.until(start_ns / 1e9 + self._read_s[microbatch])
+        if self.stages[chunk] == 0:
+            self._sleeper.until(start_ns / 1e9 + self._read_s[microbatch])
             end_ns = time.monotonic_ns()
             row = (KINDS.index("data"), -1, microbatch, 0, start_ns, end_ns, 0, 0, 0, -1, -1, 0)
             self._recorder.extend([row])
@@ -149,11 +151,11 @@ class Rank:
                 if fault.kind == "slow-link" and fault.to == self._rank and fault.holds(iteration)
             }
         )
-        work = RankWork(self._placement, self.position, seconds_of(drawn), self._sleeper)
         stages = Stages(
-            work,
+            drawn,
             self._placement,
             self.position,
+            self._sleeper,
             read_s=data_s.tolist(),
             recorder=self._recorder,
             split=self._candidate.weight_pieces > 0,
@@ -176,7 +178,8 @@ class Rank:
             times = (start_ns, time.monotonic_ns())
             self._recorder.extend([(KINDS.index(kind), -1, -1, 0, *times, 0, 0, 0, -1, -1, 0)])
         self._recorder.end_iteration()
-        work.check_complete()
+        if stages.actions != state.num_actions:
+            raise RuntimeError(f"{stages.actions} actions ran instead of {state.num_actions}")
         return stages.worked_s
 
 
