@@ -1,8 +1,8 @@
 """Documents of different lengths, and a slow replica: what dealing microbatches gains the trainer.
 
 Real processes of the trainer, whose layers take as long as on devices (``timed_layers.py``), half
-of it for tokens, half for pairs of tokens, so that four ranks can share two processors. Part of
-``benchmarks/schedules.py``.
+of it for tokens, half for pairs of tokens, so that four ranks can share two processors. Part
+``lengths`` of ``studies/schedules.py``.
 """
 
 from __future__ import annotations

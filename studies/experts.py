@@ -1,11 +1,11 @@
 """Experts in an emulated pipeline: replicas of a stage that trade tokens in every action.
 
-Part (e) of ``benchmarks/schedules.py``. Eight ranks are two stages of four replicas; each forward
-and backward consists of parts that sleep and of exchanges between the replicas, real ones over gloo
-that take as long as was drawn from when the last replica has begun them. The same is simulated,
-where a group of replicas is one rank, and for eight ranks in a row. An expert rank that is slower,
-as one with more tokens than its neighbours, takes longer for its exchanges as well, in processes
-and in simulation.
+Part ``experts`` of ``studies/schedules.py``. Eight ranks are two stages of four replicas; each
+forward and backward consists of parts that sleep and of exchanges between the replicas, real ones
+over gloo that take as long as was drawn from when the last replica has begun them. The same is
+simulated, where a group of replicas is one rank, and for eight ranks in a row. A slower expert
+rank, as one with more tokens than its neighbours, takes longer for its exchanges as well, in
+processes and in simulation.
 """
 
 from __future__ import annotations

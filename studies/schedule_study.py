@@ -1,6 +1,6 @@
 """Simulated study of orders over many pipelines: step time over a lower bound.
 
-Part (f) of ``benchmarks/schedules.py``. A cell is a pipeline of p ranks with two chunks each, m
+Part ``study`` of ``studies/schedules.py``. A cell is a pipeline of p ranks with two chunks each, m
 microbatches, a kind of work and a latency. Every order of a cell gets the same draws.
 
 The lower bound: no action starts before the longest way to it through stages and microbatches, nor

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ranks import environment
 from benchmarks.report import ROOT
-from tests.multiprocess.launch import environment
 
 START_S = 120.0
 INSTALL = "bash prerequisite.sh --benchmarks"

@@ -12,7 +12,7 @@ from benchmarks.emulated.competitors import COMPETITORS
 from benchmarks.emulated.modules import EmulatedChunk
 from benchmarks.emulated.ours import DelayedQueue
 from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, seconds_of
-from benchmarks.emulated.simulated import Runtime, nearest_makespan_s, simulated
+from benchmarks.emulated.table import goals, make_table, markdown, simulated_s, speedup
 from benchmarks.emulated.work import DTYPE, WIDTH, RankWork, Sleeper, WorkError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -155,9 +155,31 @@ def test_a_delayed_message_lets_others_pass_and_comes_when_its_time_has_passed()
 
 
 def test_simulated_1f1b_is_its_closed_form() -> None:
-    draws = drawn("quiet")
     closed_form_s = (6 + 4 - 1) * 2 * (1e-4 + 2e-4 + 3e-4)
-    assert simulated(COMPETITORS["1f1b"], draws).makespan_s == pytest.approx(closed_form_s)
-    runtime = Runtime(action_s=dict.fromkeys(ActionKind, 1e-5), message_s=1e-5)
-    nearest_s = nearest_makespan_s(COMPETITORS["1f1b"], draws, runtime, closed_form_s)
-    assert closed_form_s < nearest_s < closed_form_s * 1.05
+    assert simulated_s(COMPETITORS["1f1b"], drawn("quiet")) == pytest.approx(closed_form_s)
+
+
+def test_gains_are_compared_with_those_of_the_simulation() -> None:
+    names, draws = (
+        ("megatron 1f1b", "megatron interleaved", "adaptive, V"),
+        drawn("jitter 0.3", microbatches=8),
+    )
+    records = [
+        {
+            "competitor": name,
+            "scenario": "jitter 0.3",
+            "repetition": 0,
+            "makespan_s": 2 * simulated_s(COMPETITORS[name], draws),
+            "peak": 4.0,
+        }
+        for name in names
+    ]
+    table = make_table(records, ranks=4, microbatches=8, times=TIMES, seed=3)
+    assert all(steps.of_bound == pytest.approx(0.5) for steps in table.values())
+    assert speedup(table, "megatron 1f1b", "jitter 0.3") == 1
+    assert speedup(table, "zb-v", "jitter 0.3") is None
+    rows = {row.what: row for row in goals(table, ranks=4, microbatches=8)}
+    gains = [row for what, row in rows.items() if "share of the simulated gain" in what]
+    assert [(row.value, row.met) for row in gains] == [(pytest.approx(1.0), True)] * 2
+    assert rows["step without any cost over the measured one, worst"].met is False
+    assert markdown(table).count("| 0.500-0.500 |") == 3

@@ -1,4 +1,4 @@
-"""The check of a GPU: parts with limits, and a rehearsal of all of it without one."""
+"""The check of a GPU: parts with limits; ``tests/test_gpu_rehearsal.py`` runs all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Part, parts
-from tests.multiprocess.launch import ROOT, forking
+from benchmarks.report import ROOT
 
 # One process outlives its parent and leaves its session.
 HANGS = """
@@ -204,20 +204,3 @@ def test_a_run_on_a_gpu_is_kept_under_results_with_card_and_driver() -> None:
     for text in ("there is no nvidia-smi", "", "NVIDIA-SMI has failed\nMake sure that"):
         assert gpu_check.card_and_driver(text) == {}
     assert gpu_check.default_output({}, rehearse=False).parent == ROOT / "runs"
-
-
-@pytest.mark.long
-@pytest.mark.multiprocess
-@pytest.mark.timeout(900)
-def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
-    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", "--minutes", "14"]
-    command += ["--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=870, env=forking())
-    content, page = report(tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr + page
-    states = {one["name"]: one["state"] for one in content["parts"]}
-    assert set(states) == {"set-up", *(one.name for one in parts(rehearse=True))}
-    # Without a GPU there is nothing to test of them, or not to run out of.
-    assert {name for name, state in states.items() if state == "left out"} == {
-        *("transports", "oom", "nccl", "te")
-    }
