@@ -1,11 +1,12 @@
 """Compares RDMA with perftest between two small virtual machines; see ``rdma_lab``.
 
-python -m tests.labs.rdma_speed [--repetitions 5]
+Part ``kills`` kills ranks that are connected by RDMA within one of them.
+
+python -m tests.labs.rdma_speed [--quick] [--part PART ...] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -19,7 +20,8 @@ from tests.cpp_tests import VERBS, CppTests
 from tests.labs import rdma_lab
 from tests.multiprocess.launch import ROOT, environment
 from tests.soak import killed_ranks
-from tests.support.report import Result, Row, measured, missing, ratios
+from tests.support.report import Result, Row, measured, missing, parser_of, ratios
+from tests.support.report import measure as run_parts
 
 BANDWIDTH, LATENCY = 0.90, 1.2
 """Least bandwidth and most latency, relative to perftest's."""
@@ -111,7 +113,7 @@ def kills(count: int) -> Result:
     # A folder of its own, because files of the host come and go.
     script = """
         mkdir /run/private
-        TMPDIR=/run/private exec "$PYTHON" -m tests.soak.killed_ranks --kind rdma --raw \\
+        TMPDIR=/run/private exec "$PYTHON" -m tests.soak.killed_ranks --raw rdma \\
             --count "$COUNT" > "$LAB_SHARE/result.json"
     """
     with tempfile.TemporaryDirectory(prefix="rdma-kills-") as folder:
@@ -135,12 +137,13 @@ def kills(count: int) -> Result:
 
 
 def main() -> int:
-    """Measures and prints a table; returns 1 if a limit is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repetitions", type=int, default=5, help="turns of each (5)")
-    rows = measure(parser.parse_args().repetitions).rows
-    print("\n".join(row.line for row in rows))
-    return int(any(row.met is False for row in rows))
+    """Measures as the command line says; returns 1 if a limit is missed."""
+    options = parser_of(__doc__, ("speed", "kills"), "three turns and kills").parse_args()
+    parts = {
+        "speed": lambda: measure(3 if options.quick else 5),
+        "kills": lambda: kills(3 if options.quick else 100),
+    }
+    return run_parts(parts, options)
 
 
 if __name__ == "__main__":

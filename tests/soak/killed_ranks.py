@@ -5,7 +5,7 @@
     rank 0 ── rank 1 ── rank 2      all send, reserve, wait, hold and drop at random;
                                     one is killed
 
-    python -m tests.soak.killed_ranks [--kind shm] [--count 100]
+    python -m tests.soak.killed_ranks [--quick] [--part shm tcp] [--count 100] [--json FILE]
 
 The trials run in a process of their own, which imports everything once and forks the ranks.
 A killed rank in the middle leaves two survivors. One at an end leaves a neighbour, and a third rank
@@ -14,7 +14,6 @@ that ends in order.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -27,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Label
 from megatron.adaptive.transport.native import NativeTransport
 from tests.support.ranks import run_module
-from tests.support.report import Result, Row, one_line
+from tests.support.report import Result, Row, one_line, parser_of
+from tests.support.report import measure as run_parts
 
 RANKS = 3
 SLOT_BYTES, SLOTS = 256 << 10, 6
@@ -51,6 +52,7 @@ MOST_S = 5.0
 # Within it a rank sends some hundred messages; in the small machines of the RDMA lab all takes
 # longer.
 _LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}
+KINDS = tuple(_LATEST_KILL_S)
 _FORWARD = Label(0, Action(ActionKind.F, 0, 0))
 
 
@@ -212,7 +214,7 @@ def measure(count: int, kind: str) -> Result:
         count: Number of kills.
         kind: Name of the transport.
     """
-    words = ("--kind", kind, "--count", count, "--raw")
+    words = ("--raw", kind, "--count", count)
     with tempfile.TemporaryDirectory() as private:
         outcomes = run_module(
             "tests.soak.killed_ranks", *words, limit_s=120.0 + 60.0 * count, TMPDIR=private
@@ -261,21 +263,19 @@ def rows_of(found: dict[str, Any], what: str) -> list[Row]:
 
 def main() -> int:
     """Runs the trials; prints a table, or the outcomes as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", default="shm", choices=tuple(_LATEST_KILL_S))
-    parser.add_argument("--count", type=int, default=100, help="number of kills (100)")
+    parser = parser_of(__doc__, KINDS, "kill 20 ranks over each transport")
+    parser.add_argument("--count", type=int, help="number of kills (100; 20 with --quick)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the moments (1)")
-    parser.add_argument("--raw", action="store_true", help="print the outcomes as JSON")
+    parser.add_argument("--raw", choices=KINDS, help="kill here, and print the outcomes as JSON")
     options = parser.parse_args()
-    if not options.raw:
-        rows = measure(options.count, options.kind).rows
-        print("\n".join(row.line for row in rows))
-        return int(any(row.met is False for row in rows))
+    count = options.count or (20 if options.quick else 100)
+    if options.raw is None:
+        return run_parts({kind: partial(measure, count, kind) for kind in ("shm", "tcp")}, options)
     torch.set_num_threads(1)
     before = litter()
     trials = []
-    for index in range(options.count):
-        trial = Trial(options.kind, options.seed + index)
+    for index in range(count):
+        trial = Trial(options.raw, options.seed + index)
         try:
             trials.append(trial.run())
         except (AssertionError, EOFError, OSError, TimeoutError) as error:

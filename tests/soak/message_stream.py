@@ -3,12 +3,11 @@
 The receiver keeps a few payloads and drops them in another order, so that slots come back out of
 order. Both ends look at their memory and descriptors all the way.
 
-    python -m tests.soak.message_stream [--messages 10000000]
+    python -m tests.soak.message_stream [--quick] [--messages 10000000] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import multiprocessing
 import random
@@ -26,7 +25,8 @@ from megatron.adaptive import extension
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Label
 from megatron.adaptive.transport.native import NativeTransport
-from tests.support.report import Result, Row, attempt
+from tests.support.report import Result, Row, parser_of
+from tests.support.report import measure as run_parts
 
 SLOT_BYTES, SLOTS = 64 << 10, 16
 CHANNEL_FILE = "/memfd:megatron-adaptive-channel"
@@ -258,13 +258,12 @@ def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
 
 def main() -> int:
     """Streams as the command line says; returns 1 if a limit is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--messages", type=int, default=10_000_000, help="messages (10,000,000)")
+    parser = parser_of(__doc__, ("messages",), "send 200,000 messages")
+    parser.add_argument("--messages", type=int, help="number of messages (10,000,000)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = attempt("messages", lambda: measure(options.messages)).rows
-    print("\n".join(row.line for row in rows))
-    return int(any(row.met is False for row in rows))
+    messages = options.messages or (200_000 if options.quick else 10_000_000)
+    return run_parts({"messages": lambda: measure(messages)}, options)
 
 
 if __name__ == "__main__":
