@@ -3,7 +3,7 @@
     python benchmarks/launch.py [--quick] [--part PART ...] [--json FILE]
 
 Parts: ``start``, from the command to the first iteration of two ranks, by ``launch`` and by
-torchrun in turns; ``status``, the monitor on made-up logs of 64 nodes, over reading the same bytes.
+torchrun in turns; ``status``, the monitor on made-up logs of 64 nodes, over the start of its program.
 Starts by Slurm: ``python -m tests.soak.slurm_jobs``. Exits with status 1 if a goal is missed.
 """
 
@@ -31,8 +31,8 @@ LIMIT_S = 240.0
 NODES = 64
 MOST_START = 1.1
 """Most that a start may take over torchrun's."""
-MOST_STATUS = 10.0
-"""Most that an answer may take over reading all bytes of the logs once."""
+MOST_STATUS = 2.0
+"""Most that an answer may take over the start of the program that gives it."""
 COMMANDS = {
     "launch": "-m megatron.adaptive launch --standalone --nproc-per-node 2",
     "torchrun": "-m torch.distributed.run --standalone --nproc-per-node 2",
@@ -81,22 +81,22 @@ def of_status(options: argparse.Namespace) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         nbytes = write_logs(Path(folder, "pods-1"), int(options.gigabytes * 1e9))
         words = ["status", "pods-1", "--json", "--log-dir", folder]
-        taken_s, read_s = [], []
+        taken_s, start_s = [], []
         for _ in range(5):
             begin_s = time.perf_counter()
-            for path in Path(folder, "pods-1").iterdir():
-                path.read_bytes()
-            read_s.append(time.perf_counter() - begin_s)
+            command = [sys.executable, "-m", "megatron.adaptive", "status", "--help"]
+            subprocess.run(command, env=environment(), capture_output=True, check=True)
+            start_s.append(time.perf_counter() - begin_s)
             begin_s = time.perf_counter()
             shown = run_module("megatron.adaptive", *words, limit_s=LIMIT_S)
             taken_s.append(time.perf_counter() - begin_s)
             if len(shown["nodes"]) != NODES or shown["iteration"] != 20_000:
                 raise TimeoutError(f"the monitor did not see all: {str(shown)[:300]}")
     note = f"{NODES} nodes, {nbytes / 1e9:.2f} GB"
-    over = ratios(taken_s, read_s)
+    over = ratios(taken_s, start_s)
     rows = [
         measured("status: time of an answer", taken_s, unit="s", note=note),
-        measured("status: the same over reading the logs", over, goal=MOST_STATUS),
+        measured("status: the same over the start of the program", over, goal=MOST_STATUS),
     ]
     return Result(rows=rows, facts={"status": {"seconds": taken_s, "bytes": nbytes}})
 

@@ -12,6 +12,7 @@ take as long, and one microbatch more for filling and draining, if messages took
 from __future__ import annotations
 
 import gc
+import os
 import time
 from typing import Any
 
@@ -26,10 +27,11 @@ from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
 
-from .ours import LIMIT_S, TransportConnector
-from .worker import Member
+from .links import LIMIT_S, TransportLink
 
 PLACEMENT = Placement(num_ranks=2, num_chunks=1)
+TRANSPORTS = ("shm", "tcp", "gloo")
+PRODUCTS = 6
 _LEAD_S = 0.005
 _MATRIX = 256
 
@@ -134,26 +136,31 @@ class Pipeline:
         return end - float(start)
 
 
-_pipelines: dict[tuple[int, int], Pipeline] = {}
+def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
+    """Is one rank; returns the seconds of each step of the slower rank, by transport.
 
-
-def step(
-    member: Member,
-    *,
-    connector: str | None,
-    nbytes: int,
-    products: int,
-    microbatches: int,
-    options: dict[str, Any],
-) -> float:
-    """Seconds of one step of this rank; without a connector, alone."""
-    key = nbytes, products
-    if key not in _pipelines:
-        _pipelines.clear()
-        _pipelines[key] = Pipeline(member.rank, nbytes, products)
-    transport = None
-    if connector is not None:
-        link = member.connector(connector, options)
-        assert isinstance(link, TransportConnector)
-        transport = link.transport
-    return _pipelines[key].step_s(connector or "alone", transport, microbatches)
+    Args:
+        rank: Number of the rank.
+        plan: ``nbytes`` of a message, ``microbatches``, ``repetitions``, and ``cpus`` of the ranks.
+    """
+    os.sched_setaffinity(0, {plan["cpus"][rank]})
+    torch.set_num_threads(1)
+    nbytes = plan["nbytes"]
+    pipeline = Pipeline(rank, nbytes, PRODUCTS)
+    links = {
+        name: TransportLink(name, rank, slot_bytes=nbytes, slots=8, fixed=True)
+        for name in TRANSPORTS
+    }
+    samples: dict[str, list[float]] = {name: [] for name in ("alone", *TRANSPORTS)}
+    for repetition in range(-1, plan["repetitions"]):
+        for name, seconds in samples.items():
+            transport = links[name].transport if name in links else None
+            taken = torch.tensor(
+                [pipeline.step_s(name, transport, plan["microbatches"])], dtype=torch.float64
+            )
+            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            if repetition >= 0:
+                seconds.append(taken.item())
+    for link in links.values():
+        link.close()
+    return samples
