@@ -4,8 +4,7 @@
 
 Parts: ``trace``, a traced step; ``watch``, the watch for hangs; ``checkpoint``, a checkpoint every
 ten steps that is written behind training; ``copies``, copies of the state in memory, at every step
-and at one in ten; ``checksums``, the checksums of a checkpoint that is saved, loaded, or written
-behind training. Steps with and without take turns in one job. Exits with status 1 if a goal is
+and at one in ten. Steps with and without take turns in one job. Exits with status 1 if a goal is
 missed.
 """
 
@@ -19,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import checksums, gpt_turns  # noqa: E402
+from benchmarks import gpt_turns  # noqa: E402
 from benchmarks.report import Result, measure, measured, parser_of  # noqa: E402
 
-PARTS = ("trace", "watch", "checkpoint", "copies", "checksums")
+PARTS = ("trace", "watch", "checkpoint", "copies")
 MOST = {"traced": 0.01, "watched": 0.01, "saving": 0.03, "copying": 0.05}
 """Most that a step may take longer, as a share of the step without."""
 
@@ -67,7 +66,6 @@ def main() -> int:
         "watch": partial(of_kind, "watched", "watch for hangs", 3 if quick else 12),
         "checkpoint": partial(of_kind, "saving", saving, 6 if quick else 24),
         "copies": partial(of_copies, 3 if quick else 8),
-        "checksums": partial(checksums.measure, 4 if quick else 12),
     }
     return measure(parts, options)
 

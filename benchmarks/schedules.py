@@ -38,13 +38,10 @@ def emulated(options: argparse.Namespace) -> Result:
     mean_s = options.chunk_ms / 1e3
     times = Times(forward_s=mean_s, backward_s=mean_s, weight_s=mean_s)
     repetitions = QUICK_REPETITIONS if options.quick else REPETITIONS
-    names = options.competitors or (
-        competitors.QUICK if options.quick else tuple(competitors.COMPETITORS)
-    )
+    names = options.competitors or (competitors.QUICK if options.quick else competitors.USUAL)
     cases = [
-        (scenario, options.microbatches, options.repetitions or number)
-        for scenario, number in repetitions.items()
-        if scenario in (options.scenarios or repetitions)
+        (scenario, options.microbatches, options.repetitions or repetitions.get(scenario, 3))
+        for scenario in options.scenarios or repetitions
     ]
     plan = {"competitors": list(names), "times": asdict(times), "seed": options.seed}
     asked = {**plan, "num_ranks": options.ranks, "cases": cases}

@@ -87,16 +87,36 @@ COMPETITORS: dict[str, Competitor] = {
     for competitor in (
         Competitor(name=BASELINE, engine="megatron", schedule="1f1b"),
         Competitor(name=INTERLEAVED, engine="megatron", schedule="interleaved", **_LOOP),
+        Competitor(name="torch 1f1b", engine="torch", schedule="1f1b"),
+        Competitor(name="torch interleaved", engine="torch", schedule="interleaved", **_LOOP),
+        Competitor(
+            name="torch interleaved zb",
+            engine="torch",
+            schedule="interleaved-zb",
+            weight_pieces=1,
+            **_LOOP,
+        ),
         Competitor(name="torch zb-v", engine="torch", schedule="zb-v", **_V),
         _ours("1f1b", "1f1b"),
         _ours("interleaved", "interleaved", **_LOOP),
+        _ours("breadth-first", "breadth-first", **_LOOP),
+        _ours("zb-h1", "zb-h1", weight_pieces=1),
         _ours("zb-v", "zb-v", **_V),
+        _ours("v-half", "v-half", **_V),
+        _ours("varuna", "varuna"),
+        _ours("dfc, loop", "dfc", **_LOOP, **_RULE),
+        _ours("bfc, loop", "bfc", **_LOOP, **_RULE),
+        _ours("adaptive, 1 chunk", "adaptive", **_RULE),
         _ours("adaptive, loop", "adaptive", **_LOOP, **_RULE),
+        _ours("adaptive, loop, split", "adaptive", weight_pieces=1, **_LOOP, **_RULE),
         _ours(ADAPTIVE, "adaptive", **_V_RULE),
         _ours("adaptive, V, memory p", "adaptive", cap=1.0, **_V_RULE),
-        _ours(TIGHT, "hinted", cap=1.0, **_V_RULE),
         Competitor(name=PLUG_IN, engine="plug-in", schedule="adaptive", **_V_RULE),
+        _ours("hinted, V", "hinted", **_V_RULE),
+        _ours(TIGHT, "hinted", cap=1.0, **_V_RULE),
     )
 }
 QUICK = (BASELINE, INTERLEAVED, "torch zb-v", "zb-v", ADAPTIVE, TIGHT, PLUG_IN)
 """Competitors of the short form."""
+USUAL = (*QUICK, "1f1b", "interleaved", "adaptive, loop", "adaptive, V, memory p")
+"""Competitors unless others are asked for."""

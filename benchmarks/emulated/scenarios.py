@@ -16,7 +16,9 @@ What a rank is (slow, fast) multiplies all that it runs, whichever stages these 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -43,6 +45,7 @@ class Scenario:
         name: heading in the table.
         jitter_sigma: sigma of the logarithm of each action's own random factor, whose mean is 1.
         length_sigma: the same for a factor that a microbatch carries through all its actions.
+        length_mix: instead, ``(probability, length)`` of a microbatch; lengths average to 1.
         rank_factor: what the durations of one rank, the one in the middle, are multiplied by.
         link_delay: time that a message takes on one link, the one in the middle, either way, in
             forwards of a whole rank.
@@ -51,6 +54,7 @@ class Scenario:
     name: str
     jitter_sigma: float = 0.0
     length_sigma: float = 0.0
+    length_mix: tuple[tuple[float, float], ...] = ()
     rank_factor: float = 1.0
     link_delay: float = 0.0
 
@@ -59,9 +63,14 @@ SCENARIOS: dict[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
         Scenario(name="quiet"),
+        Scenario(name="jitter 0.1", jitter_sigma=0.1),
         Scenario(name="jitter 0.3", jitter_sigma=0.3),
+        Scenario(name="jitter 0.5", jitter_sigma=0.5),
         Scenario(name="lengths", length_sigma=0.5),
+        # Packed conversations: most are short, a few fill the window.
+        Scenario(name="long tail", length_mix=((0.75, 0.5), (0.15, 1.5), (0.1, 4.0))),
         Scenario(name="slow link", link_delay=1.0),
+        Scenario(name="fast rank", rank_factor=1 / 1.43),
         Scenario(name="straggler", rank_factor=1.3),
     )
 }
@@ -97,7 +106,7 @@ class Draws:
         factors[middle] = scenario.rank_factor
         text = f"{self.seed}/{scenario.name}/{self.num_ranks}/{self.num_microbatches}"
         rng = random.Random(f"{text}/{self.repetition}")
-        return draw(
+        work = draw(
             placement,
             self.num_microbatches,
             StageTimes.equal(
@@ -115,6 +124,11 @@ class Draws:
             },
             rank_factors=factors,
         )
+        if not scenario.length_mix:
+            return work
+        chances, lengths = zip(*scenario.length_mix, strict=True)
+        drawn = rng.choices(lengths, weights=chances, k=self.num_microbatches)
+        return replace(work, durations_ps=np.rint(work.durations_ps * drawn).astype(np.int64))
 
     def delay_s(self, from_rank: int, to_rank: int) -> float:
         """Seconds that a message takes from one rank to another, on top of what gloo takes."""
