@@ -19,7 +19,7 @@ from megatron.adaptive.checkpoint.node_local import share_out
 from megatron.adaptive.errors import CheckpointError, ConfigError
 
 from ..multiprocess.launch import limited_disk
-from .test_training import TRACKER, ranks
+from .test_trainer_checkpoints import TRACKER, ranks
 
 Make = Callable[..., Any]
 
