@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,19 +284,6 @@ class GptRank:
             consumed_valid_samples=0,
             skipped_iterations=0,
         )
-
-    def load(self, iteration: int, **checkpoint: str) -> Any:
-        """Loads a checkpoint; returns its progress.
-
-        Args:
-            iteration: of it.
-            checkpoint: further settings of checkpoints in the place of the run's own.
-        """
-        from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
-
-        config = self._job.config
-        given = replace(config.checkpoint, ckpt_step=iteration, **checkpoint)
-        return Checkpoints(self._run, config=replace(config, checkpoint=given)).load()
 
     def train(self, before_update: Callable[[], None] = lambda: None) -> None:
         """Take a step.
