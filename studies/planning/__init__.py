@@ -1,1 +1,1 @@
-"""Parts of ``studies/planner.py``, one module each."""
+"""Parts of ``studies.planner``, one module each."""

@@ -1,1 +1,1 @@
-"""Parts of ``tests/soak/faults.py``: damaged checkpoints, strangers, lost nodes, full disks."""
+"""Soaks: programs that damage, kill, interrupt and fill up, at random and for a long time."""

@@ -1,1 +1,1 @@
-"""Parts of ``tests/soak/elastic.py``: nodes that fail, what checkpoints cost, slow ranks."""
+"""Parts that several tests, soaks and studies build on."""

@@ -1,1 +1,1 @@
-"""Parts of ``tests/soak/diagnosis.py``."""
+"""Parts of ``tests.soak.diagnosis``."""
