@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trust.damages import Saved, damaged
 from megatron.adaptive.checkpoint.checksums import BLOCK_BYTES, sealed
 from megatron.adaptive.checkpoint.folder import (
     FORMAT_VERSION,
@@ -23,6 +22,7 @@ from megatron.adaptive.checkpoint.folder import (
 )
 from megatron.adaptive.engine.folder_lease import Lease, LeaseTakenError
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
+from tests.soak.damages import Saved, damaged
 
 MANIFEST = {
     "progress": {"iteration": 10},

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.cli.top import main
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.monitor import LiveRun
 from megatron.adaptive.trace.status_files import NowFile
 from megatron.adaptive.trace.trace_format import trace_file_name
+from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "megatron.adaptive", "top"]

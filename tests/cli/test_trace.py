@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from openpyxl import load_workbook
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.trace.legacy_text import write_legacy
 from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.trace_format import IterationStart, block_text, trace_file_name
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "trace_pipeline_2_model_chunks_1"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elasticity.nodes import Node, Nodes, why_not
+from tests.support.nodes import Node, Nodes, why_not
 
 from ..multiprocess.launch import ROOT, forking, wait_until
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.published import run_of_columns, write_run
 from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.whatif.answers import WhatIf, what_if, what_if_table
+from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 from tests.trace.imports.conftest import (
     BACKWARD_S,
     CLIP_S,

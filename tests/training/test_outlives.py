@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.elasticity.nodes import fill
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.status_files import ProgressTail, progress_file
+from tests.support.nodes import fill
 
 from ..multiprocess.launch import ROOT, SMALL_GPT, forking, forkserver, kill_tree, limited_disk
 

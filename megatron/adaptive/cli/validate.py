@@ -4,7 +4,7 @@
         [--rows] [--json]
 
 ``DIR`` is the folder of a run's traces, or of several such folders, of model ``M`` on the cluster.
-Published runs are ``benchmarks/planner.py``'s.
+Published runs are ``studies/planner.py``'s.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
     if not found:
         raise ConfigError(
             f"{folder}: no traced run: neither it nor a folder below it holds traces; published"
-            " runs are compared by benchmarks/planner.py --data"
+            " runs are compared by studies/planner.py --data"
         )
     return found
 

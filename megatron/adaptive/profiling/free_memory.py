@@ -28,7 +28,7 @@ KEPT_FREE = 0.1
 
 HOST_SHARE = 0.35
 """The C library keeps so much of freed activations between those in use. Measured with
-``benchmarks/planner.py --part memory`` in runs of the trainer with glibc."""
+``studies/planner.py --part memory`` in runs of the trainer with glibc."""
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose import CAUSES_FOUND, Diagnosis, diagnose
 from megatron.adaptive.trace.diagnose.finding import Finding
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.trace_format import trace_file_name
+from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 Say = Callable[..., Diagnosis]
 
