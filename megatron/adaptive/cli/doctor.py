@@ -1,4 +1,4 @@
-"""Checks whether a node is fit for a run, and says how to mend what is not."""
+"""Checks whether a node is fit for a run, and suggests how to fix what is not."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from megatron.adaptive.planner.cluster import describe_node
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks and prints.
+    """Checks this node and prints the findings.
 
     Returns:
-        1 if something is missing without which a run cannot work.
+        1 if something is missing that a run needs, else 0.
     """
     parser = CommandParser(
         prog="python -m megatron.adaptive doctor",
-        description="Check this node; with --master-addr also the way between nodes: give the "
-        "same address on two nodes, one of which has it.",
+        description="Check this node. With --master-addr also check the connection between two"
+        " nodes: start it on both with the address of one of them.",
     )
     add = parser.add_argument
-    add("--master-addr", help="address of one of the nodes that is checked")
+    add("--master-addr", help="address of one of the two nodes")
     add("--master-port", type=number(int, 1, 65535, "port"), default=29500, help="its port (29500)")
     wait_s = number(float, 0, 1e9)
     add("--timeout", type=wait_s, default=60.0, help="seconds to wait for the other node (60)")
@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _print(checks: Sequence[Check], *, as_json: bool) -> None:
     if as_json:
-        found = {"node": node_report(), "checks": [asdict(check) for check in checks]}
-        print(json.dumps({"host": socket.gethostname(), **found}, indent=2))
+        report = {"node": node_report(), "checks": [asdict(check) for check in checks]}
+        print(json.dumps({"host": socket.gethostname(), **report}, indent=2))
         return
     width = max(len(check.name) for check in checks)
     for check in checks:
@@ -76,7 +76,7 @@ _LEAST_PYTHON = (3, 10)
 _MOST_SKEW_S = 0.1
 _CONNECT_S = 5.0
 _PURPOSE = "doctor"
-# It starts and changes nothing: the user need not carry a secret from node to node to be helped.
+# The check starts and changes nothing, so a user need not copy a secret between the nodes for it.
 _KNOWN_TO_ALL = "megatron.adaptive doctor"
 _OPEN = "open the ports between the nodes; gloo and NCCL take any above 1023"
 _TORCH = (
@@ -87,13 +87,13 @@ _TORCH = (
 
 @dataclass(frozen=True)
 class Check:
-    """Holds one finding.
+    """Describes one finding.
 
     Attributes:
-        name: what was looked at.
-        state: ``warning`` where a run may work, ``error`` where it cannot.
-        text: what was found.
-        mend: what to do; empty if all is well.
+        name: Name of the item that was checked.
+        state: ``warning`` if a run may work anyway, ``error`` if it cannot.
+        text: Result of the check.
+        mend: Suggested fix, empty if all is well.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Check:
 
 
 def _check(name: str, text: str, mend: str = "", *, is_error: bool = False) -> Check:
-    """Returns a finding, which is well where there is nothing to mend."""
+    """Returns a finding; its state is ``ok`` if there is no fix to suggest."""
     return Check(name, ("error" if is_error else "warning") if mend else "ok", text, mend)
 
 
@@ -111,18 +111,18 @@ def check_node(port: int) -> list[Check]:
     """Checks this node alone.
 
     Args:
-        port: the one that a run would use.
+        port: Port that a run would use.
     """
     steps = (_software, _extension, _shared_memory, _rdma, _names, _clock)
     return [check for step in steps for check in step()] + [_port(port)]
 
 
 def node_report() -> dict[str, Any]:
-    """Describes this node as an entry of a cluster file, as far as its tools say it."""
+    """Describes this node as an entry of a cluster file, as far as its tools report the facts."""
     texts = []
-    for words in (["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"]):
+    for command in (["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"]):
         try:
-            done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
             texts.append("" if done.returncode else done.stdout)
         except (OSError, subprocess.TimeoutExpired):
             texts.append("")
@@ -220,13 +220,13 @@ def _names() -> Iterator[Check]:
         mend = "bring a network interface up; on one machine alone this does not matter"
         yield _check("network", str(error), mend)
     try:
-        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)})
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)})
     except OSError as error:
         mend = f"add a line with this node's address and {host} to /etc/hosts"
         yield _check("host name", f"{host}: {error.strerror}", mend)
         return
-    text, mend = f"{host} is {', '.join(found)}", ""
-    if all(is_loopback(address) for address in found):
+    text, mend = f"{host} is {', '.join(addresses)}", ""
+    if all(is_loopback(address) for address in addresses):
         text += " here: gloo would listen where nobody else reaches it"
         mend = (
             f"take {host} off the loopback's line of /etc/hosts; run_master.sh, run_worker.sh and "
@@ -249,28 +249,28 @@ def _port(port: int) -> Check:
 
 
 def _ignore(text: str) -> None:
-    """Reports no visitor: what matters here is who is let in."""
+    """Ignores the report about a refused visitor; only admitted visitors matter here."""
 
 
 async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Lets other nodes check their way to this one, until the first has, or the time is over.
+    """Lets other nodes check their connection to this one, until one has done so or time is up.
 
     Args:
-        port: where to listen.
-        limit_s: how long to wait.
-        secret: that others prove.
+        port: Port to listen at.
+        limit_s: Time limit in seconds.
+        secret: Secret that the other nodes must prove.
     """
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:
-        """Answers with the time and tries the way back to the peer."""
+        """Answers with the time, and tries to connect back to the peer."""
         message = await link.receive(_CONNECT_S)
         if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
-            return await link.close()  # something else that knocked
+            return await link.close()  # Another program has connected.
         why = ""
         try:
-            found = await Connection.connect(link.peer, back, _CONNECT_S, secret, _PURPOSE)
-            await found.close()
+            link_back = await Connection.connect(link.peer, back, _CONNECT_S, secret, _PURPOSE)
+            await link_back.close()
         except OSError as error:
             why = str(error)
         link.send("checked", unix_s=time.time(), back=why)
@@ -295,7 +295,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
 
 
 def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Checks the way between this node and the one at ``address``, on which doctor runs as well."""
+    """Checks the connection to the node at an address, where doctor must also run."""
     end_s = time.monotonic() + limit_s
     while True:
         try:

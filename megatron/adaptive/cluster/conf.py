@@ -484,5 +484,5 @@ def _check_words(conf: LaunchConf) -> None:
         raise ConfigError(f"CONTAINER={values['CONTAINER']}: IMAGE must name the image it runs")
     if values["NSYS"] and values["NCU"]:
         raise ConfigError(
-            "NSYS and NCU are both true; only one profiler can attach: set one to false"
+            "NSYS=true and NCU=true: only one profiler can attach; set one of them to false"
         )
