@@ -49,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     checks = check_node(options.master_port)
     if options.master_addr is not None:
-        address, secret = resolve(options.master_addr), job_secret() or _KNOWN_TO_ALL
+        address = resolve(options.master_addr)
+        secret = job_secret() or _KNOWN_TO_ALL
         if interface_of(address) is not None:
             checks += asyncio.run(answer_peers(options.master_port, options.timeout, secret))
         else:
@@ -184,7 +185,8 @@ def _shared_memory() -> Iterator[Check]:
     except OSError as error:
         yield _check("/dev/shm", str(error.strerror), "mount a tmpfs there", is_error=True)
         return
-    size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+    size = facts.f_blocks * facts.f_frsize
+    free = facts.f_bavail * facts.f_frsize
     mend = "start the container with --shm-size 16g, or in Kubernetes mount an emptyDir of medium"
     mend = f"{mend} Memory there" if free < _LEAST_SHM else ""
     yield _check("/dev/shm", f"{size / _GIB:.2f} GiB, {free / _GIB:.2f} GiB free", mend)
@@ -204,7 +206,8 @@ def _rdma() -> Iterator[Check]:
             mend = "give the interface of the device an IPv4 address"
         yield _check("RDMA", f"{port.device}:{port.port} {port.state}, {port.link}, {gid}", mend)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text, mend = "unlimited", ""
+    text = "unlimited"
+    mend = ""
     if soft != resource.RLIM_INFINITY:
         text = f"{soft >> 10} KiB; RDMA pins more"
         mend = "ulimit -l unlimited, --ulimit memlock=-1 for a container, or limits.conf"
@@ -225,7 +228,8 @@ def _names() -> Iterator[Check]:
         mend = f"add a line with this node's address and {host} to /etc/hosts"
         yield _check("host name", f"{host}: {error.strerror}", mend)
         return
-    text, mend = f"{host} is {', '.join(addresses)}", ""
+    text = f"{host} is {', '.join(addresses)}"
+    mend = ""
     if all(is_loopback(address) for address in addresses):
         text += " here: gloo would listen where nobody else reaches it"
         mend = (
@@ -320,7 +324,8 @@ async def _try_way(address: str, port: int, secret: str) -> list[Check]:
     finally:
         back.close()
         await link.close()
-    early, late = begin_s - message["unix_s"], end_s - message["unix_s"]
+    early = begin_s - message["unix_s"]
+    late = end_s - message["unix_s"]
     skew_s = 0.0 if early <= 0 <= late else min(abs(early), abs(late))
     text = f"they differ by {skew_s:.3f} s, give or take {end_s - begin_s:.3f} s"
     mend = "run chronyd or ntpd on both nodes" if skew_s > _MOST_SKEW_S else ""

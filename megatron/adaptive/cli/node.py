@@ -298,7 +298,8 @@ class _Hello:
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> _Hello:
         """Parses a message of another node; raises ``ValueError`` if it is malformed."""
-        host, address = message["host"], message["address"]
+        host = message["host"]
+        address = message["address"]
         open_ones = [message["processes"], message["node_rank"]]
         numbers = [message["gpus"], *(value for value in open_ones if value is not None)]
         is_text = all(isinstance(value, str) and value.isprintable() for value in (host, address))
@@ -426,15 +427,15 @@ async def _gather(
             answer = await asyncio.to_thread(_answer, conf, places, port)
             own_parts = [{"node_rank": rank, "master_addr": address} for rank, _ in places[1:]]
         except AdaptiveError as error:
-            failure, answer, own_parts = error, {"error": str(error)}, [{}] * num_workers
+            failure = error
+            answer = {"error": str(error)}
+            own_parts = [{}] * num_workers
         for link, part in zip(guests, own_parts, strict=True):
             link.send("answer", **answer, **part)
-        waiting = _Waiting(_SILENT_S, 0.0)
-        while set(guests) - taken and waiting.left_s > 0:
-            await asyncio.sleep(_POLL_S)
+        missing = await _wait_for_receipts(guests, taken)
         if failure is not None:
             raise failure
-        if missing := [hello.host for link, hello in guests.items() if link not in taken]:
+        if missing:
             raise SetupError(
                 f"{', '.join(missing)} went away as the run began: start bash run_worker.sh there,"
                 " and this node, again"
@@ -444,6 +445,16 @@ async def _gather(
         server.close()
         for link in list(here):
             await link.close()
+
+
+async def _wait_for_receipts(
+    guests: Mapping[Connection, _Hello], taken: set[Connection]
+) -> list[str]:
+    """Waits a moment until all workers have the answer; returns the hosts of those without it."""
+    waiting = _Waiting(_SILENT_S, 0.0)
+    while set(guests) - taken and waiting.left_s > 0:
+        await asyncio.sleep(_POLL_S)
+    return [hello.host for link, hello in guests.items() if link not in taken]
 
 
 async def _wait_for(
@@ -525,8 +536,10 @@ async def _join(master: _MasterAddress, hello: _Hello, waiting: _Waiting) -> dic
 
 def _check_answer(answer: dict[str, Any]) -> None:
     """Checks that an answer is complete and well-formed, and names no path as the job."""
-    processes, port = answer.get("processes"), answer.get("port")
-    rank, conf = answer.get("node_rank"), answer.get("conf")
+    processes = answer.get("processes")
+    port = answer.get("port")
+    rank = answer.get("node_rank")
+    conf = answer.get("conf")
     is_whole = (
         isinstance(processes, list)
         and all(type(count) is int and count > 0 for count in processes)

@@ -138,7 +138,8 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
         description="Find the best ways to train a model on a cluster; see docs/planner.md.",
     )
     add_input_arguments(parser, required=required)
-    amount, plans = number(float, 0, 1e15), number(int, 1, 10_000)
+    amount = number(float, 0, 1e15)
+    plans = number(int, 1, 10_000)
     size: dict[str, Any] = {
         "type": number(int, 1, 100_000_000),
         "required": required,
@@ -284,7 +285,8 @@ def _objective(options: argparse.Namespace, model: Model) -> Objective:
 
 
 def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) -> None:
-    model, cluster = inputs.model, inputs.cluster
+    model = inputs.model
+    cluster = inputs.cluster
     size = model.parameters
     amount = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
     types = model.precision.name + " and fp8" * model.precision.fp8

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.adaptive.errors import ConfigError, SetupError
 
@@ -257,7 +257,8 @@ def forward_step(data_iterator: Iterator[Any], chunk: Any) -> tuple[Any, Callabl
     from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
     from megatron.training import get_timers
 
-    timers, straggler = get_timers(), StragglerDetector()
+    timers = get_timers()
+    straggler = StragglerDetector()
     timers("batch-generator", log_level=2).start()
     with straggler(bdata=True):
         inner = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -298,6 +299,20 @@ def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
     return SimpleNamespace(**get_batch_on_this_cp_rank(batch, **group))
 
 
+class _LossCheck(NamedTuple):
+    """Describes a check of the loss by megatron-core's rerun state machine.
+
+    Attributes:
+        rejects: Function of the loss that returns whether to reject it.
+        message: Reason for the log.
+        is_fatal: Whether a rejected loss ends the run.
+    """
+
+    rejects: Callable[..., Any]
+    message: str
+    is_fatal: bool
+
+
 def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
     """Returns the sum of the losses of all tokens, the number of tokens, and both for the log."""
     import torch
@@ -309,21 +324,21 @@ def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
     loss = torch.sum(output.view(-1).float() * weights)
     tokens = weights.sum().detach().to(torch.int)
     machine = get_rerun_state_machine()
-    checks: list[tuple[bool, Callable[..., Any], str, bool]] = [
-        (args.check_for_nan_in_loss_and_grad, torch.isnan, "the loss is not a number", True),
-        (args.check_for_nan_in_loss_and_grad, torch.isinf, "the loss is infinite", True),
-        (
-            args.check_for_spiky_loss,
-            functools.partial(machine.is_unexpectedly_large, threshold=10, context="loss"),
-            "the loss jumps",
-            False,
-        ),
-    ]
-    for is_asked, rejects, message, is_fatal in checks:
-        if is_asked:
-            machine.validate_result(
-                result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=is_fatal
-            )
+    checks: list[_LossCheck] = []
+    if args.check_for_nan_in_loss_and_grad:
+        checks.append(_LossCheck(torch.isnan, "the loss is not a number", is_fatal=True))
+        checks.append(_LossCheck(torch.isinf, "the loss is infinite", is_fatal=True))
+    if args.check_for_spiky_loss:
+        jumps = functools.partial(machine.is_unexpectedly_large, threshold=10, context="loss")
+        checks.append(_LossCheck(jumps, "the loss jumps", is_fatal=False))
+    for check in checks:
+        machine.validate_result(
+            result=loss,
+            rejection_func=check.rejects,
+            message=check.message,
+            tolerance=0.0,
+            fatal=check.is_fatal,
+        )
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 

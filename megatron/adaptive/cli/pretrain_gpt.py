@@ -73,7 +73,8 @@ def train(argv: Sequence[str]) -> int:
 def _train(argv: Sequence[str]) -> int:
     arguments = list(argv)
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    settings, options = arguments[:end], arguments[end + 1 :]
+    settings = arguments[:end]
+    options = arguments[end + 1 :]
     if not settings or {"-h", "--help"} & set(settings):
         print(_USAGE)
         return 0
@@ -209,7 +210,8 @@ def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> li
         with tidy_on_sigterm(), progress_display(Path(data).stat().st_size) as progress:
             preprocess(spec, progress=progress)
         data = spec.prefix_of("text")
-    tokens, length = check_indexed(data).num_tokens, config.model.seq_length
+    tokens = check_indexed(data).num_tokens
+    length = config.model.seq_length
     batches = (tokens - 1) // length // config.batch.global_batch_size
     if not batches:
         raise ConfigError(

@@ -46,10 +46,12 @@ def main(argv: Sequence[str]) -> int:
     add("--log-dir", type=Path, help="LOG_DIR of conf.sh (logs)")
     add("--output", type=Path, metavar="FILE", help="the page (report.html in the job's folder)")
     options = parser.parse_args(argv)
-    job, logs = options.job, options.log_dir or WORK_FOLDER / "logs"
+    job = options.job
+    logs = options.log_dir or WORK_FOLDER / "logs"
     if "/" in job or (options.log_dir is None and Path(job).is_dir()):
         folder = Path(job).absolute()
-        job, logs = folder.name, folder.parent
+        job = folder.name
+        logs = folder.parent
     target = options.output or logs / job / "report.html"
     report = gather(job, logs)
     data = [("report-data", report)]
@@ -263,7 +265,8 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
             if rank < len(nodes):
                 rows.setdefault(nodes[rank], []).append(row)
         with tempfile.TemporaryDirectory() as temporary:
-            page, iterations = Path(temporary) / "page.html", figures.iterations.tolist()
+            page = Path(temporary) / "page.html"
+            iterations = figures.iterations.tolist()
             write_page(run, page, iterations, figures=figures, labels=labels, nodes=rows)
             text = page.read_text(encoding="utf-8")
     except TraceError as error:

@@ -218,7 +218,8 @@ def _candidate(options: argparse.Namespace, name: str) -> Candidate:
 
 def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
     """Prints step time, bubble and peak of each schedule; speed-ups are relative to the first."""
-    first, slowest = outcomes[0].mean_s, max(outcome.mean_s for outcome in outcomes)
+    first = outcomes[0].mean_s
+    slowest = max(outcome.mean_s for outcome in outcomes)
     if not first:
         raise ConfigError("all work takes 0 s: give --forward, --backward or --weight above 0")
     width = max(len(str(outcome.candidate)) for outcome in outcomes)

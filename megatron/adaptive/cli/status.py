@@ -381,10 +381,7 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     )
     lines = [line for line in progress.records if line["unix_ns"] >= since_ns]
     ended = progress.ended_ns >= since_ns and bool(progress.ended)
-    names = node_names(folder)
-    ends = {name: (tail(folder / f"{name}.out"), tail(folder / f"{name}.err")) for name in names}
-    nodes = tuple(_node(folder, name, *ends[name]) for name in names)
-    nodes = tuple(replace(node, is_former=_is_former(node, record)) for node in nodes)
+    nodes = _read_nodes(folder, record)
     lost = {} if ended else _lost(slurm_job, nodes)
     # Slurm reports in this file which node failed.
     if (logs / f"{job}.batch").is_file():
@@ -408,10 +405,7 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
         iteration_ms=ms,
         tokens_per_s=_median(lines, "tokens_per_s"),
         since_s=since_s,
-        # Slurm knows whether its jobs are over; for pods, ask the training and all nodes.
-        is_over=slurm_job.state not in _GOES_ON
-        if slurm_job.state
-        else ended or bool(lost) or all(node.use and node.use.get(ENDED) for node in nodes),
+        is_over=_is_over(slurm_job, nodes, has_ended=ended or bool(lost)),
         is_stalled=since_s is not None
         and since_s > limit_s
         and slurm_job.state in _RUNNING
@@ -420,6 +414,21 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
         effective=effective,
         differences=_differences(requested, effective),
     )
+
+
+def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ...]:
+    """Summarizes the nodes that have files in a job's folder."""
+    names = node_names(folder)
+    ends = {name: (tail(folder / f"{name}.out"), tail(folder / f"{name}.err")) for name in names}
+    nodes = [_node(folder, name, *ends[name]) for name in names]
+    return tuple(replace(node, is_former=_is_former(node, record)) for node in nodes)
+
+
+def _is_over(slurm_job: SlurmState, nodes: Sequence[NodeStatus], *, has_ended: bool) -> bool:
+    """Returns whether a job has ended, by Slurm if it knows the job, else by the nodes."""
+    if slurm_job.state:
+        return slurm_job.state not in _GOES_ON
+    return has_ended or all(node.use and node.use.get(ENDED) for node in nodes)
 
 
 def slurm_rows(command: Sequence[str]) -> list[list[str]]:
@@ -530,7 +539,8 @@ def progress_of(
         record: Content of its ``run.json``, whose flags may name another folder.
         kept: Number of lines to keep, ``None`` for all.
     """
-    path, named = progress_file(folder), last_value(record.get("flags", []), "--progress-dir")
+    path = progress_file(folder)
+    named = last_value(record.get("flags", []), "--progress-dir")
     if not path.is_file() and named:
         path = Path(named) / PROGRESS_NAME
     return ProgressTail(path, kept)

@@ -34,7 +34,8 @@ def main(argv: Sequence[str]) -> int:
         description="Write the script of a Slurm job and submit it.",
     )
     add = parser.add_argument
-    conf_file, text = WORK_FOLDER / "conf.sh", "configuration (conf.sh)"
+    conf_file = WORK_FOLDER / "conf.sh"
+    text = "configuration (conf.sh)"
     add("conf", nargs="?", type=Path, default=conf_file, help=text)
     add("--dry-run", action="store_true", help="only print the script")
     add("--plan", type=Path, help="plan file, instead of the one in conf.sh")
@@ -62,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
 
 _LIMIT_S = 30.0
 _WARNING_S = 90
-_FIRST_PORT, _PORTS = 20000, 10000
+_FIRST_PORT = 20000
+_PORTS = 10000
 _SUBMITTED = re.compile(r"(\d+)")
 
 _BODY = """

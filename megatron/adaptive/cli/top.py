@@ -94,8 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-WIDE, BAR, CURVE = 96, 14, 16
-"""Columns from which a step's bar fits; length of that bar; length of a curve."""
+WIDE = 96
+"""Least number of columns for a table with the bar of a step."""
+BAR = 14
+"""Length of the bar of a step, in columns."""
+CURVE = 16
+"""Most points of a curve, one per column."""
 
 _STATES = {
     "running": "bold green",
@@ -136,11 +140,13 @@ def draw(snapshot: Snapshot, width: int, height: int | None = None) -> Renderabl
 
 
 def _title(snapshot: Snapshot) -> RenderableType:
-    header, folder = snapshot.header, snapshot.folder.absolute()
+    header = snapshot.header
+    folder = snapshot.folder.absolute()
     parts = [folder.parent.name if folder.name == "traces" else folder.name]
     if header is not None:
         parts.append(header.schedule)
-        stages, chunks = _count(header.num_ranks, "stage"), _count(header.num_chunks, "chunk")
+        stages = _count(header.num_ranks, "stage")
+        chunks = _count(header.num_chunks, "chunk")
         parts.append(f"{stages} x {chunks}")
         replicas = header.world_size // header.num_ranks
         parts += [_count(replicas, "replica")] if replicas > 1 else []
@@ -157,7 +163,8 @@ def _title(snapshot: Snapshot) -> RenderableType:
 
 
 def _progress(snapshot: Snapshot) -> RenderableType:
-    done, total = snapshot.iteration, snapshot.total_iterations
+    done = snapshot.iteration
+    total = snapshot.total_iterations
     if not total:
         return Text(f" iteration {done}")
     rest = f"{done / total:.0%}"
@@ -193,13 +200,15 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
     step = "step" if width >= WIDE else ""
     table = _table(f"rank stage now done {step} bubble waits compute held slow")
     # The cells of this column may shrink if the terminal is narrow.
-    table.columns[2].min_width, table.columns[2].no_wrap = 14, False
+    table.columns[2].min_width = 14
+    table.columns[2].no_wrap = False
     chunks = max((r.header.num_chunks for r in ranks if r.header is not None), default=1)
     for rank in ranks:
         now = rank.now
         held = rank.held_bytes if now is None else now.held_bytes or rank.held_bytes
         table.add_row(
-            *(str(rank.rank), "" if rank.header is None else str(rank.header.pp_rank)),
+            str(rank.rank),
+            "" if rank.header is None else str(rank.header.pp_rank),
             _now(rank, chunks),
             "" if now is None or rank.is_ended else f"{now.done[0]}+{now.done[1]}",
             *([_bar(rank)] if step else []),
@@ -225,7 +234,8 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
     """Creates the table of stages: actions of each stage's ranks, median and worst figures."""
     waits = "waits" if width >= WIDE else ""
     table = _table(f"stage ranks now bubble {waits} compute slowest slow")
-    table.columns[2].overflow, table.columns[2].max_width = "ellipsis", width - 46
+    table.columns[2].overflow = "ellipsis"
+    table.columns[2].max_width = width - 46
     stages: dict[int, list[LiveRank]] = {}
     for rank in snapshot.ranks:
         if rank.header is not None:
@@ -242,7 +252,9 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
         causes = {cause for rank in members for cause in rank.waits}
         median_waits = {c: statistics.median(r.waits.get(c, 0.0) for r in members) for c in causes}
         table.add_row(
-            *(str(stage), str(len(members)), text),
+            str(stage),
+            str(len(members)),
+            text,
             _percent(1 - statistics.median(busy) if busy else None),
             *([_waits(median_waits)] if waits else []),
             _ms(statistics.median(times.values()) if times else None),
@@ -275,7 +287,8 @@ def _style(word: str) -> str:
 
 
 def _now(rank: LiveRank, chunks: int) -> Text:
-    word, now = _word(rank), rank.now
+    word = _word(rank)
+    now = rank.now
     text = Text(word, style=_style(word), no_wrap=True, overflow="ellipsis")
     if now is None or word in ("ended", "gone", "not started", "unreadable"):
         return text
@@ -336,7 +349,8 @@ def _sparkline(values: Sequence[float]) -> str:
     if len(values) > CURVE:  # Thin the values over the whole run.
         step = (len(values) - 1) / (CURVE - 1)
         values = [values[round(index * step)] for index in range(CURVE)]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((value - low) * scale)] for value in values)
 

@@ -142,7 +142,8 @@ def _import(argv: Sequence[str]) -> int:
     from megatron.adaptive.trace.imports.profiles import read_profiles
     from megatron.adaptive.trace.imports.published import write_run
 
-    source, pipeline = arguments.source, arguments.pipeline
+    source = arguments.source
+    pipeline = arguments.pipeline
     run = (pipeline and source.exists() and read_profiles(source, pipeline)) or load_run(source)
     write_run(run, arguments.output)
     for line in run.notes():
@@ -275,7 +276,8 @@ def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no range of iterations: give A-B")
-    first, last = int(match[1]), int(match[2] or match[1])
+    first = int(match[1])
+    last = int(match[2] or match[1])
     if last < first:
         raise argparse.ArgumentTypeError(f"{text!r} ends before it begins: give A-B")
     return first, last
@@ -329,14 +331,18 @@ def _chosen_formats(text: str) -> tuple[str, ...]:
 
 def _write_view(name: str, selection: _Selection, stem: Path) -> str:
     """Writes a view, one of :data:`FORMATS` or ``json``; returns a line about it."""
-    run, step, iterations = selection.run, selection.step, selection.iterations
+    run = selection.run
+    step = selection.step
+    iterations = selection.iterations
     target = Path(f"{stem}.{'json.gz' if name == 'perfetto' else name}")
-    description, notes = f"iteration {step.iteration} drawn", []
+    description = f"iteration {step.iteration} drawn"
+    notes = []
     # The views take long to import, and few are requested at a time.
     if name == "tensorboard":
         from megatron.adaptive.trace.views.scalars import write_scalars
 
-        description, target = f"curves of {len(iterations)} iterations", Path(f"{stem}_tensorboard")
+        description = f"curves of {len(iterations)} iterations"
+        target = Path(f"{stem}_tensorboard")
         write_scalars(run, selection.figures, target)
     elif name == "xlsx":
         from megatron.adaptive.trace.views.workbook import write_workbook
@@ -367,7 +373,9 @@ def _report(selection: _Selection) -> dict[str, Any]:
     Bubbles are relative to the step time (idle / step), not to the work. ``times`` contains the
     mean and the population standard deviation of the durations by kind of action.
     """
-    run, step, figures = selection.run, selection.step, selection.figures
+    run = selection.run
+    step = selection.step
+    figures = selection.figures
     parts = figures.parts_ms[np.searchsorted(figures.iterations, step.iteration)]
     column = {pp_rank: index for index, pp_rank in enumerate(figures.pp_rank.tolist())}
     return {
@@ -448,7 +456,8 @@ def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
     for action in DRAWN_ACTIONS:
         lengths = [span.duration_ns / NS_PER_MS for span in row if span.action == action]
         if lengths:
-            mean, spread = statistics.fmean(lengths), statistics.pstdev(lengths)
+            mean = statistics.fmean(lengths)
+            spread = statistics.pstdev(lengths)
             statistics_by_action[action] = {
                 "count": len(lengths),
                 "mean_ms": mean,
@@ -459,7 +468,9 @@ def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
 
 def _report_lines(selection: _Selection) -> list[str]:
     """Returns the report as text."""
-    run, step, report = selection.run, selection.step, _report(selection)
+    run = selection.run
+    step = selection.step
+    report = _report(selection)
     lines = [
         f"{run.origin}: run {run.run}, schedule {step.schedule}, {run.num_ranks} ranks x "
         f"{run.num_chunks} chunks, {step.num_microbatches} microbatches{step.replica}",

@@ -85,10 +85,16 @@ def _table(errors: Mapping[str, float]) -> list[str]:
 def _rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     table = ["run tp dp pp size partition measured predicted error".split()]
     for row in rows:
-        plan, measured, predicted = row["plan"], row["measured_s"], row["predicted_s"]
+        plan = row["plan"]
+        measured = row["measured_s"]
+        predicted = row["predicted_s"]
         table.append(
             [
-                *(row["run"], *map(str, (plan.tp, plan.dp, plan.pp, plan.micro_batch))),
+                row["run"],
+                str(plan.tp),
+                str(plan.dp),
+                str(plan.pp),
+                str(plan.micro_batch),
                 format_partition(plan.partition),
                 f"{measured:.4g}",
                 f"{predicted:.4g}",

@@ -165,7 +165,10 @@ class Agent:
             environment |= loopback_variables(environment)
         module = "megatron.adaptive.cluster.rank_forkserver"
         forkserver = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, str(forkserver_end.fileno())),
+            sys.executable,
+            "-m",
+            module,
+            str(forkserver_end.fileno()),
             pass_fds=(forkserver_end.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             env=environment,
@@ -200,7 +203,8 @@ class Agent:
                 self._order(signal=message["number"])
             elif kind == "leave":
                 # Without a status the manager only gave the node up: it may join again.
-                self.status, self.why = message.get("status"), message.get("why", "")
+                self.status = message.get("status")
+                self.why = message.get("why", "")
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:

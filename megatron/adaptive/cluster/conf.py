@@ -437,7 +437,8 @@ def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
 
 def _check_sizes(conf: LaunchConf) -> None:
     """Checks that the numbers of nodes, processes and replicas fit together."""
-    values, processes = conf.values, conf.processes
+    values = conf.values
+    processes = conf.processes
     nodes = conf.nodes
     if values["NNODES"] is not None and nodes != values["NNODES"]:
         raise ConfigError(f"NNODES={values['NNODES']}: NODES={values['NODES']} are {nodes}")
@@ -446,7 +447,8 @@ def _check_sizes(conf: LaunchConf) -> None:
             f"NPROC_PER_NODE={values['NPROC_PER_NODE']}: NODES says it for each node type; "
             "leave it out"
         )
-    size, copies = conf.world_size or 0, values["DP_SIZE"]
+    size = conf.world_size or 0
+    copies = values["DP_SIZE"]
     if values["WORLD_SIZE"] not in (None, size):
         assert processes is not None
         counts = " + ".join(map(str, processes[:8])) + (" + ..." if len(processes) > 8 else "")

@@ -306,7 +306,9 @@ class NodeWork:
         Raises:
             SetupError: The manager named a variable or a path that it may not name.
         """
-        key, variables, arguments = rank["key"], rank["variables"], rank["arguments"]
+        key = rank["key"]
+        variables = rank["variables"]
+        arguments = rank["arguments"]
         if others := sorted(set(variables) - _VARIABLES):
             raise SetupError(f"the manager set {others[0]}, which is none of its variables")
         if is_restore:
@@ -336,7 +338,8 @@ class NodeWork:
         for before, argument in zip(("", *arguments), arguments, strict=False):
             name, equals, value = argument.partition("=")
             if not (equals and name.startswith("--")):
-                name, value = before, argument
+                name = before
+                value = argument
             base, _, number = value.rpartition("/epoch-")
             if argument in self.arguments or (base in self.arguments and number.isdigit()):
                 continue
@@ -396,7 +399,8 @@ class RunningRanks:
         """
         self.gone = self.gone or gone
         if not self.fault or (kill and not self.killed and not self.has_kill):
-            self.fault, self.has_kill = fault, kill
+            self.fault = fault
+            self.has_kill = kill
         if not self.killed:
             self.deadline_s = earliest(self.deadline_s, deadline_s)
 

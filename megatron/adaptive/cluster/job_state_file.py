@@ -219,7 +219,8 @@ class ProgressReader:
 
     def _found(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the attributes of the progress that a line changes."""
-        moment_ns, now = line["unix_ns"], self._now
+        moment_ns = line["unix_ns"]
+        now = self._now
         if "total_iterations" in line:
             if line.get("moved"):  # Layers moved between ranks that keep running.
                 return {}
@@ -246,8 +247,11 @@ def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, floa
         incarnation: Incarnation with the new layout.
         now: Progress of the new incarnation's ranks.
     """
-    marks, before, durations_s = incarnation.marks_ns, incarnation.before, dict[str, float]()
-    notice, ended = marks.get("notice"), marks.get("ended")
+    marks = incarnation.marks_ns
+    before = incarnation.before
+    durations_s = dict[str, float]()
+    notice = marks.get("notice")
+    ended = marks.get("ended")
     if notice is not None and ended is not None:
         saved = None if before is None else before.saved_ns
         if saved is not None and before is not None and saved > notice:
@@ -366,7 +370,8 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
 
 def render_state(state: Mapping[str, Any]) -> str:
     """Returns a job's state as text."""
-    done, total = state["iteration"], state["total_iterations"]
+    done = state["iteration"]
+    total = state["total_iterations"]
     earlier = state.get("earlier", [])
     trained = sum(not entry["shape"].endswith(MEASURES) for entry in [*earlier, *state["epochs"]])
     age_s = max(0.0, (time.time_ns() - state["unix_ns"]) / 1e9)

@@ -264,7 +264,8 @@ class Planning:
         try:
             equal_layout, refused = self._fastest(equal, nodes, inputs)
         except ConfigError as error:
-            equal_layout, refused = None, error
+            equal_layout = None
+            refused = error
         layouts = [layout for layout in (equal_layout, unequal_layout) if layout is not None]
         if not layouts:
             assert refused is not None
@@ -615,7 +616,8 @@ class PlannerChooser(Chooser):
     async def choose(
         self, arguments: Sequence[str], offers: Sequence[Offer]
     ) -> ParallelLayout | None:
-        key, limit_s = tuple[object, ...](offers), self._within_s
+        key = tuple[object, ...](offers)
+        limit_s = self._within_s
         if self._model is not None:
             module = MeasuredModule.read(self._model)
             if module is None:

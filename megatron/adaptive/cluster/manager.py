@@ -66,7 +66,9 @@ from megatron.adaptive.trace.files import drop_closed_terminal
 _TICK_S = 2.0
 _SETTLE_S = 0.5
 _GRACE_S = 8.0
-_KILL_S = _PORT_S = _RETURN_S = 15.0
+_KILL_S = 15.0
+_PORT_S = 15.0
+_RETURN_S = 15.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -94,7 +96,8 @@ class Manager:
         self._folder = job_folder(spec.checkpoints)
         self._state = StateFile(self._folder)
         self._program = spec.program
-        self._lease = self._program.folder.lease = Lease(spec.checkpoints)
+        self._lease = Lease(spec.checkpoints)
+        self._program.folder.lease = self._lease
         self._secret = new_secret()
         self._name = secrets.token_hex(4)  # part of the names of folders and runs
         self._clock = AwakeClock()
@@ -112,15 +115,19 @@ class Manager:
         self._copies_text = ""
         self._incarnations: list[Incarnation] = []
         self._status = "waiting for machines"
-        self._iteration = self._total = 0
+        self._iteration = 0
+        self._total = 0
         self.notice: signal.Signals | None = None  # Signal from outside, ``None`` before one came.
         self._stop: signal.Signals | None = None
-        self._is_deposed = self._has_worked = self._has_slow = False
+        self._is_deposed = False
+        self._has_worked = False
+        self._has_slow = False
         self._reconsider_s: float | None = None
         self._notice_ns: int | None = None
         self._before: IncarnationProgress | None = None
         self._progress = ProgressReader()
-        self._failures = self._ended_ns = 0
+        self._failures = 0
+        self._ended_ns = 0
 
     async def run(self) -> int:
         """Runs the job to its end.
@@ -212,10 +219,12 @@ class Manager:
 
     async def _first_nodes(self) -> None:
         """Waits until the machines of the file have answered, or enough nodes have joined."""
-        expected, limit_s = self._spec.nodes, self._spec.join_s
+        expected = self._spec.nodes
+        limit_s = self._spec.join_s
         if self._is_successor:
             # Expect the nodes that trained under the previous manager, except that manager's own.
-            expected, limit_s = max(1, self._before_us - 1), min(limit_s, _RETURN_S)
+            expected = max(1, self._before_us - 1)
+            limit_s = min(limit_s, _RETURN_S)
         until_s = self._clock.now_s() + limit_s
         while self._stop is None and self._clock.now_s() < until_s:
             enough = len(self._members.usable()) >= expected
@@ -354,7 +363,8 @@ class Manager:
             if kind == "tick" and not running.stopping:
                 # Read the progress of this incarnation, because the event may belong to the
                 # previous one.
-                slow, nodes = self._progress.read(running.folder).slow, self._members.usable()
+                slow = self._progress.read(running.folder).slow
+                nodes = self._members.usable()
                 if reason := await self._stragglers.handle(slow, running, nodes):
                     self._ask_to_save(running, reason)
             now_s = self._clock.now_s()
@@ -371,7 +381,8 @@ class Manager:
         status = event.message["status"]
         running.statuses[event.message["key"]] = status
         if not is_well(status):
-            node, rank = self._members.nodes[event.node], event.message["key"].partition("/")[2]
+            node = self._members.nodes[event.node]
+            rank = event.message["key"].partition("/")[2]
             # A rank that ends because its node leaves has not failed.
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
@@ -383,7 +394,8 @@ class Manager:
         if running.killed:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
-                node.status, node.why = "lost", f"did not end its ranks within {_KILL_S:g} s"
+                node.status = "lost"
+                node.why = f"did not end its ranks within {_KILL_S:g} s"
                 say(f"warning: node {name} is lost: it {node.why}")
                 if node.link is not None:
                     node.link.send("leave")
@@ -440,7 +452,8 @@ class Manager:
                 return None, running.stopping or reason
             return 0, ""  # The program has printed its reason to end.
         self._notice_ns = None
-        lost, statuses = running.gone, running.statuses.values()
+        lost = running.gone
+        statuses = running.statuses.values()
         if lost and before.ended == COMPLETE:
             say(f"{COMPLETE}: {lost} after that")
             return 0, ""
@@ -559,7 +572,8 @@ class Manager:
         self._iteration = max(now.iteration or 0, incarnation.resumed)
         self._total = now.total or self._total
         self._copies_text = now.copies
-        incarnation.phases_s, incarnation.step_s = phases(incarnation, now), now.step_s
+        incarnation.phases_s = phases(incarnation, now)
+        incarnation.step_s = now.step_s
         self._has_slow = bool(now.slow)
 
     def _write_state(self) -> None:

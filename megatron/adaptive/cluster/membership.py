@@ -99,7 +99,8 @@ def read_machines(path: Path) -> tuple[Machine, ...]:
 
 
 def _machine(fields: list[str], where: str) -> Machine:
-    host, keys = fields[0], dict[str, str]()
+    host = fields[0]
+    keys = dict[str, str]()
     for option in fields[1:]:
         key, equals, value = option.partition("=")
         if not equals or key not in _KEYS:
@@ -132,7 +133,8 @@ RETRY_S = 10.0
 PURPOSE = "manager"
 """Purpose of connections between agents and their manager."""
 _FROM_AGENTS = ("ready", "ended", "notice")
-_NODES_AT_MOST, _SLOTS_AT_MOST = 1 << 16, 4096
+_NODES_AT_MOST = 1 << 16
+_SLOTS_AT_MOST = 4096
 
 
 def over_ssh(
@@ -391,7 +393,8 @@ class Membership:
             why: Reason, for the user.
             status: Exit status of its agent.
         """
-        node.status, node.why = "gone", why
+        node.status = "gone"
+        node.why = why
         if node.link is not None:
             node.link.send("leave", status=status, why=why)
 
@@ -442,7 +445,8 @@ class Membership:
     async def _run_agent(self, machine: Machine, node: Node) -> None:
         """Starts the agent of a machine and waits for its end."""
         arguments = ["-m", "megatron.adaptive", "run", "--agent"]
-        command, begin = [sys.executable, *arguments], b""
+        command = [sys.executable, *arguments]
+        begin = b""
         environment = dict(os.environ)
         path = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = f"{_ROOT}:{path}" if path else str(_ROOT)
@@ -484,7 +488,8 @@ class Membership:
                 self._start_agent(machine)
 
     def _failed(self, node: Node, why: str) -> None:
-        node.status, node.why = "unreachable", why
+        node.status = "unreachable"
+        node.why = why
         self.events.put_nowait(Event("failed", node.name, {"why": why}))
 
     async def _attend(self, link: Connection) -> None:
@@ -500,8 +505,12 @@ class Membership:
             link.send("refused", why=f"has a node {hello['name']} already: give it another --name")
             await link.close()
             return
-        node.link, node.host, node.pid = link, hello["host"], hello["pid"]
-        node.slots, node.status, node.why = hello["slots"], "present", ""
+        node.link = link
+        node.host = hello["host"]
+        node.pid = hello["pid"]
+        node.slots = hello["slots"]
+        node.status = "present"
+        node.why = ""
         node.is_ready = False
         node.copies_port = hello.get("copies_port", 0)
         link.send("welcome")
@@ -521,7 +530,8 @@ class Membership:
                 answer.set_exception(ConnectionError(f"{node.name} was lost as well"))
         await link.close()
         if node.link is link and node.status in ("present", "leaving"):
-            node.status, node.why = "lost", "its connection ended without a notice"
+            node.status = "lost"
+            node.why = "its connection ended without a notice"
             self.events.put_nowait(Event("lost", node.name, {}))
 
 

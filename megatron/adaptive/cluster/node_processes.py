@@ -236,11 +236,7 @@ def run_node(
         (run_dir / "run.json").write_text(run_record(conf, node, run_dir))
     command = in_container(conf, node_command(conf, node, run_dir), run_dir)
     environment = _environment(conf, variables)
-    hidden = tuple(
-        value.encode()
-        for name, value in environment.items()
-        if is_secret(name) and len(value) >= _SHORTEST_SECRET
-    )
+    hidden = _secret_values(environment)
     # The processes inherit this and ignore the signal until they handle it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {node.node_rank} starts\n".encode()
@@ -258,21 +254,48 @@ def run_node(
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        sampler = ResourceSampler(os.getpid(), run_dir / f"{name}.gpu")
-        stopped = threading.Event()
-        with _signals_to(job), contextlib.closing(sampler):
-            threads = [
-                _in_thread(_copy, job.stdout, out, sys.stdout if echo else None, stopped, hidden),
-                _in_thread(_copy, job.stderr, err, sys.stderr if echo else None, stopped, hidden),
-            ]
-            status = job.wait()
-            for thread in threads:
-                thread.join(10.0)
-    if status == 0 and stopped.is_set():
+        samples = run_dir / f"{name}.gpu"
+        status, is_stopped = _watch_job(job, out, err, samples, hidden=hidden, echo=echo)
+    if status == 0 and is_stopped:
         # Without the pause, nodes that end a moment later would count as left behind.
         time.sleep(_GRACE_S)
         return EXIT_STOPPED_EARLY
     return 128 - status if status < 0 else status
+
+
+def _secret_values(environment: Mapping[str, str]) -> tuple[bytes, ...]:
+    return tuple(
+        value.encode()
+        for name, value in environment.items()
+        if is_secret(name) and len(value) >= _SHORTEST_SECRET
+    )
+
+
+def _watch_job(
+    job: subprocess.Popen[bytes],
+    out: BestEffortFile,
+    err: BestEffortFile,
+    samples: Path,
+    *,
+    hidden: Sequence[bytes],
+    echo: bool,
+) -> tuple[int, bool]:
+    """Copies a job's output, samples its use and passes on signals, until it ends.
+
+    Returns:
+        Exit status of the job, and whether SIGUSR1 stopped the run in good order.
+    """
+    sampler = ResourceSampler(os.getpid(), samples)
+    stopped = threading.Event()
+    with _signals_to(job), contextlib.closing(sampler):
+        threads = [
+            _in_thread(_copy, job.stdout, out, sys.stdout if echo else None, stopped, hidden),
+            _in_thread(_copy, job.stderr, err, sys.stderr if echo else None, stopped, hidden),
+        ]
+        status = job.wait()
+        for thread in threads:
+            thread.join(10.0)
+    return status, stopped.is_set()
 
 
 def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, str]:

@@ -74,7 +74,8 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
             if "needs" in copy:
                 needs[copy["run"], copy["generation"]] = copy["needs"]
     steps = {(step, copy["run"], copy["generation"]) for copy in copies for step in copy["steps"]}
-    seen, why = max((step for step, _, _ in steps), default=0), ""
+    seen = max((step for step, _, _ in steps), default=0)
+    why = ""
     for step, run, generation in sorted(steps, reverse=True):
         here: list[dict[str, Any]] = [
             {**copy, "needs": []}
@@ -139,7 +140,8 @@ class JobSnapshots:
             epoch: Number of the incarnation.
             names: Names of the nodes with ranks, in the order of the ranks.
         """
-        settings, members = self._settings, self._members
+        settings = self._settings
+        members = self._members
         if settings is None:
             return {}
         taking_part = set(names)
@@ -171,8 +173,10 @@ class JobSnapshots:
             resumed: Iteration that the incarnation resumes from.
             before: Last progress of the previous incarnation, ``None`` for the first incarnation.
         """
-        last, restored = self._last, self._restored
-        self._last, self._restored = SnapshotSource(), 0
+        last = self._last
+        restored = self._restored
+        self._last = SnapshotSource()
+        self._restored = 0
         done = max(last.seen, 0 if before is None else before.iteration or 0)
         if restored and restored == resumed:
             source = "copies in memory"

@@ -175,7 +175,8 @@ class Stragglers:
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
     """Corrects a planned layout's predicted time for a node that is slower than expected."""
-    layout, nodes = running.layout, running.where.values()
+    layout = running.layout
+    nodes = running.where.values()
     if layout.step_s is None:
         return
     pace = {**layout.pace, name: layout.pace[name] * times}
