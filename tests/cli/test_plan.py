@@ -278,7 +278,10 @@ def test_the_front_is_written_and_drawn(
         ),
         ("--model gpt2 --global-batch-size 8 --partition 6-5", "layers 6-5 are 11, model gpt2 has"),
         ("--model gpt2 --global-batch-size 8 --partition 6-0-6", "stage 1 holds no layer"),
-        ("--model gpt2 --global-batch-size 8 --recompute some", "--recompute some: choose of none"),
+        (
+            "--model gpt2 --global-batch-size 8 --recompute some",
+            "--recompute some: choose from none",
+        ),
         (
             "--model gpt2 --global-batch-size 8 --partition 6-6 --pp 3",
             "--partition has 2 stages and --pp is 3: they contradict",

@@ -42,7 +42,12 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("--master-addr", help="address of one of the two nodes")
-    add("--master-port", type=number(int, 1, 65535, "port"), default=29500, help="its port (29500)")
+    add(
+        "--master-port",
+        type=number(int, 1, 65535, "port"),
+        default=29500,
+        help="port at that address (29500)",
+    )
     wait_s = number(float, 0, 1e9)
     add("--timeout", type=wait_s, default=60.0, help="seconds to wait for the other node (60)")
     add("--json", action="store_true", help="print the findings as JSON")
@@ -231,7 +236,7 @@ def _names() -> Iterator[Check]:
     text = f"{host} is {', '.join(addresses)}"
     mend = ""
     if all(is_loopback(address) for address in addresses):
-        text += " here: gloo would listen where nobody else reaches it"
+        text += " here: gloo would listen at an address that no other node reaches"
         mend = (
             f"take {host} off the loopback's line of /etc/hosts; run_master.sh, run_worker.sh and "
             "submit set GLOO_SOCKET_IFNAME, by hand set it yourself"
@@ -320,14 +325,14 @@ async def _try_way(address: str, port: int, secret: str) -> list[Check]:
         message = await link.receive(3 * _CONNECT_S)
         end_s = time.time()
         if message is None or not isinstance(message.get("unix_s"), float):
-            raise ConnectionResetError("what listens there did not answer")
+            raise ConnectionResetError("the program that listens there did not answer")
     finally:
         back.close()
         await link.close()
     early = begin_s - message["unix_s"]
     late = end_s - message["unix_s"]
     skew_s = 0.0 if early <= 0 <= late else min(abs(early), abs(late))
-    text = f"they differ by {skew_s:.3f} s, give or take {end_s - begin_s:.3f} s"
+    text = f"they differ by {skew_s:.3f} s ± {end_s - begin_s:.3f} s"
     mend = "run chronyd or ntpd on both nodes" if skew_s > _MOST_SKEW_S else ""
     why = "".join(letter for letter in str(message.get("back"))[:200] if letter.isprintable())
     return [

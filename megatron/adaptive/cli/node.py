@@ -437,8 +437,8 @@ async def _gather(
             raise failure
         if missing:
             raise SetupError(
-                f"{', '.join(missing)} went away as the run began: start bash run_worker.sh there,"
-                " and this node, again"
+                f"{', '.join(missing)} disconnected as the run began: start bash run_worker.sh"
+                " there, and this node, again"
             )
         return places[0][0], answer, address
     finally:
@@ -506,7 +506,7 @@ async def _join_master(
         await asyncio.sleep(_RETRY_S)
     raise SetupError(
         f"the master was not reached within {limit_s:g} s ({why}): start bash run_master.sh on the "
-        "first node, name it with --master-addr, and see that no firewall is between"
+        "first node, name it with --master-addr, and check that no firewall is between them"
     )
 
 
@@ -524,7 +524,7 @@ async def _join(master: _MasterAddress, hello: _Hello, waiting: _Waiting) -> dic
         except asyncio.TimeoutError:
             raise TimeoutError("other nodes did not come") from None
         if answer is None:
-            raise ConnectionResetError("it went away, or has all its nodes")
+            raise ConnectionResetError("it disconnected, or has all its nodes")
         link.send("taken")
     finally:
         await link.close()

@@ -218,7 +218,7 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
     recompute = tuple((options.recompute or ",".join(RECOMPUTE)).split(","))
     for name in recompute:
         if name not in RECOMPUTE:
-            raise ConfigError(f"--recompute {name}: choose of {', '.join(RECOMPUTE)}")
+            raise ConfigError(f"--recompute {name}: choose from {', '.join(RECOMPUTE)}")
     schedules: tuple[str, ...] = SCHEDULES
     is_fused = any(
         kind.attention_flops and not kind.attention_bytes for kind in model.kinds.values()
@@ -231,7 +231,7 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
         schedules = tuple(options.schedules.split(","))
     for name in schedules:
         if name not in SEARCHED:
-            raise ConfigError(f"--schedules {name}: choose of {', '.join(SEARCHED)}")
+            raise ConfigError(f"--schedules {name}: choose from {', '.join(SEARCHED)}")
     partition: tuple[int, ...] = ()
     if options.partition:
         try:
@@ -297,10 +297,10 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
     show(table(proposal.rows, inputs, options.tokens))
     result = proposal.result
     if proposal.refused:
-        show(f"left out what the trainer refuses: {proposal.refused[0]}")
+        show(f"left out, because the trainer refuses it: {proposal.refused[0]}")
     print(f"\n{result.configurations:,} configurations bounded, {result.timed:,} pipelines timed")
     if result.gap > 0:
-        print(f"the best may be improved by {result.gap:.1%} at most")
+        print(f"a better plan would be faster by at most {result.gap:.1%}")
     measured = {gpu for _, gpu, _, _ in inputs.profile.layers}
     guessed = dict.fromkeys(node.gpu for node in cluster.types if node.gpu not in measured)
     if guessed:
@@ -309,7 +309,7 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
             " python -m megatron.adaptive profile"
         )
     elif proposal.rows[0].prediction.estimated:
-        print("some durations of the best lie beside those that were measured")
+        print("some durations of the best plan are extrapolated from measurements")
 
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:

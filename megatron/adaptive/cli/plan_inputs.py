@@ -199,8 +199,8 @@ def traced_runs(
         for host in hosts:
             if host not in type_by_host and len(types) > 1:
                 raise ConfigError(
-                    f"{folder}: the cluster has several node types: say of which host"
-                    f" {host} is, with --calibrate-host {host}=TYPE"
+                    f"{folder}: the cluster has several node types: set the type of host"
+                    f" {host} with --calibrate-host {host}=TYPE"
                 )
         only = cluster.types[0]
         nodes = {host: type_by_host.get(host, only) for host in hosts}
@@ -220,7 +220,7 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     ]
     if not tokens:
         raise ConfigError(
-            f"{folder}: {PROGRESS_NAME} beside the traces does not say how many tokens a"
+            f"{folder}: {PROGRESS_NAME} next to the traces does not say how many tokens a"
             " step had: give the folder as the trainer wrote it"
         )
     headers = [rank.header for rank in trace.ranks.values()]
@@ -230,7 +230,7 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     if size < 1 or abs(samples - size) > 0.05 * size:
         raise ConfigError(
             f"{folder}: its steps had {median(tokens):.0f} tokens in {microbatches}"
-            f" microbatches, which are no samples of {model.tokens_per_sample} tokens: give the"
-            " model that was trained"
+            f" microbatches, which does not fit samples of {model.tokens_per_sample} tokens: give"
+            " the model that was trained"
         )
     return size

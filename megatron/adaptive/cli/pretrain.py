@@ -63,13 +63,13 @@ def main(argv: Sequence[str]) -> int:
 _USAGE = """\
 usage: python -m megatron.adaptive pretrain FLAG ...
 
-Megatron-LM's own trainer with its own flags, and those of the plug-in among them."""
+Megatron-LM's own trainer with its own flags and those of the plug-in."""
 
 
 def _lacking() -> str:
     """Returns the message that names what must be installed for ``pretrain``."""
     return (
-        f"megatron-core {metadata.version('megatron-core')} carries no trainer of Megatron-LM: "
+        f"megatron-core {metadata.version('megatron-core')} contains no trainer of Megatron-LM: "
         "pretrain needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM on "
         "PYTHONPATH; pretrain-gpt runs with any"
     )

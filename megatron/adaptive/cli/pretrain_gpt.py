@@ -35,9 +35,9 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError, ScheduleError, 
 _USAGE = """\
 usage: python -m megatron.adaptive train RECIPE.yaml [KEY=VALUE ...] [--dry-run] [-- OPTIONS]
 
-Trains as a recipe says, whose keys are the trainer's flags (docs/flags.md); prints all settings.
-KEY=VALUE wins over the file, or chooses of its variants. With load_hf=DIR the model is that of the
-folder, whatever sizes the recipe has. OPTIONS are those of launch; on several nodes:
+Trains with the settings of a recipe, whose keys are the trainer's flags (docs/flags.md), and prints
+them. KEY=VALUE overrides the file, or chooses one of its variants. With load_hf=DIR the folder's
+model is used, whatever sizes the recipe has. OPTIONS are those of launch; on several nodes:
 -- --node-rank N --master-addr HOST. --dry-run only checks and prints, and needs no data."""
 
 
@@ -47,8 +47,8 @@ _FLAGS_HEAD = """\
 Made by `python -m megatron.adaptive flags > docs/flags.md`; change the fields in
 `megatron/adaptive/config/`, not this file.
 
-A switch stands without a value; its default is off. Several spellings of one flag are separated
-by commas. The flags that Megatron-LM has and this trainer refuses are at the end.
+A switch takes no value; its default is off. Several spellings of one flag are separated
+by commas. Flags of Megatron-LM that this trainer refuses are at the end.
 """
 
 
@@ -100,7 +100,7 @@ def _train(argv: Sequence[str]) -> int:
     elif not options:
         raise ConfigError(
             f"{path} is for {recipe.nodes} nodes here: start it on each of them with"
-            " -- --node-rank N --master-addr HOST behind the settings"
+            " -- --node-rank N --master-addr HOST after the settings"
         )
     shape = ["--nnodes", str(recipe.nodes), "--nproc-per-node", str(recipe.processes_per_node)]
     program = ["-m", "megatron.adaptive", "pretrain-gpt", *recipe.flags]
@@ -118,8 +118,8 @@ def load_recipe(path: Path) -> Any:
     base = read_file(path.parent / name, "recipe")
     if not isinstance(base, dict):
         raise ConfigError(
-            f"{path.parent / name} holds {reprlib.repr(base)}, and is the base of {path}: it must"
-            " be keys with values"
+            f"{path.parent / name} contains {reprlib.repr(base)}, and is the base of {path}: it"
+            " must be keys with values"
         )
     if "base" in base:
         raise ConfigError(f"{path.parent / name} is the base of {path} and has one: keep one")
@@ -141,13 +141,13 @@ def _evaluate(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog="evaluate",
         usage="%(prog)s (--load CKPT | --load-hf DIR) [--data FILE] [--prompt TEXT] [FLAGS]",
-        description="Perplexity of a model over a text, and a sample of it. FLAGS are those of"
-        " the trainer; those of the model come from CKPT/model_flags.txt or config.json.",
+        description="Print the perplexity of a model on a text, and a sample of its output. FLAGS"
+        " are those of the trainer; those of the model come from CKPT/model_flags.txt or config.json.",
     )
     add = parser.add_argument
-    add("--data", metavar="FILE", help='JSON lines {"text": ...}, or what --data-path takes')
+    add("--data", metavar="FILE", help='JSON lines {"text": ...}, or a prefix as for --data-path')
     add("--prompt", metavar="TEXT", help="text that the model continues")
-    add("--tokens", type=count, default=32, metavar="N", help="tokens of that (32)")
+    add("--tokens", type=count, default=32, metavar="N", help="tokens of the continuation (32)")
     add("--nproc-per-node", type=count, default=1, metavar="N", help="processes to start (1)")
     options, flags = parser.parse_known_args(list(argv))
     if options.data is None and options.prompt is None:
@@ -284,7 +284,7 @@ def flags_markdown() -> str:
             parts.append(f"| `{_cell(flag)}` | {_cell(default)} | {_cell(text)} |\n")
     for title, column, table in (
         ("Refused", "Why, and what to do", REFUSED),
-        ("Taken without any effect", "Why", IDLE),
+        ("Accepted without effect", "Why", IDLE),
     ):
         parts.append(f"\n## {title}\n\n| Flags | {column} |\n| --- | --- |\n")
         for reason, family in itertools.groupby(table, table.__getitem__):

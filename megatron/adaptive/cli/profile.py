@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     repeats = number(int, 1, 100_000)
     add("--repeats", type=repeats, default=7, help="measured microbatches (%(default)s)")
     add("--node-type", default="", metavar="NAME", help="type of this node; its GPU by default")
-    add("--no-links", action="store_true", help="leave links and all-reduces out")
-    add("--distributed-backend", choices=("nccl", "gloo"), help="as in training")
+    add("--no-links", action="store_true", help="do not measure links and all-reduces")
+    add("--distributed-backend", choices=("nccl", "gloo"), help="backend, as in training")
     return parser
 
 
@@ -105,7 +105,7 @@ def _of_runs(options: argparse.Namespace) -> dict[str, Any]:
         profile_file.check_model(existing, model, str(options.output))
     elif not model.arguments:
         raise ConfigError(
-            f"--from-run: {model.name} is a model of one's own: name its profile as --output"
+            f"--from-run: {model.name} is not a known model: name its profile as --output"
         )
     runs = traced_runs(options.from_run, options, model, cluster)
     if existing is None:
@@ -146,8 +146,8 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     for width in widths:
         if model.max_tp % width:
             raise ConfigError(
-                f"--tp {width}: heads and feed-forward width of {model.name} do not divide by it;"
-                f" they do by {model.max_tp} and its divisors"
+                f"--tp {width}: heads and feed-forward width of {model.name} are not divisible by"
+                f" it, but by {model.max_tp} and its divisors"
             )
     try:
         return profile_layers(

@@ -283,7 +283,8 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
 
 def _label(run: RunTrace, rank: int) -> str:
     header = run.ranks[rank].header
-    return f"rank {rank}: stage {header.pp_rank}, copy {header.dp_rank}, part {header.tp_rank}"
+    position = f"stage {header.pp_rank}, replica {header.dp_rank}, tensor rank {header.tp_rank}"
+    return f"rank {rank}: {position}"
 
 
 def _times(figures: RunFigures) -> dict[str, Any]:

@@ -153,7 +153,8 @@ def _run(options: argparse.Namespace) -> int:
         folder = options.checkpoint or last_value(options.arguments, _SAVE)
         if not folder:
             raise ConfigError(
-                "run: a job that moves needs checkpoints: add --checkpoint DIR or --save"
+                "run: a job that changes its layout needs checkpoints: add --checkpoint DIR or"
+                " --save"
             )
         arguments = (*options.arguments, _SAVE, str(folder))
         # Check the trainer's arguments before anything starts.
@@ -233,5 +234,5 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     chooser = PlannerChooser(*arguments, unequal=options.unequal, model=model)
     stack.enter_context(contextlib.closing(chooser))
     if model is None and (late := chooser.check(spec.machines)):
-        say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
+        say(f"warning: no plan before the start: {late}; layouts may be chosen without it")
     return chooser

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         status = read_status(options.job, options.log_dir)
         if not (status.state or status.nodes or status.iteration):
             raise SetupError(
-                f"{status.folder} holds no logs of a job, and Slurm does not know it: name a job"
+                f"{status.folder} contains no logs of a job, and Slurm does not know it: name a job"
                 " and, with --log-dir, the folder of its logs"
             )
         if options.json:
@@ -468,7 +468,7 @@ def _check_known(job: str, folder: Path, slurm_job: SlurmState) -> None:
     if not slurm_job.state:
         raise SetupError(
             f"job {job}: Slurm does not know it and there is no {folder}; give the folder of logs "
-            "with --log-dir, or see squeue for the ids that there are"
+            "with --log-dir, or see squeue for the ids"
         )
     user = pwd.getpwuid(os.getuid()).pw_name
     if slurm_job.user and slurm_job.user != user:

@@ -106,7 +106,7 @@ elif ((status)); then
 fi
 """
 _REQUEUE = """if [[ -n $again ]]; then
-  echo "$again: the run goes on in the same job from its last checkpoint"
+  echo "$again: the run continues in the same job from its last checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 """
@@ -203,7 +203,7 @@ def _job_options(conf: LaunchConf, logs: Path) -> list[str]:
     user_options = shlex.split(conf["SLURM_FLAGS"] or "")
     if (shown := masked(user_options)) != user_options:
         raise ConfigError(
-            f"SLURM_FLAGS={shlex.join(shown)}: it holds a secret, which every user could read in"
+            f"SLURM_FLAGS={shlex.join(shown)}: it contains a secret, which every user could read in"
             " the script: set the variable in conf.sh, or export it before submit"
         )
     return options + user_options
@@ -283,5 +283,5 @@ def submit(conf: LaunchConf, script: str, settings: Path) -> int:
         ) from error
     match = _SUBMITTED.match(output.strip())
     if match is None:
-        raise SetupError(f"sbatch said {output.strip()!r}, which holds no job id; see squeue")
+        raise SetupError(f"sbatch said {output.strip()!r}, which contains no job id; see squeue")
     return int(match[1])

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     seconds = number(float, 0.001, 3600)
     add("--seconds", type=seconds, default=_SECONDS, help="duration per transport and pair")
     add("--json", action="store_true", help="print the outcomes as JSON")
-    group = parser.add_argument_group("as in training")
+    group = parser.add_argument_group("transport, as in training")
     for spec in fields_of(TransportConfig):
         group.add_argument(*spec.names, **spec.options())
     return parser

@@ -120,7 +120,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
                 traces_by_run[run_folder.resolve().name] = traces
     if not traces_by_run:
         raise ConfigError(
-            f"{folder}: no traced run: neither it nor a folder below it holds traces; published"
+            f"{folder}: no traced run: neither it nor its subfolders contain traces; published"
             " runs are compared by benchmarks/planner.py --data"
         )
     return traces_by_run

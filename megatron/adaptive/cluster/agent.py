@@ -94,7 +94,7 @@ class Agent:
             return cls(**parameters, work=NodeWork(**work))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise SetupError(
-                "--agent is for the manager of a job, which sends an agent the rest"
+                "--agent is for the manager of a job, which starts agents with it; leave it out"
             ) from None
 
     async def run(self) -> None:
@@ -129,8 +129,8 @@ class Agent:
             )
         except StrangerError as error:
             raise SetupError(
-                f"node {self._name}: at {self._address}:{self._port} is not the manager of the job:"
-                f" {error}"
+                f"node {self._name}: the program at {self._address}:{self._port} is not the manager"
+                f" of the job: {error}"
             ) from None
         except OSError as error:
             raise SetupError(

@@ -42,17 +42,17 @@ SETTINGS = _specs(
         "GLOBAL_BATCH_SIZE": (_Number, "", "samples of each step over all ranks"),
         "MICRO_BATCH_SIZE": (_Number, "1", "samples of each microbatch"),
         "TENSOR_MP_SIZE": (_Number, "1", "ranks that share each layer"),
-        "PIPELINE_MP_SIZE": (_Number, "1", "ranks that the layers are spread over"),
+        "PIPELINE_MP_SIZE": (_Number, "1", "ranks that share the layers"),
         "DP_SIZE": (_Number, "", "copies of the model"),
         "STAGE_DP_SIZES": (str, "", "ranks of each stage if they differ, as in 2-1"),
         "MODEL_CHUNKS": (_Number, "1", "model chunks of each pipeline rank"),
-        "EXPERT_MP_SIZE": (_Number, "", "copies that the experts of a layer are spread over"),
+        "EXPERT_MP_SIZE": (_Number, "", "copies that share the experts of each layer"),
         "CONTEXT_MP_SIZE": (_Number, "", "ranks that share each sequence"),
         "PARTITION": (str, "", "layers of each stage, as in 0-11-8-8"),
         "SCHEDULE": (str, "adaptive", "order of actions in the pipeline"),
         "RECOMPUTE": (str, "none", "what backward passes recompute", "none", "selective", "full"),
         "DISTRIBUTED_OPTIMIZER": (bool, "false", "shard the optimizer state over the copies"),
-        "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients while backwards run"),
+        "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients during backward passes"),
         "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside matrix products"),
         "PRECISION": (str, "", "type of parameters", "fp32", "fp16", "bf16"),
         "TRAIN_ITERS": (_Number, "100", "iterations of the whole training"),
@@ -77,15 +77,15 @@ SETTINGS = _specs(
         "NODES": (str, "", "mixed nodes in order of the ranks, as in a10:2x4 v100:1x2"),
         "DEVICE": (str, "gpu", "device that processes compute on", "gpu", "cpu"),
         "MASTER_ADDR": (str, "", "address of the first node, if it is not detected"),
-        "MASTER_PORT": (_Port, "", "port of the first node on which all meet"),
+        "MASTER_PORT": (_Port, "", "port at which the first node listens for the others"),
         "IFNAME": (str, "", "network interface, if it is not detected"),
-        "MEETING_TIMEOUT_S": (Positive, "600", "how long nodes wait for each other"),
+        "MEETING_TIMEOUT_S": (Positive, "600", "seconds that nodes wait for each other"),
         "SLURM_PARTITION": (str, "", "partition, or TYPE=PARTITION for each node type"),
-        "SLURM_GRES": (str, "gpu", "kind of GPU, or TYPE=GRES for each type; none"),
+        "SLURM_GRES": (str, "gpu", "Slurm's name of the GPUs, or TYPE=GRES for each type, or none"),
         "SLURM_TIME": (str, "", "time limit of the job, as in 2:00:00"),
-        "SLURM_ACCOUNT": (str, "", "account that is charged"),
+        "SLURM_ACCOUNT": (str, "", "account to charge"),
         "SLURM_FLAGS": (str, "", "further options of sbatch"),
-        "CPUS_PER_TASK": (_Number, "", "processors of each node that the job takes"),
+        "CPUS_PER_TASK": (_Number, "", "processor cores of each node for the job"),
         "REQUEUE": (
             bool,
             "true",
@@ -95,9 +95,9 @@ SETTINGS = _specs(
         "IMAGE": (str, "", "container image"),
         "CONTAINER_MOUNTS": (str, "", "further folders in the container, FROM:TO,..."),
         "RELOAD_CONTAINER": (bool, "false", "create the container again"),
-        "PROFILE": (bool, "false", "PyTorch profiler, into LOG_DIR"),
-        "NSYS": (bool, "false", "Nsight Systems around each node's processes"),
-        "NCU": (bool, "false", "Nsight Compute around each node's processes"),
+        "PROFILE": (bool, "false", "run the PyTorch profiler, with results in LOG_DIR"),
+        "NSYS": (bool, "false", "run each node's processes in Nsight Systems"),
+        "NCU": (bool, "false", "run each node's processes in Nsight Compute"),
         "PYTHON": (str, "", "Python of the nodes; this one by default"),
     }
 )
@@ -114,10 +114,10 @@ def check_names(variables: Mapping[str, str], where: str) -> None:
         if name in SETTINGS or name.startswith(FROM_CONF) or not name[:1].isupper():
             continue
         nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.5)
-        hint = f"the nearest is {nearest[0]}" if nearest else "see conf.sh for those there are"
+        hint = f"the nearest is {nearest[0]}" if nearest else "conf.sh lists all variables"
         raise ConfigError(
-            f"{where}: {name} is not a variable of the launcher: {hint}; helpers of your own are "
-            "written in small letters"
+            f"{where}: {name} is not a variable of the launcher: {hint}; write names of your own"
+            " in small letters"
         )
 
 
@@ -441,10 +441,10 @@ def _check_sizes(conf: LaunchConf) -> None:
     processes = conf.processes
     nodes = conf.nodes
     if values["NNODES"] is not None and nodes != values["NNODES"]:
-        raise ConfigError(f"NNODES={values['NNODES']}: NODES={values['NODES']} are {nodes}")
+        raise ConfigError(f"NNODES={values['NNODES']}: NODES={values['NODES']} has {nodes} nodes")
     if values["NPROC_PER_NODE"] is not None and not values["HOMOGENEOUS_CLUSTER"]:
         raise ConfigError(
-            f"NPROC_PER_NODE={values['NPROC_PER_NODE']}: NODES says it for each node type; "
+            f"NPROC_PER_NODE={values['NPROC_PER_NODE']}: NODES sets it for each node type; "
             "leave it out"
         )
     size = conf.world_size or 0

@@ -64,7 +64,7 @@ def resolve(host: str) -> str:
     except OSError as error:
         raise SetupError(
             f"MASTER_ADDR={host}: the name does not resolve on {socket.gethostname()} "
-            f"({error.strerror}); give an address, or mend /etc/hosts or DNS"
+            f"({error.strerror}); give an address, or fix /etc/hosts or DNS"
         ) from error
     addresses = [str(entry[4][0]) for entry in entries]
     return next((address for address in addresses if not is_loopback(address)), addresses[0])

@@ -62,7 +62,7 @@ def incarnation_folder(job: Path, number: int, manager: str) -> Path:
     """Returns the folder where the ranks of an incarnation write their progress.
 
     Args:
-        job: folder of the job.
+        job: Folder of the job.
         number: Number of the incarnation.
         manager: Name of the manager that started it; another manager counts from 1 again.
     """
@@ -389,7 +389,7 @@ def render_state(state: Mapping[str, Any]) -> str:
     if state.get("copies"):
         lines.append(f"copies of the state in memory: {state['copies']}")
     if earlier:
-        lines.append(f"epochs under managers before: {len(earlier)}")
+        lines.append(f"epochs under earlier managers: {len(earlier)}")
     lines.append("epochs:")
     for entry in state["epochs"]:
         lines.append(

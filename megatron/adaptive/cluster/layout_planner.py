@@ -184,7 +184,7 @@ class Planning:
         if self._model.has_experts or self._config.model.mtp_num_layers:
             raise ConfigError(
                 f"{PLAN_WITH} with experts or layers that predict further tokens: a job that"
-                " changes shape moves dense layers alone; start the run without it"
+                f" changes its layout can move dense layers only; leave {PLAN_WITH} out"
             )
         self._where = ", ".join(map(str, paths))
         cluster = cluster.with_memory(1 - MEMORY_MARGIN)
@@ -367,7 +367,7 @@ class Planning:
         allowed = self._micro_batches()
         if allowed and plan.micro_batch not in allowed:
             raise ConfigError(
-                f"microbatches of {plan.micro_batch} samples: losses stay as they are with"
+                f"microbatches of {plan.micro_batch} samples: losses stay unchanged only with"
                 f" {allowed[0]}"
             )
         document = plan_document(plan, inputs, row.prediction)
@@ -598,7 +598,7 @@ class PlannerChooser(Chooser):
             unknown: str = self._ask(within_s, _answer, self._given, "unknown", offers)
         except ConfigError as error:
             return None, str(error)
-        return layout, unknown and f"{unknown}: in no file of {PLAN_WITH}"
+        return layout, unknown and f"{unknown}: not in the files of {PLAN_WITH}"
 
     def _ask(self, within_s: float, answer: Callable[..., Any], *arguments: Any) -> Any:
         asked = self._pool.apply_async(answer, arguments)

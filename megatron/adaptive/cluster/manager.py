@@ -309,7 +309,7 @@ class Manager:
         where = {f"{number}/{rank}": node.name for rank, node in enumerate(places)}
         self._incarnations.append(incarnation)
         self._status = "training"
-        planned = "" if layout.step_s is None else f"; a step of {layout.step_s:.4g} s planned"
+        planned = "" if layout.step_s is None else f"; predicted step time {layout.step_s:.4g} s"
         say(
             f"epoch {incarnation.number} ({reason}): {layout},"
             f" on {some_names(incarnation.nodes)}{planned}"
@@ -445,7 +445,10 @@ class Manager:
         if not running.fault:
             self._failures = 0
             if self._stop is not None:
-                say(f"stopped by {self._stop.name}; the checkpoint is that of {self._latest()}")
+                say(
+                    f"stopped by {self._stop.name}; the last checkpoint is of iteration"
+                    f" {self._latest()}"
+                )
                 return 128 + int(self._stop), ""
             reason = self._program.goes_on(before, running.statuses.values())
             if reason or (running.stopping and before.ended != COMPLETE):

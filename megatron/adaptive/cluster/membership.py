@@ -76,7 +76,7 @@ def read_machines(path: Path) -> tuple[Machine, ...]:
     try:
         text = read_whole(path).decode()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not a text file"
         raise ConfigError(
             f"--machines {path}: {reason}; name a file with a host per line"
         ) from None
@@ -312,7 +312,7 @@ class Membership:
         try:
             return await result_within(answer, limit_s)
         except asyncio.TimeoutError:
-            raise TimeoutError(f"{name} did not end in time") from None
+            raise TimeoutError(f"{name} did not answer in time") from None
         finally:
             node.asked.pop(number, None)
 
@@ -497,7 +497,7 @@ class Membership:
         name = None if hello is None else hello.get("name")
         is_name = isinstance(name, str) and 0 < len(name) < 256 and name.isprintable()
         if hello is None or hello["what"] != "join" or not is_name:
-            link.send("refused", why="does not take such a node: is it of the same version?")
+            link.send("refused", why="refuses this node: does it run the same version?")
             await link.close()
             return
         node = self.nodes.setdefault(hello["name"], Node(name=hello["name"]))

@@ -100,8 +100,8 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
             return SnapshotSource(step=step, seen=seen, parts=parts)
         if not why:
             ranks = ", ".join(map(str, sorted(missing)))
-            why = f"no copy is left of what rank {ranks} held"
-    return SnapshotSource(seen=seen, why=why or "no node that is left keeps copies")
+            why = f"no copy is left of the state of rank {ranks}"
+    return SnapshotSource(seen=seen, why=why or "no remaining node has copies")
 
 
 class JobSnapshots:
@@ -206,7 +206,7 @@ class JobSnapshots:
         self._last = source = await self._ask()
         if source.step <= latest:
             if source.why and latest < source.seen:
-                say(f"warning: {source.why}: going on from the checkpoint of {latest}")
+                say(f"warning: {source.why}: resuming from the checkpoint of iteration {latest}")
             return
         begun_s = time.monotonic()
         try:
@@ -218,7 +218,7 @@ class JobSnapshots:
             self._folder.abandon(source.step)
             why = f"the copies of iteration {source.step} could not be written: {why}"
             self._last = SnapshotSource(seen=source.seen, why=why)
-            say(f"warning: {why}; going on from the checkpoint of {latest}")
+            say(f"warning: {why}; resuming from the checkpoint of iteration {latest}")
             return
         self._restored = source.step
         say(
