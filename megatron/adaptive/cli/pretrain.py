@@ -24,9 +24,9 @@ from megatron.adaptive.errors import ConfigError, SetupError
 
 _NOT_HERE = {
     "sft": "conversations of several turns in a sequence",
-    "fim_data": "text to be filled in",
+    "fim_data": "samples that fill in the middle of a text",
     "hybrid_context_parallel": "sequences of several lengths",
-    "inter_document_masking": "documents that do not see each other",
+    "inter_document_masking": "attention within each document only",
     "use_legacy_models": "models from before megatron-core",
 }
 # This project's trainer also leaves out these layers and fused functions, which need CUDA.

@@ -142,7 +142,7 @@ def _evaluate(argv: Sequence[str]) -> int:
         prog="evaluate",
         usage="%(prog)s (--load CKPT | --load-hf DIR) [--data FILE] [--prompt TEXT] [FLAGS]",
         description="Print the perplexity of a model on a text, and a sample of its output. FLAGS"
-        " are those of the trainer; those of the model come from CKPT/model_flags.txt or config.json.",
+        " are those of the trainer; the model's come from CKPT/model_flags.txt or config.json.",
     )
     add = parser.add_argument
     add("--data", metavar="FILE", help='JSON lines {"text": ...}, or a prefix as for --data-path')

@@ -240,7 +240,7 @@ def _messages(
 
 
 MAX_CELLS = 200_000
-"""Most cells (iterations times ranks) of times; of more, evenly spaced iterations are shown."""
+"""Most cells of the table of times; of more iterations, evenly spaced ones are shown."""
 _NS_PER_MS = 1e6
 
 

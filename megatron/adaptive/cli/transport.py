@@ -96,7 +96,7 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
     names = {spec.dest for spec in fields_of(TransportConfig)} & vars(options).keys()
     config = TransportConfig(**{name: getattr(options, name) for name in names})
     if environment.world_size < 2:
-        raise ConfigError("transport: one rank has nobody to reach; start two or more")
+        raise ConfigError("transport: a single rank has no peer; start two or more")
     check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))
     outcomes = [Outcome(**facts) for facts in check.outcomes(options.seconds)]
     check.close()

@@ -135,8 +135,8 @@ class Agent:
         except OSError as error:
             raise SetupError(
                 f"node {self._name} does not reach the manager of the job at {self._address}:"
-                f"{self._port} ({error.strerror or error}): let this port, and all above 1023"
-                " between the nodes, through the firewall"
+                f"{self._port} ({error.strerror or error}): open this port, and all above 1023"
+                " between the nodes, in the firewall"
             ) from None
         link.send(
             "join",

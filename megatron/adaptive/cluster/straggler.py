@@ -86,7 +86,7 @@ class Stragglers:
         """Decides whether to move to another layout for a slow rank.
 
         Args:
-            found: Slow ranks that the diagnosis reported in this incarnation.
+            slow_ranks: Slow ranks that the diagnosis reported in this incarnation.
             running: Ranks of the incarnation. The predicted time of their layout is corrected.
             nodes: Nodes that are present, in order.
 
