@@ -186,9 +186,9 @@ def _no_meeting(options: Any, error: Exception) -> SetupError:
     endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     return SetupError(
         f"the processes of the job cannot meet at {endpoint} ({reason}): the port may be in use or "
-        "the host unreachable; on one machine give --standalone, else another port, and open it and "
-        "all ports above 1023 between the nodes in the firewall; doctor --master-addr HOST on both "
-        "nodes checks the connection"
+        "the host unreachable; on one machine give --standalone, else another port, and open it and"
+        " all above 1023 between the nodes in the firewall; doctor --master-addr HOST on both"
+        " nodes checks the connection"
     )
 
 
@@ -209,10 +209,10 @@ def _report(error: Any) -> int:
         return code  # the rank has printed the reason
     if code < 0:
         name = signal.Signals(-code).name
-        how = f"was killed by signal {-code} ({name})"
+        description = f"was killed by signal {-code} ({name})"
         if name == "SIGKILL":
-            how += "; if nothing above says why, the machine ran out of memory (see dmesg)"
+            description += "; if nothing above says why, the machine ran out of memory (see dmesg)"
     else:
-        how = f"ended with status {code}; its message is above"
-    print(f"error: rank {rank} (pid {failure.pid}) {how}", file=sys.stderr, flush=True)
+        description = f"ended with status {code}; its message is above"
+    print(f"error: rank {rank} (pid {failure.pid}) {description}", file=sys.stderr, flush=True)
     return 1 if code < 0 else code

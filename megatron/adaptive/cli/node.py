@@ -319,17 +319,17 @@ class _MasterAddress(NamedTuple):
 class _Waiting:
     """Limits a wait for other nodes, and reports from time to time what is missing."""
 
-    def __init__(self, limit_s: float, said_s: float) -> None:
+    def __init__(self, limit_s: float, reported_s: float) -> None:
         self._end_s = time.monotonic() + limit_s
-        self._said_s = said_s
+        self._reported_s = reported_s
 
     @property
     def left_s(self) -> float:
         return self._end_s - time.monotonic()
 
     def say(self, text: str) -> None:
-        if time.monotonic() - self._said_s > _REPORT_S:
-            self._said_s = time.monotonic()
+        if time.monotonic() - self._reported_s > _REPORT_S:
+            self._reported_s = time.monotonic()
             _say(f"{text}; {self.left_s:.0f} s left")
 
 
@@ -401,16 +401,16 @@ async def _gather(
         This node's rank, the answer to the workers, and the address by which they reached this node
         (``None`` without workers).
     """
-    here: dict[Connection, _Hello] = {}
+    connected: dict[Connection, _Hello] = {}
     taken: set[Connection] = set()
 
     async def attend(link: Connection) -> None:
         link.beat()
         hello = await link.receive(_SILENT_S)
         if hello is not None and hello["what"] == "hello":
-            here[link] = _Hello.read(hello)
+            connected[link] = _Hello.read(hello)
             if await link.receive(_SILENT_S) is None:
-                del here[link]
+                del connected[link]
             else:
                 taken.add(link)
 
@@ -419,18 +419,18 @@ async def _gather(
     server = Listener(attend, secret, _PURPOSE, _say, host=host, port=port)
     failure: AdaptiveError | None = None
     try:
-        await _wait_for(here, num_workers, port, conf["MEETING_TIMEOUT_S"])
-        guests = dict(list(here.items())[:num_workers])
+        await _wait_for(connected, num_workers, port, conf["MEETING_TIMEOUT_S"])
+        guests = dict(list(connected.items())[:num_workers])
         address = own_address(None, next(iter(guests.values())).address) if guests else None
         try:
             places = _number_nodes(conf, [own_hello, *guests.values()])
             answer = await asyncio.to_thread(_answer, conf, places, port)
-            own_parts = [{"node_rank": rank, "master_addr": address} for rank, _ in places[1:]]
+            parts = [{"node_rank": rank, "master_addr": address} for rank, _ in places[1:]]
         except AdaptiveError as error:
             failure = error
             answer = {"error": str(error)}
-            own_parts = [{}] * num_workers
-        for link, part in zip(guests, own_parts, strict=True):
+            parts = [{}] * num_workers
+        for link, part in zip(guests, parts, strict=True):
             link.send("answer", **answer, **part)
         missing = await _wait_for_receipts(guests, taken)
         if failure is not None:
@@ -443,7 +443,7 @@ async def _gather(
         return places[0][0], answer, address
     finally:
         server.close()
-        for link in list(here):
+        for link in list(connected):
             await link.close()
 
 
@@ -458,18 +458,18 @@ async def _wait_for_receipts(
 
 
 async def _wait_for(
-    here: dict[Connection, _Hello], num_workers: int, port: int, limit_s: float
+    connected: dict[Connection, _Hello], num_workers: int, port: int, limit_s: float
 ) -> None:
     """Waits until enough workers have connected."""
     waiting = _Waiting(limit_s, time.monotonic())
-    while len(here) < num_workers:
-        count = f"{len(here) + 1} of {num_workers + 1} nodes"
+    while len(connected) < num_workers:
+        count = f"{len(connected) + 1} of {num_workers + 1} nodes"
         if waiting.left_s < 0:
-            names = ", ".join(hello.host for hello in here.values())
+            names = ", ".join(hello.host for hello in connected.values())
             raise SetupError(
                 f"{count} were there after {limit_s:g} s (besides this one {names or 'none'}):"
                 " start bash run_worker.sh on the others with this node's address, let port"
-                f" {port} through the firewall, or set NNODES={len(here) + 1}"
+                f" {port} through the firewall, or set NNODES={len(connected) + 1}"
             )
         waiting.say(f"{count} are here")
         await asyncio.sleep(_POLL_S)

@@ -64,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
     """Plans, prints the best plans, and writes the requested files."""
     if "--check" in argv:
         return check_runs(["--data" if argument == "--check" else argument for argument in argv])
-    alone = any(argument.startswith(("--compare", "--discover")) for argument in argv)
-    options = _parser(required=not alone).parse_args(argv)
+    is_standalone = any(argument.startswith(("--compare", "--discover")) for argument in argv)
+    options = _parser(required=not is_standalone).parse_args(argv)
     if options.discover is not None:
         return _discover(options.discover)
     if options.compare:

@@ -102,7 +102,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
     drawn = _thinned(lines)
     if len(drawn) < len(lines):
         notes.append(f"curves show {len(drawn)} of {len(lines)} iterations, evenly spaced")
-    messages, more = _messages(folder, logs / f"{job}.batch", names)
+    messages, message_notes = _messages(folder, logs / f"{job}.batch", names)
     return {
         "title": f"Job {job}: {record.get('conf', {}).get('JOB_NAME', '')}".rstrip(": "),
         "facts": _facts(status, starts, processes),
@@ -112,7 +112,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
         "use": {name: use for name in names if (use := _use(folder / f"{name}.gpu"))},
         "traces": traces,
         "messages": messages,
-        "notes": [*notes, *more],
+        "notes": [*notes, *message_notes],
     }
 
 

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     status = make_corpus(["--output-dir", str(data_dir)])
     if status:
         return status  # make_corpus has printed the reason
-    before = _latest(runs)
+    previous = _latest(runs)
     run_dir = _run_dir(runs, options)
     defaults = _default_flags(options, trainer_flags)
     if options.resume:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if status == 0 or status > 128:
         _report(options, run_dir, stopped=status != 0)
     elif not options.resume:
-        _forget_if_empty(run_dir, before)
+        _forget_if_empty(run_dir, previous)
     return status
 
 
@@ -102,7 +102,7 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
     the times of the stages are measured, unless the user sets a partition.
     """
     flags = []
-    names = {word.split("=", 1)[0] for word in trainer_flags}
+    names = {flag.split("=", 1)[0] for flag in trainer_flags}
     stages = options.pipeline_parallel * options.model_chunks
     if _LAYERS % stages and "--num-layers" not in names:
         flags += ["--partition", format_partition(nearly_even_split(_LAYERS, stages))]
@@ -158,7 +158,7 @@ def _latest(runs: Path) -> str | None:
         return None
 
 
-def _forget_if_empty(run: Path, before: str | None) -> None:
+def _forget_if_empty(run: Path, previous: str | None) -> None:
     """Removes the folder of a run that failed before it wrote any file."""
     if any(path.is_file() for path in run.rglob("*")):
         return
@@ -166,8 +166,8 @@ def _forget_if_empty(run: Path, before: str | None) -> None:
     shutil.rmtree(run, ignore_errors=True)
     if _latest(run.parent) == run.name:
         latest.unlink()
-        if before is not None:
-            _point(latest, before)
+        if previous is not None:
+            _point(latest, previous)
 
 
 def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: list[str]) -> int:
@@ -216,11 +216,11 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
         f"  {'tensorboard' if environment.exists() else python + ' -m tensorboard.main'} "
         f"--logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
     )
-    again = "bash run_single.sh" if IS_CHECKOUT else f"python -m {_PACKAGE} run-single"
-    again += f" {flags} --resume"
+    resume_command = "bash run_single.sh" if IS_CHECKOUT else f"python -m {_PACKAGE} run-single"
+    resume_command += f" {flags} --resume"
     # The learning rate schedule ends with the run, so a longer run needs another one.
-    further = " -- --train-iters N --override-opt-param-scheduler"
-    show(f"  {again}{'' if stopped else further}")
+    longer_run = " -- --train-iters N --override-opt-param-scheduler"
+    show(f"  {resume_command}{'' if stopped else longer_run}")
 
 
 def _draw(options: argparse.Namespace, run_dir: Path) -> bool:

@@ -155,16 +155,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _profile(options: argparse.Namespace, fine: int) -> StageProfile:
+def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
     factors = _rank_factors(options)
     if options.profile is not None:
         if factors is not None:
             raise ConfigError("--slow-rank was given with --profile: put rank_factors into it")
-        return load_profile(options.profile, num_stages=fine)
+        return load_profile(options.profile, num_stages=num_stages)
     chunks = options.chunks
     return StageProfile(
         times=StageTimes.equal(
-            fine,
+            num_stages,
             forward_s=options.forward / chunks,
             backward_s=options.backward / chunks,
             weight_s=options.weight / chunks,

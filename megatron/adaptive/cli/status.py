@@ -447,13 +447,13 @@ def slurm_state(job: str) -> SlurmState:
         # No rows: Slurm no longer knows the id, or there is no accounting.
         rows = [row for row in slurm_rows(command) if len(row) > 3] if job.isdigit() else []
         if rows:
-            held = ",".join(row[3] for row in rows if row[3] and not row[3].startswith("None"))
-            sinfo = ["sinfo", "-h", "-a", "-N", "-n", held, "-o", "%N|%T"]
+            node_list = ",".join(row[3] for row in rows if row[3] and not row[3].startswith("None"))
+            sinfo = ["sinfo", "-h", "-a", "-N", "-n", node_list, "-o", "%N|%T"]
             return SlurmState(
                 state=(rows[0][0].split() or [""])[0],
                 user=rows[0][1],
                 reason="" if rows[0][2] == "None" else rows[0][2],
-                nodes={row[0]: row[1].strip() for row in (slurm_rows(sinfo) if held else ())},
+                nodes={row[0]: row[1].strip() for row in (slurm_rows(sinfo) if node_list else ())},
             )
     return SlurmState(nodes={})
 

@@ -167,13 +167,15 @@ def _progress(snapshot: Snapshot) -> RenderableType:
     total = snapshot.total_iterations
     if not total:
         return Text(f" iteration {done}")
-    rest = f"{done / total:.0%}"
+    progress_text = f"{done / total:.0%}"
     left_s = snapshot.left_s()
     if snapshot.state == "running" and left_s is not None:
-        rest += f", {_ago(left_s)} left"
+        progress_text += f", {_ago(left_s)} left"
     line = Table.grid(padding=(0, 1))
     line.add_row(
-        f" iteration {done} of {total}", ProgressBar(total=total, completed=done, width=30), rest
+        f" iteration {done} of {total}",
+        ProgressBar(total=total, completed=done, width=30),
+        progress_text,
     )
     return line
 
@@ -205,7 +207,7 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
     chunks = max((r.header.num_chunks for r in ranks if r.header is not None), default=1)
     for rank in ranks:
         now = rank.now
-        held = rank.held_bytes if now is None else now.held_bytes or rank.held_bytes
+        held_bytes = rank.held_bytes if now is None else now.held_bytes or rank.held_bytes
         table.add_row(
             str(rank.rank),
             "" if rank.header is None else str(rank.header.pp_rank),
@@ -215,7 +217,7 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
             _percent(None if rank.busy is None else 1 - rank.busy),
             _waits(rank.waits),
             _ms(rank.compute_ms),
-            _bytes(held),
+            _bytes(held_bytes),
             _mark(rank),
         )
     return table

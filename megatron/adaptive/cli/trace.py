@@ -190,8 +190,8 @@ def _show(
     views = (_write_view(name, selection, stem) for name in ("json",) * events + chosen)
     if report and arguments.json:
         files = list(views)
-        more = {"events": f"{stem}.json"} if events else {"views": files}
-        print(json.dumps({**_report(selection), **more}, indent=2))
+        paths = {"events": f"{stem}.json"} if events else {"views": files}
+        print(json.dumps({**_report(selection), **paths}, indent=2))
         return 0
     for line in _report_lines(selection) if report else ():
         show(line)
@@ -512,8 +512,8 @@ def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[lis
         for kind in kinds:
             time = rank["times"].get(kind)
             cells.append("-" if time is None else "{mean_ms:.2f} ± {stdev_ms:.2f}".format(**time))
-        held = f" ({rank['peak_in_flight_bytes'] / 2**20:.1f} MiB)" if show_bytes else ""
-        table.append([*cells, f"{rank['peak_microbatches']}{held}"])
+        size_text = f" ({rank['peak_in_flight_bytes'] / 2**20:.1f} MiB)" if show_bytes else ""
+        table.append([*cells, f"{rank['peak_microbatches']}{size_text}"])
     return table
 
 
@@ -525,8 +525,8 @@ def _parts_table(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     ]
     table = [["of the step, ms", *(PARTS[name] for name in shown)]]
     for rank, rank_parts in zip(ranks, parts, strict=True):
-        whole = max(sum(rank_parts.values()), 1e-9)
-        cells = [f"{rank_parts[name]:.2f} ({rank_parts[name] / whole:.0%})" for name in shown]
+        total_ms = max(sum(rank_parts.values()), 1e-9)
+        cells = [f"{rank_parts[name]:.2f} ({rank_parts[name] / total_ms:.0%})" for name in shown]
         table.append([rank["label"], *cells])
     return table
 

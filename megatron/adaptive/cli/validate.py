@@ -141,14 +141,14 @@ def _compared(
     for name, run in zip(traces_by_run, runs, strict=True):
         steps = run.figures().kind_ns[:, :, KINDS.index("step")].max(axis=1)
         plan = _plan(run, inputs, options)
-        seen = predict(plan, inputs)
+        prediction = predict(plan, inputs)
         rows.append(
             {
                 "run": name,
                 "measured_s": median(map(float, steps)) / 1e9,
-                "predicted_s": seen.seconds,
-                "parts_s": dict(seen.parts),
-                "predicted_peak_bytes": seen.peak_bytes,
+                "predicted_s": prediction.seconds,
+                "parts_s": dict(prediction.parts),
+                "predicted_peak_bytes": prediction.peak_bytes,
                 "plan": plan,
             }
         )

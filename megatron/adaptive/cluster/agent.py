@@ -197,8 +197,8 @@ class Agent:
                         self._asked[rank["key"]] = message["number"]
                     self._start_rank(rank, added, is_restore="is_restore" in message)
             elif kind == "inventory":
-                held = await asyncio.to_thread(self._keeper.inventory, message["within_s"])
-                link.send("answer", number=message["number"], held=held)
+                copies = await asyncio.to_thread(self._keeper.inventory, message["within_s"])
+                link.send("answer", number=message["number"], held=copies)
             elif kind == "signal":
                 self._order(signal=message["number"])
             elif kind == "leave":

@@ -401,10 +401,10 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
             "v100:1x2' for two nodes of four GPUs and one of two"
         )
     matches = []
-    for word in values["NODES"].split():
-        match = _GROUP.fullmatch(word)
+    for text in values["NODES"].split():
+        match = _GROUP.fullmatch(text)
         if match is None:
-            raise ConfigError(f"NODES={values['NODES']}: {word!r} is not TYPE:NODESxGPUS")
+            raise ConfigError(f"NODES={values['NODES']}: {text!r} is not TYPE:NODESxGPUS")
         matches.append(match)
     kinds = [match[1] for match in matches]
     partitions = _by_kind("SLURM_PARTITION", values["SLURM_PARTITION"] or "", kinds)
@@ -425,7 +425,7 @@ def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
     """Parses ``TYPE=VALUE ...``, or one value for all types."""
     if "=" not in text:
         return dict.fromkeys(kinds, text)
-    values = dict(word.partition("=")[::2] for word in text.split())
+    values = dict(assignment.partition("=")[::2] for assignment in text.split())
     for kind in values:
         if kind not in kinds:
             raise ConfigError(f"{name}={text}: NODES has no type {kind}, only {', '.join(kinds)}")

@@ -435,10 +435,10 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
     """
     places: list[Node] = []
     by_name = {node.name: node for node in nodes}
-    for name, most in layout.places or [(node.name, node.slots) for node in nodes]:
+    for name, slots in layout.places or [(node.name, node.slots) for node in nodes]:
         if name in by_name:
-            most = most // layout.tensor * layout.tensor
-            places += [by_name[name]] * min(layout.world_size - len(places), most)
+            slots = slots // layout.tensor * layout.tensor
+            places += [by_name[name]] * min(layout.world_size - len(places), slots)
     return places
 
 

@@ -221,8 +221,8 @@ class ResourceSampler:
         self._write(file, {ENDED: True})
         file.close()
 
-    def _write(self, file: BestEffortFile, more: dict[str, Any]) -> None:
-        file.append((json.dumps({**self.sample(), **more}) + "\n").encode())
+    def _write(self, file: BestEffortFile, extra: dict[str, Any]) -> None:
+        file.append((json.dumps({**self.sample(), **extra}) + "\n").encode())
 
     def sample(self) -> dict[str, Any]:
         """Returns the values of one line of the file."""

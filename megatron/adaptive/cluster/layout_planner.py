@@ -165,7 +165,7 @@ class Planning:
         self, paths: Sequence[Path], arguments: Sequence[str], *, unequal: bool = False
     ) -> None:
         for name in _CHOSEN:
-            if name in {word.partition("=")[0] for word in arguments}:
+            if name in {argument.partition("=")[0] for argument in arguments}:
                 raise ConfigError(
                     f"{name}: with {PLAN_WITH} the planner chooses layers and stages; leave one of"
                     " them out"
@@ -346,7 +346,7 @@ class Planning:
         )
 
     def _is_given(self, prefixes: Iterable[str]) -> bool:
-        return any(word.startswith(tuple(prefixes)) for word in self._arguments)
+        return any(argument.startswith(tuple(prefixes)) for argument in self._arguments)
 
     def _micro_batches(self) -> tuple[int, ...]:
         """Returns the microbatch sizes that keep the losses unchanged; empty if all do."""
@@ -371,9 +371,14 @@ class Planning:
                 f" {allowed[0]}"
             )
         document = plan_document(plan, inputs, row.prediction)
-        left = ["schedule", "distributed_optimizer", "overlap_grad_reduce", "sequence_parallel"]
-        left += ["recompute"] if self._is_given(_RECOMPUTE) else []
-        document = {key: value for key, value in document.items() if key not in left}
+        excluded_keys = [
+            "schedule",
+            "distributed_optimizer",
+            "overlap_grad_reduce",
+            "sequence_parallel",
+        ]
+        excluded_keys += ["recompute"] if self._is_given(_RECOMPUTE) else []
+        document = {key: value for key, value in document.items() if key not in excluded_keys}
         flags = plan_flags(document, PLAN_WITH)
         counts = [len(stage_place.replicas) for stage_place in plan.places]
         world_size = plan.tp * sum(counts)
@@ -386,8 +391,8 @@ class Planning:
         pace = {}
         for node in used:
             on = inputs.cluster.nodes[node]
-            takes = inputs.profile.times(kind, on.gpu, plan.tp, plan.micro_batch)
-            pace[nodes[node]] = (takes.forward_s + takes.backward_s) * on.slowness
+            layer_times = inputs.profile.times(kind, on.gpu, plan.tp, plan.micro_batch)
+            pace[nodes[node]] = (layer_times.forward_s + layer_times.backward_s) * on.slowness
         return ParallelLayout(
             tensor=plan.tp,
             pipeline=plan.pp,
@@ -449,7 +454,7 @@ def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
 
 
 def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
-    whole = module.profile(split=False)
+    unsplit = module.profile(split=False)
     # Group the nodes of one machine by their slowness.
     hosts: dict[tuple[str, float], int] = {}
     on_host: dict[str, int] = {}
@@ -457,7 +462,7 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
         host = _host(offer)
         hosts[host, offer.slowness] = hosts.get((host, offer.slowness), 0) + count
         on_host[host] = on_host.get(host, 0) + count
-    base = measured_cluster(module.hosts, whole)
+    base = measured_cluster(module.hosts, unsplit)
     types = {host_entry.type.name: host_entry.type for host_entry in base.groups}
     type_by_host = {host_entry.host: types[host_entry.type] for host_entry in module.hosts}
     other = types[module.hosts[0].type]
@@ -466,12 +471,14 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
         for (host, slowness), count in hosts.items()
     ]
     # The processes that a host has now share its memory.
-    most: dict[NodeType, int] = {}
+    processes_on_host: dict[NodeType, int] = {}
     for (host, _), kind in zip(hosts, kinds, strict=True):
-        most[kind] = max(most.get(kind, 0), on_host[host])
+        processes_on_host[kind] = max(processes_on_host.get(kind, 0), on_host[host])
     shared = {host_entry.type for host_entry in module.hosts if host_entry.shares_memory}
     kinds = [
-        replace(kind, memory_bytes=kind.memory_bytes * types[kind.like].gpus / most[kind])
+        replace(
+            kind, memory_bytes=kind.memory_bytes * types[kind.like].gpus / processes_on_host[kind]
+        )
         if kind.like in shared
         else kind
         for kind in kinds
@@ -485,7 +492,7 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
         batch=module.batch_size,
         schedule=module.schedule,
         chunks=module.chunks,
-        whole=whole,
+        whole=unsplit,
         split=split,
         cap=module.cap,
     )
@@ -504,20 +511,20 @@ def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
     placed = []
     slow_last = [sorted(group, key=lambda offer: offer.slowness) for group in hosts.values()]
     for offer in chain.from_iterable(slow_last):
-        here = min(count, offer.slots)
-        if here:
-            placed.append((offer, here))
-        count -= here
+        assigned = min(count, offer.slots)
+        if assigned:
+            placed.append((offer, assigned))
+        count -= assigned
     return placed
 
 
 def _sizes(module: MeasuredModule, count: int) -> list[int]:
     """Returns pipeline sizes in the order in which they are tried; 0 stands for all of them."""
-    wish = module.pipeline_size
-    if wish is None:
+    requested = module.pipeline_size
+    if requested is None:
         return [0]
     sizes = [size for size in range(1, count + 1) if count % size == 0]
-    return sorted(sizes, key=lambda size: (size < wish, abs(size - wish)))
+    return sorted(sizes, key=lambda size: (size < requested, abs(size - requested)))
 
 
 def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
@@ -601,9 +608,9 @@ class PlannerChooser(Chooser):
         return layout, unknown and f"{unknown}: not in the files of {PLAN_WITH}"
 
     def _ask(self, within_s: float, answer: Callable[..., Any], *arguments: Any) -> Any:
-        asked = self._pool.apply_async(answer, arguments)
+        pending = self._pool.apply_async(answer, arguments)
         try:
-            return asked.get(within_s)
+            return pending.get(within_s)
         except multiprocessing.TimeoutError:
             raise SetupError(f"the planner did not answer within {within_s:g} s") from None
         except AdaptiveError as error:

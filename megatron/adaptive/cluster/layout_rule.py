@@ -157,20 +157,20 @@ def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> Parallel
     Raises:
         ConfigError: The arguments break a rule in every layout of any size; reports the first rule.
     """
-    asked = as_asked(arguments)
-    tensor = asked.parallel.tensor_model_parallel_size
+    config = as_asked(arguments)
+    tensor = config.parallel.tensor_model_parallel_size
     by_rank = [offer.slowness for offer in offers for _ in range(offer.slots // tensor * tensor)]
     usable = len(by_rank) // tensor
-    for replicas, pipeline in _degrees(asked, usable):
-        for chunks in dict.fromkeys((asked.parallel.num_chunks, 1)):
+    for replicas, pipeline in _degrees(config, usable):
+        for chunks in dict.fromkeys((config.parallel.num_chunks, 1)):
             stages = pipeline * chunks
-            if stages > asked.model.num_layers:
+            if stages > config.model.num_layers:
                 continue
-            partition = nearly_even_split(asked.model.num_layers, stages)
+            partition = nearly_even_split(config.model.num_layers, stages)
             if chunks == 1 and len(set(by_rank)) > 1:
                 weights = _by_stage(by_rank, pipeline, replicas * tensor)
-                partition = _weighted_split(asked.model.num_layers, weights)
-            layout = _layout(asked, arguments, pipeline, replicas, partition)
+                partition = _weighted_split(config.model.num_layers, weights)
+            layout = _layout(config, arguments, pipeline, replicas, partition)
             if layout is not None:
                 return layout
     return None
@@ -188,8 +188,8 @@ def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
         ends = list(accumulate(layout.widths, initial=0))
         # Each replica of a stage gets its share of the microbatches.
         paces = [
-            count * max(slowness[begin:end]) / (end - begin)
-            for count, (begin, end) in zip(layers, pairwise(ends), strict=True)
+            count * max(slowness[first_rank:end_rank]) / (end_rank - first_rank)
+            for count, (first_rank, end_rank) in zip(layers, pairwise(ends), strict=True)
         ]
         microbatches = layout.microbatches * layout.widths[0]
         return (microbatches + layout.pipeline - 1) * layout.micro_batch * max(paces)
@@ -259,13 +259,13 @@ def _unit(flags: Sequence[str]) -> int:
     return unit
 
 
-def _degrees(asked: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
+def _degrees(config: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
     """Lists pairs of replicas and pipeline ranks for usable tensor-parallel groups, best first."""
-    per_replica = asked.batch.global_batch_size // asked.batch.micro_batch_size
-    meant = asked.parallel.pipeline_model_parallel_size
+    per_replica = config.batch.global_batch_size // config.batch.micro_batch_size
+    meant = config.parallel.pipeline_model_parallel_size
     degree_pairs = [
         (replicas, pipeline)
-        for pipeline in range(1, min(usable, asked.model.num_layers) + 1)
+        for pipeline in range(1, min(usable, config.model.num_layers) + 1)
         for replicas in range(1, usable // pipeline + 1)
         if per_replica % replicas == 0
     ]
@@ -278,19 +278,19 @@ def _degrees(asked: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
 
 
 def _layout(
-    asked: TrainerConfig,
+    config: TrainerConfig,
     arguments: Sequence[str],
     pipeline: int,
     replicas: int,
     partition: tuple[int, ...],
 ) -> ParallelLayout | None:
     """Creates a layout from degrees; ``None`` if the trainer would refuse its flags."""
-    tensor = asked.parallel.tensor_model_parallel_size
+    tensor = config.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
     if pipeline == 1 and chunks > 1:
         return None
     flags = ["--pipeline-model-parallel-size", str(pipeline)]
-    if asked.parallel.num_chunks > 1 or chunks > 1:
+    if config.parallel.num_chunks > 1 or chunks > 1:
         flags += ["--model-chunks", str(chunks)]
     flags += ["--partition", format_partition(partition)]
     try:
@@ -302,7 +302,7 @@ def _layout(
         pipeline=pipeline,
         data=replicas,
         partition=partition,
-        micro_batch=asked.batch.micro_batch_size,
-        microbatches=asked.batch.global_batch_size // (asked.batch.micro_batch_size * replicas),
+        micro_batch=config.batch.micro_batch_size,
+        microbatches=config.batch.global_batch_size // (config.batch.micro_batch_size * replicas),
         flags=tuple(flags),
     )

@@ -154,8 +154,8 @@ def over_ssh(
     """
     # Isolated mode keeps modules of the working folder from being imported before the program
     # starts.
-    begin = shlex.join([sys.executable, "-I", "-c", _BEGIN, *arguments])
-    command = [*_SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {begin}"]
+    remote_command = shlex.join([sys.executable, "-I", "-c", _BEGIN, *arguments])
+    command = [*_SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {remote_command}"]
     return command, json.dumps(dict(variables)).encode() + b"\n"
 
 
@@ -446,13 +446,13 @@ class Membership:
         """Starts the agent of a machine and waits for its end."""
         arguments = ["-m", "megatron.adaptive", "run", "--agent"]
         command = [sys.executable, *arguments]
-        begin = b""
+        stdin_head = b""
         environment = dict(os.environ)
         path = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = f"{_ROOT}:{path}" if path else str(_ROOT)
         if not machine.is_local:
             exported = {n: v for n, v in environment.items() if n.startswith(OVER_SSH)}
-            command, begin = over_ssh(machine.host, arguments, exported)
+            command, stdin_head = over_ssh(machine.host, arguments, exported)
         destination = {"name": machine.name, "address": self.address, "port": self.port}
         spec = {**destination, "secret": self._secret, "slots": machine.slots, "work": self._work}
         spec["silence_s"] = SILENCE_S if machine is self._own_machine else PATIENCE_S
@@ -469,7 +469,7 @@ class Membership:
             return
         node.process = process
         assert process.stdin is not None
-        process.stdin.write(begin + json.dumps(spec).encode() + b"\n")
+        process.stdin.write(stdin_head + json.dumps(spec).encode() + b"\n")
         process.stdin.close()
         last_line = ""
         if process.stderr is not None:
@@ -537,8 +537,8 @@ class Membership:
 
 def allow_files(count: int) -> None:
     """Raises this process's limit of open files and connections, as far as the system allows."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY:
-        count = min(count, most)
-    if 0 <= now < count:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count, most))
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard_limit != resource.RLIM_INFINITY:
+        count = min(count, hard_limit)
+    if 0 <= soft_limit < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard_limit))

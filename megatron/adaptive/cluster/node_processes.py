@@ -176,8 +176,8 @@ def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> lis
 
 def mounts_of(conf: LaunchConf, logs: Path) -> list[str]:
     """Returns the folders to mount in the container, as ``FROM:TO``."""
-    more = [word for word in (conf["CONTAINER_MOUNTS"] or "").split(",") if word]
-    return [f"{WORK_FOLDER}:{WORK_FOLDER}", f"{logs}:{logs}", *more]
+    extra_mounts = [mount for mount in (conf["CONTAINER_MOUNTS"] or "").split(",") if mount]
+    return [f"{WORK_FOLDER}:{WORK_FOLDER}", f"{logs}:{logs}", *extra_mounts]
 
 
 def run_record(conf: LaunchConf, node: NodePlace, run_dir: Path) -> str:

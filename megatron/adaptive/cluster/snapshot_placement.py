@@ -53,8 +53,8 @@ def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
     alone = len({node.host for node in nodes}) == 1
     for index, node in enumerate(nodes):
         others = (nodes[(index + step) % len(nodes)] for step in range(1, len(nodes)))
-        far = (other.name for other in others if alone or other.host != node.host)
-        buddy_names[node.name] = next(far, None)
+        candidates = (other.name for other in others if alone or other.host != node.host)
+        buddy_names[node.name] = next(candidates, None)
     return buddy_names
 
 
@@ -77,7 +77,7 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
     seen = max((step for step, _, _ in steps), default=0)
     why = ""
     for step, run, generation in sorted(steps, reverse=True):
-        here: list[dict[str, Any]] = [
+        step_copies: list[dict[str, Any]] = [
             {**copy, "needs": []}
             for copy in copies
             if (copy["run"], copy["generation"]) == (run, generation) and step in copy["steps"]
@@ -86,7 +86,7 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
         for index, need in enumerate(needs.get((run, generation), ())):
             fitting = [
                 copy
-                for copy in here
+                for copy in step_copies
                 if copy["rank"] in need["ranks"] and (copy["kind"] == "own" or need["is_sent"])
             ]
             if fitting:
@@ -95,7 +95,7 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
                 best["needs"].append(index)
             else:
                 missing |= set(need["ranks"])
-        parts = tuple(copy for copy in here if copy["needs"])
+        parts = tuple(copy for copy in step_copies if copy["needs"])
         if not missing and any(copy["has_common"] for copy in parts):
             return SnapshotSource(step=step, seen=seen, parts=parts)
         if not why:
@@ -268,8 +268,8 @@ class JobSnapshots:
         why = await self._run(orders, until_s)
         if why:
             return why
-        last = {**common_order, "what": "assemble", "count": len(orders)}
-        return await self._run({common: last}, until_s)
+        assembly = {**common_order, "what": "assemble", "count": len(orders)}
+        return await self._run({common: assembly}, until_s)
 
     async def _run(self, orders: Mapping[str, Mapping[str, Any]], until_s: float) -> str:
         """Runs the restoring program on several nodes at once; returns the first failure."""

@@ -54,9 +54,9 @@ class Stragglers:
         Args:
             nodes: Nodes that are present, in order.
         """
-        rest = self.included(nodes)
-        layout = await self._choose(rest) if rest else None
-        if layout is None and len(rest) < len(nodes):
+        included = self.included(nodes)
+        layout = await self._choose(included) if included else None
+        if layout is None and len(included) < len(nodes):
             layout = await self._choose(nodes)
         return layout
 
@@ -115,9 +115,9 @@ class Stragglers:
             return slow_rank.factor
         node_times: list[float] = []
         other_times: list[float] = []
-        for node, takes in zip(nodes, slow_rank.pace_ns, strict=True):
+        for node, time_ns in zip(nodes, slow_rank.pace_ns, strict=True):
             expected = running.layout.pace.get(node, self._slowness.get(node, 1.0))
-            (node_times if node == name else other_times).append(takes / expected)
+            (node_times if node == name else other_times).append(time_ns / expected)
         return max(node_times) / statistics.median(other_times) if other_times else 1.0
 
     async def _judge(
@@ -165,12 +165,12 @@ class Stragglers:
     def _is_faster(
         self, layout: ParallelLayout, nodes: Sequence[Node], running: RunningRanks
     ) -> bool:
-        most = 1 - WORTH_A_MORPH
+        limit = 1 - WORTH_A_MORPH
         if layout.step_s is not None and running.layout.step_s is not None:
-            return layout.step_s < most * running.layout.step_s
+            return layout.step_s < limit * running.layout.step_s
         new = [self._slowness.get(node.name, 1.0) for node in assign(nodes, layout)]
         old = [self._slowness.get(name, 1.0) for name in running.where.values()]
-        return relative_time(layout, new) < most * relative_time(running.layout, old)
+        return relative_time(layout, new) < limit * relative_time(running.layout, old)
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
@@ -180,7 +180,7 @@ def _slow_down(running: RunningRanks, name: str, times: float) -> None:
     if layout.step_s is None:
         return
     pace = {**layout.pace, name: layout.pace[name] * times}
-    before, after = (
+    time_before, time_after = (
         relative_time(layout, [paces[node] for node in nodes]) for paces in (layout.pace, pace)
     )
-    running.layout = replace(layout, pace=pace, step_s=layout.step_s * after / before)
+    running.layout = replace(layout, pace=pace, step_s=layout.step_s * time_after / time_before)
