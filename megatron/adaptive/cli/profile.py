@@ -146,8 +146,8 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     for width in widths:
         if model.max_tp % width:
             raise ConfigError(
-                f"--tp {width}: heads and feed-forward width of {model.name} are not divisible by"
-                f" it, but by {model.max_tp} and its divisors"
+                f"--tp {width}: heads and feed-forward width of {model.name} do not divide by it;"
+                f" they do by {model.max_tp} and its divisors"
             )
     try:
         return profile_layers(

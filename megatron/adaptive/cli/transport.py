@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parser().parse_args(argv)
     if not options.check:
-        raise ConfigError("transport: give --check, the only thing to do here; see --help")
+        raise ConfigError("transport: give --check: --check is all there is; see --help")
     environment = Environment.read()
     if not environment.is_launched:
         shape = ["--standalone", "--nproc-per-node", "2", "-m"]

@@ -441,7 +441,7 @@ def _check_sizes(conf: LaunchConf) -> None:
     processes = conf.processes
     nodes = conf.nodes
     if values["NNODES"] is not None and nodes != values["NNODES"]:
-        raise ConfigError(f"NNODES={values['NNODES']}: NODES={values['NODES']} has {nodes} nodes")
+        raise ConfigError(f"NNODES={values['NNODES']}: NODES={values['NODES']} adds up to {nodes}")
     if values["NPROC_PER_NODE"] is not None and not values["HOMOGENEOUS_CLUSTER"]:
         raise ConfigError(
             f"NPROC_PER_NODE={values['NPROC_PER_NODE']}: NODES sets it for each node type; "
