@@ -312,7 +312,7 @@ def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_A
         except OSError as error:
             if time.monotonic() > end_s:
                 mend = "start doctor there with the same --master-addr; open the port in firewalls"
-                return [_check("way there", f"{address}:{port}: {error}", mend, is_error=True)]
+                return [_check("to that node", f"{address}:{port}: {error}", mend, is_error=True)]
         time.sleep(0.5)
 
 
@@ -337,9 +337,11 @@ async def _try_way(address: str, port: int, secret: str) -> list[Check]:
     why = "".join(letter for letter in str(message.get("back"))[:200] if letter.isprintable())
     return [
         _check(
-            "way there",
+            "to that node",
             f"{address}:{port} from {link.own_address} on {interface_of(link.own_address)}",
         ),
-        _check("way back", why or "reached from there", _OPEN if why else "", is_error=True),
+        _check(
+            "from that node", why or "it reaches this node", _OPEN if why else "", is_error=True
+        ),
         _check("clocks", text, mend),
     ]

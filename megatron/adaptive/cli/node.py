@@ -467,11 +467,11 @@ async def _wait_for(
         if waiting.left_s < 0:
             names = ", ".join(hello.host for hello in connected.values())
             raise SetupError(
-                f"{count} were there after {limit_s:g} s (besides this one {names or 'none'}):"
-                " start bash run_worker.sh on the others with this node's address, let port"
-                f" {port} through the firewall, or set NNODES={len(connected) + 1}"
+                f"{count} had joined after {limit_s:g} s (besides this one {names or 'none'}):"
+                " start bash run_worker.sh on the others with this node's address, open port"
+                f" {port} in the firewall, or set NNODES={len(connected) + 1}"
             )
-        waiting.say(f"{count} are here")
+        waiting.say(f"{count} have joined")
         await asyncio.sleep(_POLL_S)
 
 

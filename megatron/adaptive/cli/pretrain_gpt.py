@@ -53,7 +53,7 @@ by commas. Flags of Megatron-LM that this trainer refuses are at the end.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains with the flags in ``argv``, as a process of a torchrun job or as a job of one."""
+    """Trains with the flags in ``argv``, as a process of a torchrun job or as the only process."""
     environment = Environment.read()
     config = parse(argv, world_size=environment.world_size, last_wins=True)
     if environment.node is not None:
