@@ -81,7 +81,7 @@ def _launch(argv: Sequence[str]) -> int:
         if name.startswith("torch.distributed."):  # it repeats the rank's error over many lines
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        _check_way(options)
+        _wait_for_store(options)
         run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         return _report(error)
@@ -135,7 +135,7 @@ def _read_options(argv: Sequence[str]) -> Any:
     return options
 
 
-def _check_way(options: Any) -> None:
+def _wait_for_store(options: Any) -> None:
     """Waits for the store of the first node and reports the wait.
 
     torchrun itself would wait for it without a limit and without a message.

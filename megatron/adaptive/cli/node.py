@@ -137,7 +137,7 @@ def _master(argv: Sequence[str]) -> int:
     secret = user_secret or new_secret()
     host = address if interface or named else ""
     with _master_file(logs / _MASTER_FILE, address, port, secret):
-        _say_how(address, port, logs, None if user_secret else secret)
+        _print_instructions(address, port, logs, None if user_secret else secret)
         gathering = _gather(conf, _hello(options, conf), secret, host, port)
         rank, answer, reached = asyncio.run(gathering)
     if not named and reached is not None:
@@ -146,7 +146,7 @@ def _master(argv: Sequence[str]) -> int:
     return _run(conf, node, logs / answer["job"], interface or interface_of(address))
 
 
-def _say_how(address: str, port: int, logs: Path, generated_secret: str | None) -> None:
+def _print_instructions(address: str, port: int, logs: Path, generated_secret: str | None) -> None:
     """Prints the command for the other nodes; prints a secret only to a terminal, not to a log."""
     start = f"bash run_worker.sh --master-addr {address}"
     _say(f"master at {address}:{port}; on the other nodes: {start}")

@@ -123,13 +123,16 @@ def load_recipe(path: Path) -> Any:
         )
     if "base" in base:
         raise ConfigError(f"{path.parent / name} is the base of {path} and has one: keep one")
-    return _over(base, content)
+    return _merge_recipes(base, content)
 
 
-def _over(base: Any, override: Any) -> Any:
+def _merge_recipes(base: Any, override: Any) -> Any:
     if not (isinstance(base, dict) and isinstance(override, dict)):
         return override
-    return {**base, **{key: _over(base.get(key), value) for key, value in override.items()}}
+    return {
+        **base,
+        **{key: _merge_recipes(base.get(key), value) for key, value in override.items()},
+    }
 
 
 def evaluate(argv: Sequence[str]) -> int:

@@ -38,7 +38,7 @@ def _run(argv: Sequence[str], environment: Environment) -> int:
         "--cut-points": options.cut_points,
     }
     if options.from_run:
-        _write(_of_runs(options), options.output)
+        _write(_fit_runs(options), options.output)
         return 0
     chosen = [name for name, value in sources.items() if value]
     if len(chosen) != 1:
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _of_runs(options: argparse.Namespace) -> dict[str, Any]:
+def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
     """Fits a profile to traced runs; merges it with the profile of ``--output`` if it exists."""
     if not options.model or options.cluster is None:
         raise ConfigError("--from-run: give the --model that was trained and its --cluster too")

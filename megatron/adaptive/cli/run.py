@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         asyncio.run(agent.run())
         return 1 if agent.status is None else agent.status
     if options.status is not None:
-        return _tell(options)
+        return _print_state(options)
     return _run(options)
 
 
@@ -113,7 +113,7 @@ def _gib(text: str) -> int:
     return int(number(float, 1e-6, 1e6, "number of GiB")(text) * 1024**3)
 
 
-def _tell(options: argparse.Namespace) -> int:
+def _print_state(options: argparse.Namespace) -> int:
     from megatron.adaptive.cluster.job_state_file import read_state, render_state
 
     folder = options.status or options.checkpoint or last_value(options.arguments, _SAVE)
@@ -136,7 +136,7 @@ def _tell(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from megatron.adaptive.cluster.incarnation import JobSpec, is_trainer
-    from megatron.adaptive.cluster.layout_rule import as_asked
+    from megatron.adaptive.cluster.layout_rule import parse_requested
     from megatron.adaptive.cluster.manager import Manager, Participant
 
     script = options.script
@@ -147,7 +147,7 @@ def _run(options: argparse.Namespace) -> int:
     is_pipeline = not is_trainer(script) if options.runs is None else options.runs == "pipeline"
     folder: Path | str | None
     if is_pipeline:
-        arguments, folder = _of_pipeline(options)
+        arguments, folder = _pipeline_arguments(options)
         on_straggler: Policy = options.on_straggler or "replan"  # acts only if it writes traces
     else:
         folder = options.checkpoint or last_value(options.arguments, _SAVE)
@@ -158,7 +158,7 @@ def _run(options: argparse.Namespace) -> int:
             )
         arguments = (*options.arguments, _SAVE, str(folder))
         # Check the trainer's arguments before anything starts.
-        on_straggler = _on_straggler(options.on_straggler, as_asked(arguments).schedule)
+        on_straggler = _on_straggler(options.on_straggler, parse_requested(arguments).schedule)
     values = vars(options)
     spec = JobSpec(
         **{
@@ -184,7 +184,7 @@ def _run(options: argparse.Namespace) -> int:
         return asyncio.run(part.run())
 
 
-def _of_pipeline(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
+def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
     """Returns the arguments and the folder of checkpoints of a script with a ``Pipeline``."""
     reason = f"{options.script.name} takes none of the trainer's arguments, so that it trains a"
     reason += " Pipeline"

@@ -438,14 +438,14 @@ def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
         layers.append((ratio, f"{ratio:.2f} in layer {layer} (expert {expert})"))
     shown = [text for _, text in sorted(layers, reverse=True)[:MOST_LAYERS]]
     times = list(experts["exchange_ms"].values())
-    parts = " to ".join(f"{ms:.2f} ms ({ms / max(step_ms, 1e-9):.0%})" for ms in _ends(times))
+    parts = " to ".join(f"{ms:.2f} ms ({ms / max(step_ms, 1e-9):.0%})" for ms in _extremes(times))
     return [
         f"tokens of the busiest expert over the mean: {', '.join(shown)}",
         f"time of each rank in exchanges of tokens (part of the step): {parts}",
     ]
 
 
-def _ends(values: Sequence[float]) -> tuple[float, ...]:
+def _extremes(values: Sequence[float]) -> tuple[float, ...]:
     """Returns the smallest and the largest value, only once if they are equal."""
     return tuple(dict.fromkeys((min(values), max(values))))
 

@@ -383,7 +383,7 @@ class RunningRanks:
         """Returns the ranks that have not ended."""
         return set(self.where) - set(self.statuses)
 
-    def at_fault(
+    def record_fault(
         self, fault: str, deadline_s: float, *, gone: str = "", kill: bool = False
     ) -> None:
         """Records the first failure; the other ranks get some time to report it.
@@ -410,7 +410,7 @@ def earliest(*moments: float | None) -> float | None:
     return min((moment for moment in moments if moment is not None), default=None)
 
 
-def is_well(status: int) -> bool:
+def ended_well(status: int) -> bool:
     """Returns whether an exit status means that a rank ended in good order."""
     return status in (0, EXIT_MEASURED)
 

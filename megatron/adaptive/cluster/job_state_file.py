@@ -303,7 +303,7 @@ class StateFile:
         machines = self._before.get("machines", [])
         return sum(machine.get("status") == "present" for machine in machines)
 
-    def _of_all(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Combines the state with that of earlier managers."""
         if not self._earlier:
             return {**state, "earlier": []}
@@ -326,7 +326,7 @@ class StateFile:
         draft = self._folder / f".{_STATE}.{os.getpid()}"
         try:
             # json.dumps with indent runs in pure Python: too slow while nodes wait for an answer.
-            body = {**header, **self._of_all(state)}.items()
+            body = {**header, **self._with_earlier(state)}.items()
             lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body]
             draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
             draft.replace(self._folder / _STATE)

@@ -46,7 +46,7 @@ from megatron.adaptive.cluster.layout_rule import (
     Chooser,
     Offer,
     ParallelLayout,
-    as_asked,
+    parse_requested,
 )
 from megatron.adaptive.cluster.membership import read_machines
 from megatron.adaptive.config.arguments import parse
@@ -172,7 +172,7 @@ class Planning:
                 )
         self._arguments = tuple(arguments)
         self._unequal = unequal
-        self._config = as_asked(arguments)
+        self._config = parse_requested(arguments)
         if self._config.parallel.context_parallel_size > 1:
             raise ConfigError(
                 f"--context-parallel-size {self._config.parallel.context_parallel_size}: the"
@@ -253,7 +253,7 @@ class Planning:
         Raises:
             ConfigError: No plan fits. The message names the limit that prevents it.
         """
-        nodes, inputs = self._on(offers)
+        nodes, inputs = self._inputs_for(offers)
         equal = replace(self._options(), most_cpu_s=most_cpu_s)
         unequal_layout: ParallelLayout | None = None
         refused: ConfigError | None = None
@@ -309,7 +309,7 @@ class Planning:
                 return self._types[name]
         return self._other
 
-    def _on(self, offers: Sequence[Offer]) -> tuple[list[str], PlanInputs]:
+    def _inputs_for(self, offers: Sequence[Offer]) -> tuple[list[str], PlanInputs]:
         """Returns the nodes' names by number, and the inputs for a cluster of these nodes only."""
         names_by_kind: dict[NodeType, list[str]] = {}
         for offer in offers:

@@ -157,7 +157,7 @@ def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> Parallel
     Raises:
         ConfigError: The arguments break a rule in every layout of any size; reports the first rule.
     """
-    config = as_asked(arguments)
+    config = parse_requested(arguments)
     tensor = config.parallel.tensor_model_parallel_size
     by_rank = [offer.slowness for offer in offers for _ in range(offer.slots // tensor * tensor)]
     usable = len(by_rank) // tensor
@@ -224,7 +224,7 @@ def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...
     return tuple(layers)
 
 
-def as_asked(arguments: Sequence[str]) -> TrainerConfig:
+def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
     """Parses the arguments for the smallest world size at which they are valid.
 
     The world size does not matter here, because the layout replaces the degrees.

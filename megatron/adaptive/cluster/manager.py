@@ -38,8 +38,8 @@ from megatron.adaptive.cluster.incarnation import (
     RunningRanks,
     assign,
     earliest,
+    ended_well,
     how_ended,
-    is_well,
     rank_orders,
 )
 from megatron.adaptive.cluster.job_state_file import (
@@ -355,7 +355,7 @@ class Manager:
                     # properly before that node was lost.
                     if is_gone if event is None else name == event.node:
                         running.statuses[key] = -signal.SIGKILL
-                        running.at_fault(
+                        running.record_fault(
                             lost := f"node {name} was lost", self._clock.now_s(), gone=lost
                         )
             if self._stop is not None:
@@ -380,14 +380,14 @@ class Manager:
     def _rank_ended(self, running: RunningRanks, event: Event) -> None:
         status = event.message["status"]
         running.statuses[event.message["key"]] = status
-        if not is_well(status):
+        if not ended_well(status):
             node = self._members.nodes[event.node]
             rank = event.message["key"].partition("/")[2]
             # A rank that ends because its node leaves has not failed.
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
             kill = status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGBUS)
-            running.at_fault(fault, self._clock.now_s() + _GRACE_S, gone=gone, kill=kill)
+            running.record_fault(fault, self._clock.now_s() + _GRACE_S, gone=gone, kill=kill)
 
     def _overdue(self, running: RunningRanks) -> None:
         """Kills an incarnation's remaining ranks; gives up nodes that do not report their end."""
@@ -465,7 +465,7 @@ class Manager:
             return 128 + int(self._stop), ""
         # If a node is taken away or cut off, the program has not failed.
         self._failures = (0 if before.saved_ns is not None else self._failures) + (not lost)
-        code = next((code for code in statuses if code > 0 and not is_well(code)), 1)
+        code = next((code for code in statuses if code > 0 and not ended_well(code)), 1)
         is_own_error = not lost and not any(code < 0 for code in statuses)
         if is_own_error and not self._has_worked:
             # The program never completed a step, and its own error message is above.

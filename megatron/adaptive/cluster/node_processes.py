@@ -311,7 +311,7 @@ def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, st
 def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
     """Passes signals on to the job, and kills what is left of it at the end."""
     former = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _SIGNALS}
-    former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _tell_ranks(job.pid, n))
+    former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _signal_ranks(job.pid, n))
     try:
         yield
     finally:
@@ -322,7 +322,7 @@ def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _tell_ranks(pid: int, number: int) -> None:
+def _signal_ranks(pid: int, number: int) -> None:
     """Sends a signal to the ranks below a process, but not to the processes that ranks start."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
