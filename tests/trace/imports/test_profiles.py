@@ -68,7 +68,7 @@ def test_three_lines_around_a_loop_record_it(tmp_path: Path) -> None:
     found = what_if(run)
     assert run.ranks[1].header.dp_rank == 1
     assert found.slowest == (1,)
-    assert found.repairs[0].what.startswith("rank 1 (stage 0, replica 1) as fast as others")
+    assert found.repairs[0].description.startswith("rank 1 (stage 0, replica 1) as fast as others")
     assert "--balance-replicas" in found.repairs[0].flag
 
 
@@ -368,5 +368,5 @@ def test_a_refusal_lists_the_ranges(tmp_path: Path) -> None:
 )
 def test_an_impossible_head_is_named(head: dict[str, Any], tmp_path: Path) -> None:
     _write(tmp_path / "rank0.json", _loop(), **head)
-    with pytest.raises(TraceError, match="rank0.json: what it says of its rank and job is unread"):
+    with pytest.raises(TraceError, match="rank0.json: the data on its rank and job are unreadable"):
         read_profiles(tmp_path)

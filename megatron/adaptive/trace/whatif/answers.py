@@ -392,6 +392,15 @@ class _Schedule:
     is_dealt: bool
 
 
+def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
+    """Returns repairs by description and flag, the largest gain first."""
+    repairs = [
+        Repair(description, flag, step_s, 1 - step_s / whole)
+        for (description, flag), step_s in steps_s.items()
+    ]
+    return sorted(repairs, key=lambda repair: repair.step_s)
+
+
 class _Answers:
     """Simulates the steps of a run with the sets of durations that the analysis needs."""
 
@@ -425,13 +434,7 @@ class _Answers:
         workers = self._by_score(slow)
         slowest = workers[: max(1, int(SLOWEST_WORKERS * len(workers)))]
         repairs = self._repairs(slowest)
-        shares: dict[tuple[str, str], Durations] = {
-            ("share", "worker"): _without("rank", slowest),
-            ("share", "last stage"): _without("stage", [where.num_stages - 1]),
-            ("share", "length"): lambda part: _by_length(part, part.ops.duration_s, -1),
-        }
-        for worker in workers[:SHOWN]:
-            shares["rank", where.name(worker)] = _only("rank", worker)
+        shares = self._shares(workers, slowest)
         after = self._simulate(
             {**shares, **{("repair", key): d for key, (_, d) in repairs.items()}}
         )
@@ -451,10 +454,7 @@ class _Answers:
             for description, (flag, durations) in repairs.items()
         }
         repaired_s |= self._replays(simulated) | self._recording(whole)
-        ordered = sorted(
-            (Repair(*names, step_s, 1 - step_s / whole) for names, step_s in repaired_s.items()),
-            key=lambda repair: repair.step_s,
-        )
+        ordered = _ordered_repairs(repaired_s, whole)
         order = ("stage", "replica", "rank", "kind", "link", "length")
         return WhatIf(
             where=where,
@@ -494,6 +494,17 @@ class _Answers:
             sets["link", f"{source} to {target}"] = _only("link", link)
         sets["length", "unequal lengths"] = lambda part: _by_length(part, part.ideal_s, 1)
         return sets
+
+    def _shares(self, workers: list[int], slowest: list[int]) -> dict[tuple[str, str], Durations]:
+        """Returns durations with each cause repaired, and with only one slow rank as recorded."""
+        shares: dict[tuple[str, str], Durations] = {
+            ("share", "worker"): _without("rank", slowest),
+            ("share", "last stage"): _without("stage", [self._where.num_stages - 1]),
+            ("share", "length"): lambda part: _by_length(part, part.ops.duration_s, -1),
+        }
+        for worker in workers[:SHOWN]:
+            shares["rank", self._where.name(worker)] = _only("rank", worker)
+        return shares
 
     def _repaired_s(self, whole: float, durations: Durations, steps: Floats) -> float:
         """Returns the mean step with a repair; under a run-time rule the order changes with it."""
