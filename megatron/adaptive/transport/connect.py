@@ -49,7 +49,7 @@ from megatron.adaptive.transport.select import (
 )
 
 Gather = Callable[[Any], list[Any]]
-"""Returns what every rank of the job passed, by rank. Collective."""
+"""Function that takes this rank's value and returns those of all ranks. Collective."""
 
 _OPEN_S = 300.0
 """Limit for opening a channel in seconds. Opening is fast, but ranks may begin minutes apart."""

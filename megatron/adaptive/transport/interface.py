@@ -179,7 +179,7 @@ Listener = Callable[[Item | Exception], None]
 
 
 class Completions(Protocol):
-    """Queues arrivals and failures of all channels of a process, in the order they happened.
+    """Queues arrivals and failures of all channels of a process in the order of their occurrence.
 
     Any thread may put items, one thread takes them. A wait releases the GIL and never polls.
     """

@@ -42,8 +42,8 @@ _PERIOD_S = 2.0
 _LOOK_S = 1.0
 # A channel that detects the silence gives a better message, so it gets this much more time.
 _MARGIN_S = 1.0
-# A store under load needs some time; if it is too short, a rank that left normally counts as lost.
-# The line of a surviving rank must also be written before its launcher ends it.
+# If this limit is too short for a store under load, a rank that left normally counts as lost. If it
+# is too long, a launcher ends a surviving rank before its line is written.
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"

@@ -52,7 +52,7 @@ _CLOSE_S = 30.0
 _DROP_AFTER_S = 0.1
 _STOP = object()
 
-# This function skips the checks of torch.utils.dlpack, which are for other objects than capsules.
+# Arguments are always capsules here, so the checks of torch.utils.dlpack are skipped.
 _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
     torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack
 )
@@ -345,7 +345,7 @@ class NativeQueue:
             target=self._forward, args=(forwarded,), name="arrivals", daemon=True
         )
         self._thread.start()
-        # A daemon thread that returns from C++ after the interpreter's end would crash the process.
+        # A daemon thread that returns from C++ after the interpreter's end would end the process.
         atexit.register(_stop, weakref.ref(self))
 
     def put(self, item: Item | Exception) -> None:

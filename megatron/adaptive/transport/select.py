@@ -179,7 +179,7 @@ class ChannelSize:
 
     @property
     def least_free(self) -> int:
-        """Returns the number of slots that a receiver leaves to the sender, with reserved ones.
+        """Returns the number of slots that a receiver leaves to the sender, with reserved slots.
 
         With fewer, a sender could wait for a slot while the receiver waits for that very message
         before it returns slots.

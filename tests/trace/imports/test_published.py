@@ -88,9 +88,9 @@ def test_chunks_and_unnumbered_microbatches() -> None:
     ("change", "message"),
     [
         ({"duration": None, "seq_id": None}, "lacks the columns duration, seq_id"),
-        ({"duration": -1.0}, "duration without a value from 0"),
-        ({"step": -1}, "step without a value from 0"),
-        ({"rank": -2}, "rank without a value from 0"),
+        ({"duration": -1.0}, "duration that are missing or below 0"),
+        ({"step": -1}, "step that are missing or below 0"),
+        ({"rank": -2}, "rank that are missing or below 0"),
         ({"start_ts": np.nan}, "start_ts without a value"),
         ({"stage": "first"}, "holds no numbers"),
         ({"gmc": 7}, "gmc .chunk in the model. is not mc"),

@@ -410,7 +410,7 @@ def _unix_ns(clock: str) -> int:
 
 
 def _objects(file: _RankFile) -> Iterator[bytes]:
-    """Yields the texts of objects: lines that begin with a brace, or lines up to the closing."""
+    """Yields the text of each JSON object, which is a line or all lines between two braces."""
     held = b""
     parts: list[bytes] = []
     for chunk in _chunks(file):

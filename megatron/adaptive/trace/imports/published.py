@@ -159,7 +159,8 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
     ]
     if broken or numbers["duration"].min() < 0:
         raise TraceError(
-            f"{origin} has {' and '.join(broken) or 'duration'} without a value from 0"
+            f"{origin} has values of {' and '.join(broken) or 'duration'} that are missing or "
+            "below 0"
         )
     times_ns = {name: np.rint(numbers.pop(name) * 1e9) for name in ("start_ts", "duration")}
     table = {name: values.astype(np.int64) for name, values in numbers.items()}
@@ -252,7 +253,7 @@ class _Table:
         self._group = table.get("group", zeros - 1)
 
     def run(self, origin: Path, world_size: int, notes: list[str]) -> RunTrace:
-        """Returns the run.
+        """Returns the table as a run.
 
         Args:
             origin: Path of the source.

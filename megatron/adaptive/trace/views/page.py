@@ -295,7 +295,7 @@ MAX_ITERATIONS = 20
 SLOWEST = 4
 """Number of iterations that are included because they took longest."""
 MAX_REPLICAS = 4
-"""Number of replicas up to which all are drawn; of more, the first and the slowest are."""
+"""Number of replicas up to which all are drawn; otherwise the first and the slowest are."""
 
 
 def choose(

@@ -47,7 +47,7 @@ THREADS: dict[str, tuple[str, ...]] = {
     "inputs": ("receive",),
     "sends": ("send",),
 }
-"""Kinds of span by thread, from the top of a process."""
+"""Kinds of span of each thread, in the order of display."""
 LANES = 10_000
 """Number of thread ids reserved for each entry of :data:`THREADS` and rank."""
 
@@ -319,8 +319,8 @@ def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
 def _microseconds(times_ns: Sequence[int]) -> list[float]:
     """Converts nanoseconds to microseconds that a reader may round or truncate back.
 
-    A quotient by 1000 may be slightly too small as a float. Truncated, its slice would begin a
-    nanosecond early and overlap the one before it, and readers drop such slices.
+    A quotient by 1000 may be slightly too small as a float. If a reader truncates it, the slice
+    begins a nanosecond early and overlaps the one before it, and readers drop such slices.
     """
     ns = np.array(times_ns, dtype=np.int64)
     values = ns / NS_PER_US
@@ -353,7 +353,7 @@ def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Ev
     times = _microseconds([action.start_ns - origin_ns for action in actions])
     for action, time in zip(actions, times, strict=True):
         if action.iteration != iteration:
-            # Forwards of an interrupted iteration have no backward, so each one starts from 0.
+            # An interrupted iteration leaves forwards without a backward, so each starts from 0.
             iteration = action.iteration
             in_flight = 0
         in_flight = max(0, in_flight + {"F": 1, "B": -1}.get(action.action, 0))

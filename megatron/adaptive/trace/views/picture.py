@@ -60,7 +60,7 @@ UPRIGHT_BELOW_PT = 5.5
 """Font size below which texts are turned upright, in points."""
 POINTS_PER_IN = 72
 VISIBLE = 2000
-"""Step time over the longest wait that is too short to see, whose cause the legend leaves out."""
+"""The legend leaves out causes of waits that are shorter than the step divided by this."""
 
 
 def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:

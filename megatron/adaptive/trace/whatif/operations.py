@@ -296,7 +296,7 @@ def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> 
 def _transfers(
     table: TraceTable, worker: Ints, actions: TraceTable, owner: Ints, came: Ints, where: Pipelines
 ) -> tuple[Floats, Ints, bool]:
-    """Returns the messages of the computes in ``came``.
+    """Returns the messages with the inputs of the computes in ``came``.
 
     If an arrival was not recorded, the transfer is the median of the other messages of that kind.
 

@@ -135,7 +135,7 @@ class RecordedTimes:
         stages = durations_s.shape[1]
         dealt = []
         for share in map(list, deal([cost.tolist() for cost in costs])):
-            # Small differences are chance and no lengths, so they do not change the order.
+            # Small differences are noise, so they do not change the order.
             if np.std(work[share]) > 0.05 * np.mean(work[share]):
                 share = [share[index] for index in order_by_cost(work[share].tolist(), stages)]
             dealt.append(durations_s[:, :, share])
