@@ -225,7 +225,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
         return None
     _check_same_job(source, files)
     cut = dict.fromkeys(rank_file.path.name for rank_file in files if rank_file.is_cut)
-    notes = [f"{name} ends in the middle; what it has is used" for name in cut]
+    notes = [f"{name} ends in the middle; the events before that are used" for name in cut]
     notes += [
         f"{rank_file.path.name}: {names.total()} events {reason} are left out: {_listed(names)}"
         for rank_file in files

@@ -1,10 +1,10 @@
 """Writes a run as one self-contained page for the browser: ``.html``.
 
 The page contains plotly.js, its own scripts and the spans, and loads nothing else. Its timeline has
-a row per rank with actions and waits, arrows from sends to receives, the ideal step in which no
-rank is slower than others, the activation bytes held, and a slider over iterations. The page of a
-large run contains some of its iterations and replicas, so that it opens quickly, and lists what was
-left out.
+a row per rank with actions and waits, and arrows from sends to receives. It can also show the ideal
+step, in which no rank is slower than others, and the bytes of activations. A slider selects the
+iteration. The page of a large run contains some of its iterations and replicas, so that it opens
+quickly, and lists what was left out.
 
 A page contains at most :data:`MAX_SPANS` spans. If there are more, it contains fewer iterations; if
 a single step has too many, its shortest spans are left out. The visible part is drawn as bars, or

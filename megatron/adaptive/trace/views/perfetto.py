@@ -7,7 +7,7 @@ and queued inputs. Times are microseconds on the run's common clock, from the fi
 
 These rules of the format shape the file: slices of a thread must nest, so spans that overlap
 otherwise are on further threads of the same name. The end of a flow is bound to the slice that is
-open on its thread at its time, so a slice lasts at least a nanosecond and precedes its flow.
+open on its thread at its time. So a slice lasts at least a nanosecond and precedes its flow.
 Process and thread ids are above 0, which is the idle process.
 
 Source: "Trace Event Format" of the Chromium project.

@@ -4,11 +4,15 @@ Owns the names of operations, their stages, and the split of a communication int
 transfer: the transfer begins when the last member does. Reads traces of this project and imported
 ones.
 
-An operation starts when all operations that it depends on have ended. These are the compute before
-it on its rank, the message with its input (or the compute that made the input, if both are on one
-rank), the collective or optimizer step before it on its rank, and the last compute that had ended
-when the operation was recorded to start. A collective starts when its last member does. Parameters
-are gathered before the first forward of their chunk.
+An operation starts when all operations that it depends on have ended:
+
+- the compute before it on its rank
+- the message with its input, or the compute that made the input if both are on one rank
+- the collective or optimizer step before it on its rank
+- the last compute that had ended when the operation was recorded to start
+
+A collective starts when its last member does. Parameters are gathered before the first forward of
+their chunk.
 
 ::
 
