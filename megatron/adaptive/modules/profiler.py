@@ -241,7 +241,7 @@ class Profiler(SampledModel):
         """Yields the tape and the segments of one size of microbatch after the other."""
         begin_s = time.monotonic()
         host = self.device.type == "cpu"
-        # Both are bytes per sample.
+        # Bytes per sample, measured with the size before.
         needed = 0.0
         recorded = 0.0
         doubled = [2**power for power in range(most.bit_length())]

@@ -142,9 +142,9 @@ class Call:
         function: Function that was called.
         args: Positional arguments, with a :class:`Ref` for every tensor.
         kwargs: Keyword arguments, with a :class:`Ref` for every tensor.
-        reads: Values in the arguments.
-        outputs: Value of each new tensor, and the keys that lead to it in the result.
-        changes: Values of each changed argument before and after the call.
+        reads: Numbers of the values in the arguments.
+        outputs: Number of each new value, and the keys that lead to its tensor in the result.
+        changes: Numbers of each changed argument before and after the call.
         segment: Number of cut points before the call.
         is_random: Whether it drew random numbers.
         with_grad: Whether gradients were enabled.
@@ -171,7 +171,7 @@ class Tape:
         values: All tensors; their numbers are the indices.
         calls: All calls in order.
         cuts: Names of the cut points in the order of the forward.
-        loss: Value of the loss.
+        loss: Number of the loss's value.
         device: Device on which it was recorded.
         aliases: Other names of a parameter or buffer, by its first name.
         autocast: Element type of matrix products under mixed precision.

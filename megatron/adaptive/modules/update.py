@@ -88,8 +88,8 @@ class Update:
     Args:
         mesh: Position of this process in the job.
         parameters: Parameters of this rank's stages, by name.
-        shared: Positions in the pipeline of the ranks that have a parameter, ascending, by the
-            names of parameters that several ranks have.
+        shared: Pipeline positions of the ranks that share a parameter, ascending, by the name of
+            the parameter.
         groups: Process groups of such positions that contain this rank.
 
     Attributes:
