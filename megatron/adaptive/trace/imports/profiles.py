@@ -723,7 +723,7 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 
 
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
-    """Returns the messages without a span, as if a call both sends and receives.
+    """Returns the messages that have no span, because one call both sends and receives.
 
     The wait for an input begins at the end of the compute before it, and a result leaves at the end
     of its compute.
