@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.config.environment import EXIT_MEASURED, JobOrder
 from megatron.adaptive.config.input_files import printable
-from megatron.adaptive.config.schedule import SEVERAL_CHUNKS
+from megatron.adaptive.config.schedule_specs import schedule_spec
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
@@ -43,7 +43,6 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 # Number of parts of a weight gradient under a run-time rule.
 _PIECES = 4
-_SPLITTING_RULES = ("adaptive", "hinted")
 # A measured model also depends on these settings. Elastic jobs recognize a model by its digest, so
 # the order must not change.
 _SIGNED_CUT = ("shared_weights", "partition", "weights", "slicing")
@@ -186,8 +185,8 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
     """
     if schedule == "forward-only":
         raise ConfigError("schedule forward-only trains nothing: eval() uses it; choose another")
-    default = 2 if schedule in SEVERAL_CHUNKS else 1
-    placement = placement_for(schedule, num_ranks, default if chunks is None else chunks)
+    num_chunks = schedule_spec(schedule).least_chunks if chunks is None else chunks
+    placement = placement_for(schedule, num_ranks, num_chunks)
     if chunks is not None and placement.num_chunks != chunks:
         raise ConfigError(
             f"chunks {chunks} was given with schedule {schedule}, which has "
@@ -212,7 +211,8 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
     split = request.split_backward
     placement = choose_placement(schedule, num_ranks, request.chunks)
     if is_rule(schedule):
-        splits = num_ranks > 1 and schedule in _SPLITTING_RULES if split is None else split
+        by_default = schedule_spec(schedule).splits_backward == "by default"
+        splits = num_ranks > 1 and by_default if split is None else split
     else:
         splits = splits_backward(schedule)
         if split not in (None, splits):
