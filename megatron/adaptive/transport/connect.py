@@ -438,7 +438,7 @@ class Connector:
         if failures:
             for group in groups.values():
                 free(group, is_idle=False)
-            raise TransportError(f"{failures[0]}; choose another transport by --transport")
+            raise TransportError(f"{failures[0]}; --transport names another")
         return (
             {receiver: group for (sender, receiver), group in groups.items() if sender == me},
             {sender: group for (sender, receiver), group in groups.items() if receiver == me},
