@@ -294,7 +294,7 @@ def _fail(
             say(f"error: {error}", lines=isinstance(error, ScheduleError))
     elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
-    watcher.report(str(error) or type(error).__name__, known=expected)
+    watcher.report(str(error) or type(error).__name__, is_shown=expected)
     if not follows:
         _part(store, environment)
     sys.stdout.flush()

@@ -130,7 +130,7 @@ def measure() -> Iterator[Done]:
     for job, (broken, repairs) in _jobs().items():
         before_s, answers = _run(broken)
         for what in repairs:
-            named = [r for r in answers.repairs if what in r.what]
+            named = [r for r in answers.repairs if what in r.description]
             if not named:
                 raise RuntimeError(f"{job}: no repair {what!r} among {answers.repairs}")
             real_s, _ = _run(_MENDS[what](broken, named[0]))
