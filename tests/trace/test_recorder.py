@@ -185,7 +185,7 @@ def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -
     assert result.returncode == 0, result.stderr
     path = tmp_path / "traces" / "trace_rank_00000.jsonl"
     assert result.stderr.splitlines() == [
-        f"warning: cannot write {path}: File too large; the run goes on without it",
+        f"warning: cannot write {path}: File too large; the run continues without it",
         f"note: {path} can be written again; lost: 10 iterations",
     ]
     # The folder was removed, and is made again with what came after that.
@@ -221,7 +221,8 @@ def test_a_gap_is_read_and_said(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.ranks[0].iterations == (1,)
     assert (
-        "7 iterations of rank 0 from 2 to 9 are missing: its disk took nothing then" in run.notes()
+        "7 iterations of rank 0 from 2 to 9 are missing: its disk accepted no data then"
+        in run.notes()
     )
 
 
