@@ -17,8 +17,8 @@ from megatron.adaptive.trace.trace_format import (
     ClockSamples,
     Gap,
     IterationStart,
-    Row,
     Span,
+    SpanRow,
     gap_line,
     parse_line,
 )
@@ -68,9 +68,9 @@ def test_everything_recorded_is_written_in_order(tmp_path: Path) -> None:
 
 
 def test_rows_go_in_many_at_a_time(tmp_path: Path) -> None:
-    rows: list[Row] = [
-        (KINDS.index("W"), 0, 1, 3, 10, 30, 0, 9, 1, -1, -1, 0),
-        (KINDS.index("send"), 1, 1, 0, 30, 35, 4096, 0, 0, 7, 1, 0),
+    rows = [
+        SpanRow(KINDS.index("W"), 0, 1, 3, 10, 30, in_flight_bytes=9, queue_depth=1),
+        SpanRow(KINDS.index("send"), 1, 1, 0, 30, 35, bytes=4096, peer=7, of=1),
     ]
     with Recorder(tmp_path, HEADER) as recorder:
         assert not recorder.is_recording
@@ -83,7 +83,7 @@ def test_rows_go_in_many_at_a_time(tmp_path: Path) -> None:
 
 
 def test_late_spans_and_clock_samples_follow(tmp_path: Path) -> None:
-    row: Row = (KINDS.index("checkpoint"), -1, -1, 0, 900, 950, 0, 0, 0, -1, -1, 0)
+    row = SpanRow(KINDS.index("checkpoint"), start_ns=900, end_ns=950)
     samples = ClockSamples(0, ((1, 2, 3, 4),))
     with Recorder(tmp_path, HEADER) as recorder:
         recorder.begin_iteration(1, 2)

@@ -34,7 +34,7 @@ from megatron.adaptive.schedule.policy import Follow, Policy, actions_of, reason
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.trace.trace_format import KINDS, REASONS, Row
+from megatron.adaptive.trace.trace_format import KINDS, REASONS, SpanRow
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Notice, Transport
 
 _LAUNCH_AHEAD = 1
@@ -548,7 +548,7 @@ class StepLog:
     def __init__(self, policy: Policy, num_chunks: int) -> None:
         self._policy = policy
         self._num_chunks = num_chunks
-        self._rows: list[Row] = []
+        self._rows: list[SpanRow] = []
         self._since_ns = 0  # of the present wait, 0 if there is none
         self._until_ns = 0
         self._cause = _INPUT
@@ -605,29 +605,56 @@ class StepLog:
         now_ns, peer, arrived_ns = self.now_ns(), given.peer, given.arrived_ns
         kind, chunk, microbatch = _TRACE_NUMBER[action.kind], action.chunk, action.microbatch
         if self._since_ns:
-            times, cause, waker = (self._since_ns, self._until_ns), self._cause, peer
+            cause = self._cause
+            waker = peer
             if self._by_group and peer >= 0 and arrived_ns <= self._since_ns:
                 cause = _GROUP  # the input had been here, but not on all members
             if peer < 0 or cause == _GROUP:
                 waker = self._waker
             self._rows.append(
-                (_WAIT, chunk, microbatch, action.piece, *times, 0, 0, 0, waker, kind, cause)
+                SpanRow(
+                    kind=_WAIT,
+                    chunk=chunk,
+                    microbatch=microbatch,
+                    piece=action.piece,
+                    start_ns=self._since_ns,
+                    end_ns=self._until_ns,
+                    peer=waker,
+                    of=kind,
+                    reason=cause,
+                )
             )
             self._since_ns = 0
         if peer >= 0:
             reason = _SEEN if given.is_exact else _FOUND
             self._rows.append(
-                (
-                    *(_RECEIVE, chunk, microbatch, 0, arrived_ns, now_ns),
-                    *(given.nbytes, 0, 0, peer, kind, reason),
+                SpanRow(
+                    kind=_RECEIVE,
+                    chunk=chunk,
+                    microbatch=microbatch,
+                    start_ns=arrived_ns,
+                    end_ns=now_ns,
+                    bytes=given.nbytes,
+                    peer=peer,
+                    of=kind,
+                    reason=reason,
                 )
             )
 
     def sent(self, of: Action, peer: int, nbytes: int, start_ns: int) -> None:
         """Notes that the transport took a message, the input of ``of`` on ``peer``."""
-        kind, end_ns = _TRACE_NUMBER[of.kind], self.now_ns()
+        end_ns = self.now_ns()
         self._rows.append(
-            (_SEND, of.chunk, of.microbatch, 0, start_ns, end_ns, nbytes, 0, 0, peer, kind, 0)
+            SpanRow(
+                kind=_SEND,
+                chunk=of.chunk,
+                microbatch=of.microbatch,
+                start_ns=start_ns,
+                end_ns=end_ns,
+                bytes=nbytes,
+                peer=peer,
+                of=_TRACE_NUMBER[of.kind],
+            )
         )
 
     def rows(
@@ -635,7 +662,7 @@ class StepLog:
         launched: Sequence[LaunchedAction],
         times: Sequence[tuple[int, int]],
         codes: Sequence[int],
-    ) -> list[Row]:
+    ) -> list[SpanRow]:
         """Returns all that was noted, and every action, as rows of ``trace.trace_format``.
 
         Args:
@@ -643,14 +670,21 @@ class StepLog:
             times: start and end of each, in nanoseconds.
             codes: the actions as ``reasons_of`` takes them.
         """
-        words = reasons_of(self._policy, codes, self._num_chunks)
-        for one, span, word in zip(launched, times, words, strict=True):
-            action = one.action
+        reasons = reasons_of(self._policy, codes, self._num_chunks)
+        for launch, (start_ns, end_ns), reason in zip(launched, times, reasons, strict=True):
+            action = launch.action
             self._rows.append(
-                (
-                    *(_TRACE_NUMBER[action.kind], action.chunk, action.microbatch, action.piece),
-                    *(*span, one.nbytes, one.held_bytes, one.queue_depth),
-                    *(-1, -1, _REASON[word]),
+                SpanRow(
+                    kind=_TRACE_NUMBER[action.kind],
+                    chunk=action.chunk,
+                    microbatch=action.microbatch,
+                    piece=action.piece,
+                    start_ns=start_ns,
+                    end_ns=end_ns,
+                    bytes=launch.nbytes,
+                    in_flight_bytes=launch.held_bytes,
+                    queue_depth=launch.queue_depth,
+                    reason=_REASON[reason],
                 )
             )
         return self._rows

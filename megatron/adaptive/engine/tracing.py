@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.trace.trace_format import KINDS, Lengths, Row
+from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 
 if TYPE_CHECKING:  # needs megatron-core, which a trace of another program does without
     from megatron.adaptive.engine.expert_load import ExpertLoad
@@ -211,7 +211,7 @@ class Tracing:
             else:
                 self._unresolved.append((place, what, start, end))
 
-    def _add(self, place: tuple[int, int] | None, rows: list[Row]) -> None:
+    def _add(self, place: tuple[int, int] | None, rows: list[SpanRow]) -> None:
         if self.recorder is None or place is None:
             return
         if self.recorder.is_recording and place == self._present:
@@ -220,8 +220,8 @@ class Tracing:
             self.recorder.add_late(*place, rows)
 
 
-def _row(kind: int, start_ns: int, end_ns: int, microbatch: int = -1, chunk: int = -1) -> Row:
-    return (kind, chunk, microbatch, 0, start_ns, end_ns, 0, 0, 0, -1, -1, 0)
+def _row(kind: int, start_ns: int, end_ns: int, microbatch: int = -1, chunk: int = -1) -> SpanRow:
+    return SpanRow(kind, chunk, microbatch, start_ns=start_ns, end_ns=end_ns)
 
 
 class OutsideTrace:

@@ -50,7 +50,7 @@ import numpy.typing as npt
 
 from megatron.adaptive.handshake import Gate, SealedSocket, bind, dial, new_secret, to_log
 from megatron.adaptive.trace.span_columns import Ints, Messages
-from megatron.adaptive.trace.trace_format import ClockSamples, TraceHeader
+from megatron.adaptive.trace.trace_format import ClockExchange, ClockSamples, TraceHeader
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
@@ -125,12 +125,11 @@ def shift(offset_ns: int) -> ClockFit:
     return ClockFit(pivot_ns=0, base_ns=offset_ns, knots_ns=np.zeros(1), offsets_ns=np.zeros(1))
 
 
-def fit_clock(samples: Sequence[tuple[int, int, int, int]] | Ints) -> ClockFit:
+def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     """Fits the offset of a reference clock over time.
 
     Args:
-        samples: ``[exchanges, 4]`` times in ns: sent here, received there, answered there, answer
-            received here; at least one exchange.
+        samples: At least one exchange, or their times as an array ``[exchanges, 4]``.
 
     Returns:
         Fit that turns readings of the clock here into those of the reference.
@@ -331,7 +330,7 @@ def align(
         ranks.setdefault(header.clock, []).append(rank)
     # All clocks were measured against the same rank.
     judge = next((record.reference for rank in headers for record in samples_of[rank]), None)
-    samples: dict[str, list[tuple[int, int, int, int]]] = {}
+    samples: dict[str, list[ClockExchange]] = {}
     for rank, header in headers.items():
         for record in samples_of[rank]:
             if record.reference == judge:
@@ -563,20 +562,20 @@ class ClockSampler:
                     period_s = min(2 * period_s, longest_s)
             self._closed.wait(period_s)
 
-    def _burst(self, connection: socket.socket) -> tuple[tuple[int, int, int, int], ...]:
+    def _burst(self, connection: socket.socket) -> tuple[ClockExchange, ...]:
         samples = []
         for _ in range(BURST):
             self._number += 1
             request = _REQUEST.pack(self._number)
             sent_ns = self._now()
             connection.sendall(request)
-            answer, back_ns = _receive(connection, _ANSWER.size, self._now)
+            answer, returned_ns = _receive(connection, _ANSWER.size, self._now)
             if len(answer) < _ANSWER.size:
                 raise ConnectionError("rank 0 closed the connection")
             number, received_ns, answered_ns = _ANSWER.unpack(answer)
             if number != self._number:
                 raise ConnectionError("an answer to another request")
-            samples.append((sent_ns, received_ns, answered_ns, back_ns))
+            samples.append(ClockExchange(sent_ns, received_ns, answered_ns, returned_ns))
             time.sleep(PAUSE_S)
         return tuple(samples)
 

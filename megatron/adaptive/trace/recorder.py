@@ -35,7 +35,7 @@ from megatron.adaptive.trace.trace_format import (
     Gap,
     IterationStart,
     Lengths,
-    Row,
+    SpanRow,
     TraceHeader,
     block_text,
     gap_line,
@@ -48,7 +48,7 @@ QUEUE_ITERATIONS = 64
 WRITER_PATIENCE_S = 10.0
 
 
-_Batch: TypeAlias = tuple[IterationStart, Sequence[Row]]
+_Batch: TypeAlias = tuple[IterationStart, Sequence[SpanRow]]
 """Marker and spans that wait to be written to the file."""
 
 
@@ -89,7 +89,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._rank = header.rank
         self._read_state: ReadState | None = None
         self._begun: IterationStart | None = None
-        self._rows: list[Row] | None = None
+        self._rows: list[SpanRow] | None = None
         self._open = True
         self._gap: Gap | None = None  # only the writer thread uses it
         self._delay = Outage(self._path, "iterations")  # only the recording thread uses it
@@ -132,7 +132,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._begun = IterationStart(iteration, num_microbatches, start_ns, lengths=lengths)
             self._rows = []
 
-    def extend(self, rows: Iterable[Row]) -> None:
+    def extend(self, rows: Iterable[SpanRow]) -> None:
         """Adds spans to the iteration; does nothing between two iterations. Never blocks."""
         if self._rows is not None:
             self._rows.extend(rows)
@@ -154,7 +154,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         if begun is not None and rows is not None:
             self._hand_over((begun, rows))
 
-    def add_late(self, iteration: int, num_microbatches: int, rows: Sequence[Row]) -> None:
+    def add_late(self, iteration: int, num_microbatches: int, rows: Sequence[SpanRow]) -> None:
         """Adds spans to an iteration that has ended, or drops them if the queue is full.
 
         Args:
@@ -163,7 +163,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             rows: Spans to add.
         """
         if self._open and rows:
-            begun = IterationStart(iteration, num_microbatches, rows[0][4], is_late=True)
+            begun = IterationStart(iteration, num_microbatches, rows[0].start_ns, is_late=True)
             self._offer((begun, rows))
 
     def add_clock_samples(self, samples: ClockSamples) -> None:

@@ -54,8 +54,8 @@ class TraceTable:
 
     Spans of one iteration are contiguous, except late ones. Within an iteration they have the
     order in which they were written, and actions the order in which they ran. The columns are
-    those of :data:`~megatron.adaptive.trace.trace_format.Row`, with the widths above. Times are on
-    the run's common clock, and ``end_ns`` is never before ``start_ns``. See :data:`KIND` for
+    those of :class:`~megatron.adaptive.trace.trace_format.SpanRow`, with the widths above. Times
+    are on the run's common clock, and ``end_ns`` is never before ``start_ns``. See :data:`KIND` for
     ``kind`` and ``of``, :data:`REASON` for ``reason``.
     """
 

@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron.adaptive.config.input_files import parse_json, printable
 from megatron.adaptive.errors import TraceError
@@ -135,18 +135,44 @@ COLUMNS = (
 PLACEMENTS = ("loop", "v")
 """Layouts of stages on ranks and chunks, see ``schedule.stage_placement``."""
 
-Row: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
-"""Span as it is recorded, in the order of :data:`COLUMNS`.
-
-``start_ns`` and ``duration_ns`` are replaced by the absolute start and end on the rank's monotonic
-clock. A missing value is -1 for chunk, microbatch, peer and of, and 0 for the others.
-"""
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
 """Lengths of each microbatch of a rank: its positions, then the tokens of each of its documents.
 
 The remaining positions are padding. Empty if all microbatches are alike.
 """
+
+
+class SpanRow(NamedTuple):
+    """Holds a span as it is recorded, in the order of :data:`COLUMNS`.
+
+    Attributes:
+        kind: Index in :data:`KINDS`.
+        chunk: Local index of the model chunk, -1 for none.
+        microbatch: Index of the microbatch within the iteration, -1 for none.
+        piece: Index of the part of a weight gradient.
+        start_ns: Absolute start on the rank's monotonic clock.
+        end_ns: Absolute end on the same clock; a file has the duration instead.
+        bytes: Payload of a message; for an action the bytes received plus the bytes sent.
+        in_flight_bytes: Activation bytes in memory after it started.
+        queue_depth: Number of inputs that had arrived and were not taken when it started.
+        peer: Global rank at the other end, -1 for none.
+        of: Index of the kind of action that a wait or a message belongs to, -1 for none.
+        reason: Index in :data:`REASONS`.
+    """
+
+    kind: int
+    chunk: int = -1
+    microbatch: int = -1
+    piece: int = 0
+    start_ns: int = 0
+    end_ns: int = 0
+    bytes: int = 0
+    in_flight_bytes: int = 0
+    queue_depth: int = 0
+    peer: int = -1
+    of: int = -1
+    reason: int = 0
 
 
 def trace_file_name(rank: int) -> str:
@@ -256,18 +282,33 @@ class IterationStart:
         return self.counts[index] if index < len(self.counts) else 0
 
 
+class ClockExchange(NamedTuple):
+    """Holds the times of a request to a reference rank and of its answer.
+
+    Attributes:
+        sent_ns: Start of the request, on this rank's clock.
+        received_ns: Arrival of the request, on the reference's clock.
+        answered_ns: Start of the answer, on the reference's clock.
+        returned_ns: Arrival of the answer, on this rank's clock.
+    """
+
+    sent_ns: int
+    received_ns: int
+    answered_ns: int
+    returned_ns: int
+
+
 @dataclass(frozen=True, slots=True)
 class ClockSamples:
     """Compares this rank's clock with the clock of a reference rank.
 
     Attributes:
         reference: Global rank of the reference.
-        samples: Times of each exchange in ns: sent here, received there, answered there, answer
-            received here.
+        samples: Exchanges with the reference.
     """
 
     reference: int
-    samples: tuple[tuple[int, int, int, int], ...]
+    samples: tuple[ClockExchange, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +412,7 @@ def gap_line(gap: Gap) -> str:
     return f'{{"missing": [{gap.first}, {gap.last}, {gap.count}]}}\n'
 
 
-def block_text(marker: IterationStart, rows: Sequence[Row]) -> str:
+def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
     """Returns the text of a marker and its spans, ready to be appended to the file.
 
     Args:
@@ -449,7 +490,7 @@ def parse_line(
     if "clock_samples" in record:
         samples = _value(record, "clock_samples", "samples", origin)
         reference = _value(record, "reference", "int", origin)
-        return ClockSamples(reference, tuple(map(tuple, samples)))
+        return ClockSamples(reference, tuple(ClockExchange(*sample) for sample in samples))
     if "missing" in record:
         numbers = _value(record, "missing", "counts", origin)
         if len(numbers) != 3:
