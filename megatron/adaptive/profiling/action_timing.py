@@ -98,7 +98,7 @@ def time_microbatches(
 
 
 def spread(lanes: Iterable[Sequence[float]]) -> float:
-    """Returns the standard deviation of the logarithm of durations around their lane's median.
+    """Returns the standard deviation of durations, as logarithms around the median of their kind.
 
     It is computed from quartiles, so that a few actions that the system interrupted do not matter.
 

@@ -35,7 +35,7 @@ Measured with ``benchmarks/planner.py --part memory`` in runs of the trainer wit
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _V1_UNLIMITED = 1 << 60
-"""Limit from which a group of version 1 has none; it writes almost 2**63 for "no limit"."""
+"""Least value that means "no limit" in control groups of version 1, which write almost 2**63."""
 
 
 def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:

@@ -44,7 +44,7 @@ _GO = 0
 _STOP = 1
 """Chunk in the label of a message of the last round."""
 _LONG_S = 0.2
-"""Time in seconds from which a message is the last; larger ones would show the same bandwidth."""
+"""Duration in seconds of a message after which no larger one is sent: the bandwidth is known."""
 _LIMIT_S = 60.0
 _SLOT_BYTES = 4 << 20
 _REPEATS = 6

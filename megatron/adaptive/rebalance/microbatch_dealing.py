@@ -21,7 +21,7 @@ from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Dealt, Size
 
 _TOKEN_PER_PAIR = 12
-"""Number of pairs of tokens, times the hidden size, that cost as many operations as a token."""
+"""Multiple of the hidden size: attention to this many pairs of tokens costs as much as a token."""
 
 
 class ReplicaDealing:

@@ -259,7 +259,7 @@ class Repartitioner:
     def _decide(
         self, measured: Sequence[StepMeasurements], num_microbatches: int
     ) -> tuple[Move | None, float, bool]:
-        """Returns a move with enough gain, the measured step time in s, and if the limit passed."""
+        """Returns a move or ``None``, the step time in s, and whether the limit was exceeded."""
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
         candidate = run.forward_backward.orders.candidate(num_microbatches)

@@ -140,7 +140,7 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     delays = ((back - sent) - (answered - received)).astype(np.float64)
     keep = _fastest(sent, delays)
     pivot, base = int(sent[0]), int(received[0] - sent[0])
-    # Half of a whole number of nanoseconds is exact in a float once the large part is gone.
+    # Without the large constant, a float represents half nanoseconds exactly.
     offsets = ((received - sent - base) + (answered - back - base)).astype(np.float64) / 2
     times_ns = ((sent + (back - sent) // 2) - pivot).astype(np.float64)[keep]
     offsets, delays = offsets[keep], delays[keep]
@@ -300,8 +300,11 @@ class Alignment:
         """Returns warnings about the clocks, a line each."""
         lines = []
         for how, advice in (
-            ("messages", "were not measured: messages place them, to within their travel time"),
-            ("time of day", "were not measured: the machines' time of day places them"),
+            (
+                "messages",
+                "were not measured; messages align them, with an error up to the travel time",
+            ),
+            ("time of day", "were not measured; the machines' time of day aligns them"),
         ):
             ranks = [rank for clock in self.clocks if clock.how == how for rank in clock.ranks]
             if ranks:

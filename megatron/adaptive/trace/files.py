@@ -25,7 +25,7 @@ from megatron.adaptive.errors import TraceError
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
 )
-"""Errors of a disk that worked before and may work again; the user's choice of folder is right."""
+"""Error numbers of problems of a disk that may pass; any other means that the path is wrong."""
 
 
 _ROOM_BYTES = 1 << 16

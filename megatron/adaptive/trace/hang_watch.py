@@ -381,9 +381,9 @@ def _numbers(ranks: Sequence[int]) -> str:
 class Stillness:
     """Measures for how long nothing has moved on the ranks of a machine.
 
-    Within steps only an action or collective that ends is progress. Outside steps reading and
-    writing are progress as well, and so is computing for up to ten times the limit: before the
-    third iteration (imports, compilation), between steps, in evaluations and in checkpoints.
+    Within steps only an action or collective that ends is progress. Between steps, in evaluations,
+    in checkpoints and before the third iteration (imports, compilation), reading and writing are
+    progress as well, and so is computing for up to ten times the limit.
 
     Args:
         limit_s: Value of ``--hang-after-s`` in seconds, ``None`` for the default.

@@ -100,7 +100,7 @@ SLOW = math.log(1.05)
 """Least slowness to report, as a logarithm: machines of the same kind differ by this much."""
 
 SURE = 3.2
-"""Number of standard errors that chance does not reach, see ``RankBaselines.scan``."""
+"""Number of standard errors that a shift by chance does not reach, see ``RankBaselines.scan``."""
 
 QUICKER = 0.7
 """Least ratio of the evidence for a slow rank to that for a fast one to report the slow rank."""
@@ -109,7 +109,7 @@ AGREE = 0.4
 """Least part of a rank's slowness that F, B and W must each show."""
 
 OWN_CHANGE = 0.5
-"""Least part of a slowness that must be a change of the rank itself, if it began during the run."""
+"""Least part of a passing slowness that the change of the rank's times alone must show."""
 
 MOST_FOUND = 20
 """Largest number of slow ranks to report."""
@@ -586,7 +586,7 @@ class StageCosts:
 
 
 def stage_costs(m: Measured) -> StageCosts | None:
-    """Derives the times of layers from a run; ``None`` if the trace has no number of layers."""
+    """Derives the times of layers from a run; ``None`` if the trace lacks the layers per stage."""
     if not m.layers or not sum(m.layers):
         return None
     stage_ns = np.zeros(len(m.layers))

@@ -346,11 +346,11 @@ def noise(series: Floats) -> float:
 
 
 def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
-    """Returns first and end of the parts of a series in which its level may differ.
+    """Returns the first indices and the ends of all intervals in which to look for a change.
 
     Args:
         count: Length of the series.
-        ended: Whether to include parts that end before the series does.
+        ended: Whether to include intervals that end before the series does.
     """
     begins = np.arange(FROM_END, count - FROM_END + 1)
     first, end = [begins], [np.full(len(begins), count)]
