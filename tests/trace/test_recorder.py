@@ -126,7 +126,7 @@ def test_closing_twice_and_recording_after_it_do_nothing(tmp_path: Path) -> None
 def test_the_trace_of_another_start_is_refused(tmp_path: Path) -> None:
     Recorder(tmp_path, HEADER).close()
     before = (tmp_path / "trace_rank_00000.jsonl").read_bytes()
-    with pytest.raises(TraceError, match="holds the trace of another start; give an empty folder"):
+    with pytest.raises(TraceError, match="has the trace of another start; give an empty folder"):
         Recorder(tmp_path, HEADER)
     assert (tmp_path / "trace_rank_00000.jsonl").read_bytes() == before
 

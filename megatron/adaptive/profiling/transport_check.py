@@ -56,7 +56,7 @@ class TransportCheck:
         self._options = options
         self.rank = environment.rank
         if environment.master_port is None:
-            raise SetupError("the ranks have nowhere to meet: start them with torchrun")
+            raise SetupError("no address for the rendezvous: start the ranks with torchrun")
         try:
             self._store = meet(environment, timeout)
         except (dist.DistError, MeetingError, ValueError) as error:

@@ -483,4 +483,4 @@ def _reason(loads: Loads) -> str:
     paces = loads.paces(loads.partition)
     busiest = max(range(len(paces)), key=paces.__getitem__)
     middle = statistics.median(paces)
-    return f"rank {busiest} has {paces[busiest] / max(middle, 1e-9) - 1:.0%} more to do than others"
+    return f"rank {busiest} has {paces[busiest] / max(middle, 1e-9) - 1:.0%} more work than others"

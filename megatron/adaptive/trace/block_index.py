@@ -94,11 +94,11 @@ class FileIndex:
                 if isinstance(record, TraceHeader):
                     if self.header is not None:
                         raise TraceError(
-                            f"{self} is a second header; keep each start in a folder of its own"
+                            f"{self} is a second header; keep each start in a separate folder"
                         )
                     self.header = record
                 elif self.header is None:
-                    raise TraceError(f"{self} stands before the header; this is no trace file")
+                    raise TraceError(f"{self} is before the header; this is no trace file")
                 elif isinstance(record, IterationStart):
                     if is_growing and file.tell() + record.size_bytes > size:
                         break

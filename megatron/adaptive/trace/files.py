@@ -322,4 +322,4 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _unwritable(path: Path, error: OSError) -> TraceError:
-    return TraceError(f"cannot write {path}: {error.strerror or error}; choose another place")
+    return TraceError(f"cannot write {path}: {error.strerror or error}; choose another path")

@@ -130,7 +130,7 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
     if not rows:
         raise TraceError(
-            f"{path} holds no action; expected lines such as '0, 3, forward start, 12.500000%'"
+            f"{path} contains no action; expected lines such as '0, 3, forward start, 12.500000%'"
         )
     if max(rows) >= num_ranks:
         raise TraceError(

@@ -86,7 +86,7 @@ def _read(source: Path, num_ranks: int | None, num_chunks: int | None) -> RunTra
         run = imported
     else:
         raise TraceError(
-            f"{source} holds no trace: neither {TRACES}/trace_rank_*.jsonl nor "
+            f"{source} contains no trace: neither {TRACES}/trace_rank_*.jsonl nor "
             "trace_pipeline_<p>_model_chunks_<c>.txt; was the run traced, and did it finish a step?"
         )
     shape = (num_ranks or run.num_ranks, num_chunks or run.num_chunks)

@@ -288,7 +288,7 @@ class RunTrace:
             if jumps := trace.clock_jumps():
                 lines.append(
                     f"the clock of rank {rank} was set back before iterations "
-                    f"{describe_numbers(jumps)}; times across that moment mean nothing"
+                    f"{describe_numbers(jumps)}; times across that moment are meaningless"
                 )
         return lines + self.alignment.warnings()
 
@@ -314,7 +314,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
     folder = Path(folder)
     files = trace_files(folder)
     if not files:
-        state = "holds no trace_rank_*.jsonl file" if folder.is_dir() else "does not exist"
+        state = "contains no trace_rank_*.jsonl file" if folder.is_dir() else "does not exist"
         raise TraceError(f"{folder} {state}; give the folder into which the run wrote its traces")
     indexes = {rank: index_file(path) for rank, path in files.items()}
     headers = {rank: index.header for rank, index in sorted(indexes.items()) if index.header}

@@ -780,7 +780,7 @@ def _advise(m: Measured, times: StageCosts | None, finding: Finding) -> Finding:
             advice.append(f"give stage {finding.stages[0]} fewer layers (--partition)")
         if finding.cause == "slow rank":
             if len({header.dp_rank for header in m.headers}) > 1:
-                advice.append("deal its replica fewer microbatches, --balance-replicas speed")
+                advice.append("give its replica fewer microbatches, --balance-replicas speed")
             advice.append(f"look for other programs and throttling on {hosts}, or leave it out")
     elif finding.cause == "slow link":
         source, target = finding.ranks

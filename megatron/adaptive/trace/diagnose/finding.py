@@ -112,7 +112,7 @@ class Finding:
 
     def _size(self) -> str:
         if self.cause == "overloaded experts":
-            return f"has {self.factor:.2f} times the mean of tokens"
+            return f"has {self.factor:.2f} times the mean number of tokens"
         if self.factor is not None:
             verb = "take" if self.cause == "uneven stages" and len(self.stages) > 1 else "takes"
             return f"{verb} {self.factor:.2f} times as long"
