@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.adaptive.modules import CutPoint, Pipeline, Profiler
     from megatron.adaptive.plugin import add_arguments, install, uninstall
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "__version__",
