@@ -144,8 +144,8 @@ def test_a_clock_that_was_set_back_is_named(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.ranks[0].clock_jumps() == (3,)
     assert run.notes() == [
-        "the clock of rank 0 was set back before iterations 3; times across that moment mean "
-        "nothing"
+        "the clock of rank 0 was set back before iterations 3; times across that moment are "
+        "meaningless"
     ]
 
 

@@ -349,28 +349,17 @@ def loads_of(
         units: Number of microbatches whose activations a rank keeps at the same time.
         steps: Steps to use.
     """
-    stages = placement.num_stages
     ranks = placement.num_ranks
-    stage_s: list[Times] = [(0.0, 0.0, 0.0)] * stages
-    shares = [1.0] * stages
-    layers: list[list[tuple[int, float]]] = [[]] * stages
-    for of_rank in measured:
-        for chunk in range(placement.num_chunks):
-            stage = placement.stage_of(of_rank.pp_rank, chunk)
-            typical = _typical(of_rank.steps[steps], chunk)
-            if not layers[stage] or sum(typical) > sum(stage_s[stage]):
-                stage_s[stage] = typical
-                shares[stage] = of_rank.shares[chunk]
-                layers[stage] = [*of_rank.layers_in(chunk, partition[stage])]
-    sizes = [size for stage in layers for size, _ in stage]
+    stages = _slowest_replicas(measured, placement, partition, steps)
+    sizes = [size for stage in stages for size, _ in stage.layers]
     numbers = {size: kind for kind, size in enumerate(sorted({*sizes} or {0}))}
     kinds = tuple(numbers[size] for size in sizes)
     sums = np.zeros((ranks, len(numbers), 3))
     counts = np.zeros((ranks, len(numbers)))
-    for stage in range(stages):
-        rank = placement.locate(stage)[0]
-        for size, part in layers[stage]:
-            sums[rank, numbers[size]] += np.array(stage_s[stage]) * shares[stage] * part
+    for number, stage in enumerate(stages):
+        rank = placement.locate(number)[0]
+        for size, part in stage.layers:
+            sums[rank, numbers[size]] += np.array(stage.times_s) * stage.share * part
             counts[rank, numbers[size]] += 1
     most = [math.inf] * ranks
     relative = [(1.0,) * len(numbers)] * ranks
@@ -380,9 +369,9 @@ def loads_of(
             most[of_rank.pp_rank] = limit
             relative[of_rank.pp_rank] = kind_sizes
     extra_s = []
-    for stage in range(stages):
-        rest = 1.0 - shares[stage] if partition[stage] else 1.0
-        forward, backward, weight = stage_s[stage]
+    for stage, num_layers in zip(stages, partition, strict=True):
+        rest = 1.0 - stage.share if num_layers else 1.0
+        forward, backward, weight = stage.times_s
         extra_s.append((forward * rest, backward * rest, weight * rest))
     return Loads(
         placement=placement,
@@ -393,6 +382,39 @@ def loads_of(
         kinds=kinds,
         sizes=tuple(relative),
     )
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Holds the times of a stage on its slowest replica.
+
+    Attributes:
+        times_s: Median seconds of forward, backward and weight gradients.
+        share: Fraction of a forward that its layers take.
+        layers: Bytes of each layer and its fraction of the layers' time.
+    """
+
+    times_s: Times = (0.0, 0.0, 0.0)
+    share: float = 1.0
+    layers: tuple[tuple[int, float], ...] = ()
+
+
+def _slowest_replicas(
+    measured: Sequence[StepMeasurements],
+    placement: Placement,
+    partition: Sequence[int],
+    steps: slice,
+) -> list[_Stage]:
+    """Returns the times of each stage on the slowest of the ranks that have it."""
+    stages = [_Stage()] * placement.num_stages
+    for of_rank in measured:
+        for chunk in range(placement.num_chunks):
+            stage = placement.stage_of(of_rank.pp_rank, chunk)
+            typical = _typical(of_rank.steps[steps], chunk)
+            if not stages[stage].layers or sum(typical) > sum(stages[stage].times_s):
+                layers = tuple(of_rank.layers_in(chunk, partition[stage]))
+                stages[stage] = _Stage(typical, of_rank.shares[chunk], layers)
+    return stages
 
 
 def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:

@@ -106,44 +106,29 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
             f"{path} does not say its shape; name it trace_pipeline_<p>_model_chunks_<c>.txt"
         )
     num_ranks, num_chunks = shape
-    notes = {"run": "text", "schedule": "unknown", "placement": "loop"}
-    iterations: dict[int, int] = {}
-    begun: dict[tuple[int, str, int], int] = {}
-    rows: dict[int, dict[int, list[tuple[int, ...]]]] = {}  # rank -> iteration -> rows
+    contents = _Contents(num_ranks, num_chunks)
     try:
         with io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace") as file:
             for line in file:
-                if note := _NOTE.match(line):
-                    notes[note[1]] = note[2]
-                elif marker := _MARKER.match(line):
-                    iterations[int(marker[1])] = int(marker[2])
-                elif match := _ACTION_LINE.match(line):
-                    rank, packed, action = int(match[1]), int(match[2]), _ACTIONS[match[3]]
-                    if match[4] == "start":
-                        begun[rank, action, packed] = _ns(match[5])
-                    elif (start_ns := begun.pop((rank, action, packed), None)) is not None:
-                        chunk_microbatch = _unpack(action, packed, num_ranks, num_chunks)
-                        row = (KIND[action], *chunk_microbatch, start_ns, _ns(match[5]) - start_ns)
-                        of_rank = rows.setdefault(rank, {})
-                        of_rank.setdefault(iterations.get(rank, 1), []).append(row)
+                contents.add(line)
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
-    if not rows:
+    if not contents.rows:
         raise TraceError(
             f"{path} contains no action; expected lines such as '0, 3, forward start, 12.500000%'"
         )
-    if max(rows) >= num_ranks:
+    if max(contents.rows) >= num_ranks:
         raise TraceError(
-            f"{path} has actions of rank {max(rows)}, its name says {num_ranks} pipeline ranks; "
-            "restore its name"
+            f"{path} has actions of rank {max(contents.rows)}, its name says {num_ranks} pipeline "
+            "ranks; restore its name"
         )
     traces = {}
-    for rank, by_iteration in sorted(rows.items()):
+    for rank, by_iteration in sorted(contents.rows.items()):
         traces[rank] = RankTrace.of_tables(
             path,
-            {iteration: _table(iteration, spans) for iteration, spans in by_iteration.items()},
-            sum(unfinished == rank for unfinished, _, _ in begun),
-            **notes,
+            {iteration: _table(iteration, rows) for iteration, rows in by_iteration.items()},
+            sum(unfinished == rank for unfinished, _, _ in contents.begun),
+            **contents.notes,
             rank=rank,
             world_size=num_ranks,
             pp_rank=rank,
@@ -151,7 +136,44 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
             num_chunks=num_chunks,
             clock="",
         )
-    return RunTrace(path, notes["run"], num_ranks, num_ranks, num_chunks, traces)
+    return RunTrace(path, contents.notes["run"], num_ranks, num_ranks, num_chunks, traces)
+
+
+class _Contents:
+    """Collects the contents of a file in the text form, line by line.
+
+    Attributes:
+        notes: Names of run, schedule and placement.
+        rows: Finished actions of each rank and iteration.
+        begun: Start in ns of each unfinished action, by rank, kind and packed number.
+    """
+
+    def __init__(self, num_ranks: int, num_chunks: int) -> None:
+        self.notes = {"run": "text", "schedule": "unknown", "placement": "loop"}
+        self.rows: dict[int, dict[int, list[tuple[int, ...]]]] = {}
+        self.begun: dict[tuple[int, str, int], int] = {}
+        self._num_ranks = num_ranks
+        self._num_chunks = num_chunks
+        self._iterations: dict[int, int] = {}
+
+    def add(self, line: str) -> None:
+        """Adds a line; skips one of another kind."""
+        if note := _NOTE.match(line):
+            self.notes[note[1]] = note[2]
+        elif marker := _MARKER.match(line):
+            self._iterations[int(marker[1])] = int(marker[2])
+        elif match := _ACTION_LINE.match(line):
+            rank = int(match[1])
+            packed = int(match[2])
+            action = _ACTIONS[match[3]]
+            time_ns = _ns(match[5])
+            if match[4] == "start":
+                self.begun[rank, action, packed] = time_ns
+            elif (start_ns := self.begun.pop((rank, action, packed), None)) is not None:
+                chunk_microbatch = _unpack(action, packed, self._num_ranks, self._num_chunks)
+                row = (KIND[action], *chunk_microbatch, start_ns, time_ns - start_ns)
+                of_rank = self.rows.setdefault(rank, {})
+                of_rank.setdefault(self._iterations.get(rank, 1), []).append(row)
 
 
 def _table(iteration: int, rows: Sequence[tuple[int, ...]]) -> TraceTable:

@@ -369,7 +369,9 @@ def _rank(
 ) -> LiveRank:
     if tail is None or tail.header is None:
         return LiveRank(rank=rank, problem="" if tail is None else tail.problem)
-    header, now, figures = tail.header, read_now(folder, rank), tail.figures
+    header = tail.header
+    now = read_now(folder, rank)
+    figures = tail.figures
     ages = [max(0.0, time.time() - tail.written_s)] + ([] if now is None else [now.age_s()])
     return LiveRank(
         rank=rank,
