@@ -39,10 +39,8 @@ _LOOK_S = 1.0
 _PATIENCE = 10.0
 """Multiple of the limit for which a rank may compute between steps without other progress."""
 _BUSY = (0.05, 0.5, float(1 << 17))
-"""Least use per second that shows work by a rank, above what its monitoring threads need.
-
-Processor time in s; processor time and waits for a busy processor in s; bytes read and written.
-"""
+"""Least use per second that shows work by a rank, above what its monitoring threads need:
+processor time in s; the same with waits for a busy processor; bytes read and written."""
 _STALE_S = 6.0
 """Age in seconds from which a rank's report is too old; its thread writes one each second."""
 _OTHERS_S = 11.0
@@ -60,6 +58,7 @@ _SAVING = re.compile(
     r"adaptive/(modules/)?checkpoint|dist_checkpointing|torch/serialization|/checkpointing"
 )
 _LOCKS = re.compile(r"/threading\.py|acquire\(|\.join\(|with \S*lock\b|flock\(", re.I)
+_LOCK_CODE = re.compile(r"/(threading|queue)\.py")
 _DEVICE = re.compile(r"torch/cuda/|synchronize\(|\.item\(\)|\.cpu\(\)")
 _FAULT = re.compile(r'^ *File "(.+)", line (\d+) in (.+)$')
 _SPY = re.compile(r"^ +(\S+) \((.+):(\d+)\)$")
@@ -109,11 +108,7 @@ class RankEvidence:
     @property
     def place(self) -> str:
         """Names the innermost frame of the main thread outside ``threading`` and ``queue``."""
-        frames = [
-            frame
-            for frame in self.frames
-            if not re.search(r"/(threading|queue)\.py", str(frame[0]))
-        ]
+        frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown place"
         file, line, function = frames[0]
@@ -121,10 +116,7 @@ class RankEvidence:
 
     @property
     def needs(self) -> Sequence[Sequence[Any]]:
-        """Lists the messages that the rank waits for.
-
-        Each has the sender, and the kind, chunk and microbatch of the sender's action.
-        """
+        """Messages that it waits for: sender, and kind, chunk and microbatch of its action."""
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
