@@ -129,7 +129,7 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     """Fits the offset of a reference clock over time.
 
     Args:
-        samples: At least one exchange, or their times as an array ``[exchanges, 4]``.
+        samples: Exchanges, at least one; or their times in ns as an array ``[exchanges, 4]``.
 
     Returns:
         Fit that turns readings of the clock here into those of the reference.

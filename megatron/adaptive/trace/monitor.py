@@ -49,7 +49,7 @@ SILENT_S = 5.0
 """Silence in seconds after which a rank hangs or is gone; ranks report twice a second."""
 
 LONG_S = 60.0
-"""The same limit for a rank that only writes its spans, at the end of each iteration."""
+"""Silence in seconds after which a rank hangs or is gone that only writes spans, once a step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,7 +164,7 @@ def wait_before(table: TraceTable) -> Ints:
 
 
 def row_keys(columns: Sequence[Ints]) -> Ints:
-    """Returns a number for each row, ``[rows] int64``, with the equality and order of the rows."""
+    """Returns a number for each row, ``[rows] int64``; the numbers compare like the rows."""
     keys = np.zeros(len(columns[0]), dtype=np.int64)
     size = 1
     for column in columns:

@@ -281,7 +281,8 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
     Args:
         m: Measured times of the run.
         link: Link to judge.
-        others: ``[links, 2]``, levels of the links of the same kind in ns.
+        others: ``[links, 2]``, median and lower decile of the travel time on links of the same
+            kind, in ns.
         action: Median duration of an action in ns.
     """
     alone = len(others) < 2
