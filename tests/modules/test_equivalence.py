@@ -30,6 +30,9 @@ SCHEDULES = [
     ("zb-v", None),
     ("combined-1f1b", 2),
     ("dualpipe-v", None),
+    # Those of a user.
+    ("examples.own_schedule.eager_1f1b:eager_1f1b", None),
+    ("examples.own_schedule.oldest_first:oldest_first", 2),
 ]
 NO_DROPOUT: dict[str, Any] = {
     "mlp": {},
@@ -82,7 +85,8 @@ def test_stages_give_losses_and_gradients_of_the_whole(
 
 
 def test_each_schedule_is_tried() -> None:
-    assert {name for name, _ in SCHEDULES} | {"forward-only"} == set(policy_names())
+    own = {name for name, _ in SCHEDULES if ":" not in name}
+    assert own | {"forward-only"} == set(policy_names())
 
 
 @pytest.mark.parametrize("name", ["mlp", "vit", "gpt2", "bert"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.config.flags import fields_of
-from megatron.adaptive.config.schedule import SPLIT_SCHEDULES, ScheduleConfig
+from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin import install
 from megatron.adaptive.plugin.settings import Settings, add_arguments, megatron_arguments
@@ -28,7 +28,8 @@ def test_every_choice_is_possible(name: str) -> None:
     assert settings.kind == ("v" if name in ("dualpipe-v", "v-half", "zb-v") else "loop")
     assert settings.is_rule == (name in ("adaptive", "auto", "bfc", "dfc", "hinted"))
     # Of itself where the order needs it; with these the model decides.
-    expected = None if name in ("adaptive", "auto", "file", "hinted") else name in SPLIT_SCHEDULES
+    splits = ("dualpipe-v", "interleaved-zb", "v-half", "zb-h1", "zb-v")
+    expected = None if name in ("adaptive", "auto", "file", "hinted") else name in splits
     assert settings.splits is expected
 
 
@@ -103,7 +104,7 @@ def test_without_flags_settings_stay(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--pipeline-schedule", "forward-only"), "'forward-only' is not one of megatron"),
+        (("--pipeline-schedule", "forward-only"), "'forward-only' is not one of 1f1b, adaptive"),
         (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],
 )

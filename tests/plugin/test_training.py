@@ -36,6 +36,7 @@ TWO_RANKS: list[dict[str, Any]] = [
             "hinted": {"schedule": "hinted", "activation_cap": 2},
             "1f1b": {"schedule": "1f1b"},
             "gpipe": {"schedule": "gpipe"},
+            "own": {"schedule": "examples.own_schedule.oldest_first:oldest_first"},
         },
         "refused": {
             "shapes": {"arguments": {"adjust_tensor_shapes_fn": "a function"}},

@@ -29,6 +29,7 @@ from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.input_files import read_text
 from megatron.adaptive.config.plan_file import load_plan
 from megatron.adaptive.config.schedule import parse_partition
+from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.config.schema_files import FORMS, forms, quantity
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.planner.cluster import describe_cluster, make_cluster
@@ -56,7 +57,9 @@ from megatron.adaptive.planner.propose import (
 )
 from megatron.adaptive.planner.search import SEARCHED, Objective, SearchOptions
 
-_WHOLE = ("1f1b", "interleaved")
+_WHOLE = selectable_names(
+    lambda spec: spec.planned == "by default" and spec.splits_backward == "never"
+)
 """Orders whose backwards are not split."""
 
 

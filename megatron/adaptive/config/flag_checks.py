@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from megatron.adaptive.config.adapters import adapted_parts, linear_names
 from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.flag_rules import ORDER, Given
+from megatron.adaptive.config.flag_rules import Given, order_rules
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.layer_partition import layer_rules
 from megatron.adaptive.config.megatron_core_flags import (
@@ -24,7 +24,8 @@ from megatron.adaptive.config.megatron_core_flags import (
     LATENT_SETTINGS,
     parse_pattern,
 )
-from megatron.adaptive.config.schedule import UNEQUAL_SCHEDULES, format_partition
+from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.config.schedule_specs import schedule_spec
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
@@ -34,7 +35,7 @@ Rules: TypeAlias = Iterator[tuple[object, str]]
 _MAX_SPLITS = 3
 _UNLIKE = "heterogeneous_layers_config_path"
 _ENGINE = "transformer_impl=transformer_engine"
-_TABLE = f"""\
+_BEFORE_ORDER = """\
 swiglu excludes squared_relu quick_geglu geglu openai_gelu | a model has one activation
 squared_relu excludes quick_geglu geglu openai_gelu | a model has one activation
 quick_geglu excludes geglu openai_gelu | a model has one activation
@@ -59,10 +60,9 @@ stage_data_parallel_sizes excludes tensor_model_parallel_size>1 context_parallel
     num_virtual_stages_per_pipeline_rank>1 use_distributed_optimizer mtp_num_layers num_moe_experts
     ddp_average_in_collective repartition trace_dir calculate_per_token_loss record_schedule
     replay_schedule | stages of unequal sizes do without it
-stage_data_parallel_sizes needs pipeline_schedule={",".join(UNEQUAL_SCHEDULES)}
-    | the others are made for stages of equal sizes
 overlap_moe_expert_parallel_comm needs expert_model_parallel_size>1 | else no tokens are exchanged
-{ORDER}\
+"""
+_AFTER_ORDER = f"""\
 pipeline_schedule=megatron+num_virtual_stages_per_pipeline_rank>1+overlap_p2p_comm=False
     needs pipeline_model_parallel_size>2 | two messages between the same ranks would mix
 repartition needs pipeline_model_parallel_size>1
@@ -160,7 +160,9 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
         ConfigError: the first rule that is broken.
     """
     given = _given(config)
-    given.require(_TABLE)
+    order = order_rules(config.schedule.pipeline_schedule)
+    for table in (_BEFORE_ORDER, order, _AFTER_ORDER):
+        given.require(table)
     for rules in (
         _shape(config, given, installed),
         _experts(config, given, installed),
@@ -365,8 +367,10 @@ def _lengths(config: TrainerConfig, given: Given) -> Rules:
 
 def _microbatch_groups(config: TrainerConfig, given: Given) -> Rules:
     """The interleaved order runs microbatches in groups, none smaller than the pipeline."""
-    schedule, parallel = config.schedule.pipeline_schedule, config.parallel
-    if schedule != "interleaved" and not (schedule == "megatron" and parallel.num_chunks > 1):
+    parallel = config.parallel
+    if not schedule_spec(config.schedule.pipeline_schedule).takes_group_size:
+        return
+    if parallel.num_chunks == 1:
         return
     pipeline = parallel.pipeline_model_parallel_size
     group = parallel.microbatch_group_size_per_vp_stage or pipeline

@@ -20,51 +20,63 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.adaptive.config.flags import FieldSpec
-from megatron.adaptive.config.schedule import (
-    ONE_CHUNK,
-    PAIRING,
-    RULES,
-    SEVERAL_CHUNKS,
-    SPLIT_SCHEDULES,
-    TWO_CHUNKS,
-    V_ONLY,
-    V_SCHEDULES,
-)
+from megatron.adaptive.config.schedule_specs import ScheduleSpec, selectable_names
 from megatron.adaptive.errors import ConfigError
 
 _CHUNKS = "num_virtual_stages_per_pipeline_rank"
-_BESIDE = (*(rule for rule in RULES if rule != "auto"), *PAIRING, "file")
-ORDER = f"""\
+
+
+@functools.cache
+def order_rules(schedule: str) -> str:
+    """Returns the rules of the order of work, for our trainer and for a user's Megatron-LM alike.
+
+    Args:
+        schedule: Name of the schedule that is asked for, which may be outside this package.
+    """
+
+    def those(matches: Callable[[ScheduleSpec], object]) -> str:
+        return ",".join(sorted(selectable_names(matches, also=[schedule])))
+
+    splits = those(lambda spec: spec.splits_backward != "never")
+    return f"""\
+stage_data_parallel_sizes needs pipeline_schedule={those(lambda spec: spec.allows_unequal_stages)}
+    | the others are made for stages of equal sizes
 {_CHUNKS}>1 needs pipeline_model_parallel_size>1
     | megatron-core splits a model into chunks only over several pipeline ranks
-pipeline_schedule={",".join(SEVERAL_CHUNKS)} needs {_CHUNKS}>1
+pipeline_schedule={those(lambda spec: spec.chunks == "several")} needs {_CHUNKS}>1
     | 1f1b and adaptive take one
-pipeline_schedule={",".join(ONE_CHUNK)} needs {_CHUNKS}=1
+pipeline_schedule={those(lambda spec: spec.chunks == "one")} needs {_CHUNKS}=1
     | interleaved and adaptive take several
-pipeline_schedule={",".join(TWO_CHUNKS)} needs {_CHUNKS}=2
-pipeline_schedule={",".join(V_ONLY)} excludes pipeline_placement=loop
+pipeline_schedule={those(lambda spec: spec.chunks == "two")} needs {_CHUNKS}=2
+pipeline_schedule={those(lambda spec: spec.is_v_only)} excludes pipeline_placement=loop
     | it runs stages there and back
-pipeline_placement=v needs pipeline_schedule={",".join(V_SCHEDULES)} {_CHUNKS}>1
-activation_cap needs pipeline_schedule={",".join(RULES)} | the others fix what is kept
-split_backward=False excludes pipeline_schedule={",".join(SPLIT_SCHEDULES)}
+pipeline_placement=v needs pipeline_schedule={those(lambda spec: "v" in spec.placements)} {
+        _CHUNKS
+    }>1
+activation_cap needs pipeline_schedule={those(lambda spec: spec.is_rule)}
+    | the others fix what is kept
+split_backward=False excludes pipeline_schedule={
+        those(lambda spec: spec.splits_backward == "always")
+    }
     | its order has weight gradients as work of their own
-split_backward=True needs pipeline_schedule={",".join((*RULES, *SPLIT_SCHEDULES, "file"))}
+split_backward=True needs pipeline_schedule={splits}
     | the others have whole backwards
 pipeline_schedule=file needs schedule_file
 schedule_file needs pipeline_schedule=file
+auto_candidates needs pipeline_schedule=auto
 keyed_dropout excludes pipeline_schedule=megatron | its forwards are megatron-core's own
-pipeline_schedule=varuna needs recompute_granularity=full
+pipeline_schedule={those(lambda spec: spec.recomputes)} needs recompute_granularity=full
     | it keeps the inputs of many microbatches and repeats their forwards
-overlap_moe_expert_parallel_comm needs pipeline_schedule={",".join(_BESIDE)}
+overlap_moe_expert_parallel_comm needs pipeline_schedule={those(lambda spec: spec.overlaps_experts)}
     | in the others no action begins beside another
 overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall
     | layers with another cannot be left where they exchange tokens
 """
-"""Rules of the order of work, for our trainer and for a user's Megatron-LM alike."""
+
 
 _REMEDIES = {
     "needs": "give that, or change or drop the first",

@@ -134,6 +134,8 @@ class FieldSpec:
         help: one sentence for ``--help`` and the README; empty where no flag sets the field.
         names: every spelling of the flag, the first one being shown.
         choices: allowed values, if they are a fixed set.
+        also_takes: Function that returns whether a value beside the choices is taken; raises
+            ``ValueError`` with the reason if it knows one.
         refused_choices: values that Megatron-LM takes and we do not, each with the reason.
         unit: the word shown in place of the value, empty for none.
         derived: how the value is found when the flag is absent, for fields that depend on others.
@@ -152,6 +154,7 @@ class FieldSpec:
     help: str = ""
     names: tuple[str, ...] = ()
     choices: tuple[str | int, ...] = ()
+    also_takes: Callable[[Any], bool] | None = None
     refused_choices: Mapping[str, str] = field(default_factory=dict)
     unit: str = ""
     derived: str = ""
@@ -243,7 +246,8 @@ class FieldSpec:
             return f"{self.name} {value:g}"
         if isinstance(value, tuple):
             # A tuple with a conversion of its own is one word.
-            separator = "-" if self.reader else " "
+            in_one_word = "," if "," in self.unit else "-"
+            separator = in_one_word if self.reader else " "
             value = separator.join(map(str, value))
         return f"{self.name} {value}"
 
@@ -268,6 +272,8 @@ class FieldSpec:
         choices = self.choices
         if choices and value not in choices:
             reason = self.refused_choices.get(str(value))
+            if not reason and self.also_takes is not None and self.also_takes(value):
+                return
             wrong = f"refused: {reason}" if reason else f"not one of {', '.join(map(str, choices))}"
             raise ValueError(f"{_shown(value)} is {wrong}")
         self.limits.check(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from megatron.adaptive.config.flags import (
     Count,
@@ -19,36 +19,11 @@ from megatron.adaptive.config.flags import (
     flag,
     switch,
 )
-
-PlacementKind = Literal["loop", "v"]
+from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec, selectable_names
+from megatron.adaptive.errors import ConfigError
 
 BALANCED = ("off", "lengths", "speed", "both")
 """Values of ``--balance-replicas``."""
-
-RULES = ("adaptive", "auto", "bfc", "dfc", "hinted")
-"""Values of ``--pipeline-schedule`` that choose at run time; the others fix the order."""
-
-V_ONLY = ("dualpipe-v", "v-half", "zb-v")
-V_SCHEDULES = (*RULES, "file", "gpipe", *V_ONLY)
-"""Values of ``--pipeline-schedule`` under ``--pipeline-placement v``."""
-
-SPLIT_SCHEDULES = ("dualpipe-v", "interleaved-zb", "v-half", "zb-h1", "zb-v")
-"""Fixed orders that compute weight gradients by themselves."""
-
-KEEPING_ALL = ("breadth-first", "gpipe", "varuna")
-"""Fixed orders that run the forwards of all microbatches before the first backward, or nearly."""
-
-UNEQUAL_SCHEDULES = ("1f1b", "adaptive", "gpipe")
-"""Values of ``--pipeline-schedule`` where stages have unequal numbers of ranks."""
-
-ONE_CHUNK = ("1f1b", "varuna", "zb-h1")
-TWO_CHUNKS = V_ONLY
-SEVERAL_CHUNKS = ("breadth-first", "combined-1f1b", "interleaved", "interleaved-zb")
-PAIRING = ("combined-1f1b", "dualpipe-v")
-"""Fixed orders in which a forward and a backward begin together."""
-
-_FIXED = (*ONE_CHUNK, *TWO_CHUNKS, *SEVERAL_CHUNKS, "gpipe", "file")
-_IN_A_V = ("adaptive", "auto", "hinted", *V_ONLY)
 
 
 def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
@@ -58,7 +33,7 @@ def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
         schedule: the value of ``--pipeline-schedule``.
         num_chunks: model chunks of each pipeline rank.
     """
-    return "v" if schedule in _IN_A_V and num_chunks == 2 else "loop"
+    return schedule_spec(schedule).default_placement if num_chunks == 2 else "loop"
 
 
 _PARTITION = re.compile(r"[0-9]+(-[0-9]+)*")
@@ -183,6 +158,35 @@ def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(base + (first <= stage < first + rest) for stage in range(num_stages))
 
 
+def _is_own_schedule(name: str) -> bool:
+    """Returns whether a name is that of a schedule outside this package.
+
+    Raises:
+        ValueError: It was meant to be one, and cannot be used.
+    """
+    try:
+        return schedule_spec(name).is_own
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def _read_candidates(text: str) -> tuple[str, ...]:
+    """Reads names of schedules joined by commas.
+
+    Raises:
+        ValueError: There is no such schedule.
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        try:
+            spec = schedule_spec(name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        if spec.kind not in ("fixed", "rule"):
+            raise ValueError(f"auto cannot try {name}: name a fixed order or a run-time rule")
+    return names
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """Pipeline schedule and traces."""
@@ -190,9 +194,16 @@ class ScheduleConfig:
     pipeline_schedule: str = flag(
         "Order of work: megatron-core's own code (megatron), a fixed order on our engine, or a "
         "choice made at run time from what has arrived (adaptive, hinted, dfc, bfc; auto takes "
-        "the best after a few steps, with the layers of each stage that suit it).",
+        "the best after a few steps, with the layers of each stage that suit it); or a schedule of "
+        "yours as package.module:name.",
         "adaptive",
-        choices=("megatron", *sorted(_FIXED), *RULES),
+        choices=tuple(sorted(selectable_names())),
+        also_takes=_is_own_schedule,
+    )
+    auto_candidates: tuple[str, ...] | None = flag(
+        "Schedules of yours that auto tries beside its own, each as package.module:name.",
+        reader=_read_candidates,
+        unit="NAME,NAME",
     )
     schedule_file: File | None = flag(
         "The order of --pipeline-schedule file: JSON, or the CSV of torch.distributed.pipelining."
@@ -302,7 +313,7 @@ class ScheduleConfig:
     @property
     def is_rule(self) -> bool:
         """True if the order is chosen at run time."""
-        return self.pipeline_schedule in RULES
+        return schedule_spec(self.pipeline_schedule).is_rule
 
     def traces(self, iterations_done: int) -> bool:
         """Returns whether the next iteration is traced.

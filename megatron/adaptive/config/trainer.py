@@ -15,13 +15,12 @@ from megatron.adaptive.config.optimizer import LoraConfig, OptimizerConfig, Prec
 from megatron.adaptive.config.parallel import ParallelConfig, TransportConfig
 from megatron.adaptive.config.run import CheckpointConfig, LoggingConfig, RunConfig
 from megatron.adaptive.config.schedule import (
-    SPLIT_SCHEDULES,
-    PlacementKind,
     ScheduleConfig,
     default_placement,
     nearly_even_split,
     parse_layout,
 )
+from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 from megatron.adaptive.errors import ConfigError
 
 
@@ -102,10 +101,11 @@ class TrainerConfig:
         """
         given = self.schedule.split_backward
         schedule = self.schedule.pipeline_schedule
-        if given is not None or schedule in SPLIT_SCHEDULES:
+        splits = schedule_spec(schedule).splits_backward
+        if given is not None or splits == "always":
             return given is not False
         return (
-            schedule in ("adaptive", "auto", "file", "hinted")
+            splits == "by default"
             and self.parallel.pipeline_model_parallel_size > 1
             and self.model.transformer_impl == "local"
         )
@@ -147,17 +147,17 @@ class TrainerConfig:
     @property
     def least_microbatches(self) -> int:
         """Microbatches that the schedule needs in each step and model copy."""
-        if self.schedule.pipeline_schedule == "dualpipe-v":
-            return 2 * self.parallel.pipeline_model_parallel_size
+        per_rank = schedule_spec(self.schedule.pipeline_schedule).microbatches_per_rank
+        if per_rank:
+            return per_rank * self.parallel.pipeline_model_parallel_size
         return self.microbatch_group
 
     @property
     def microbatch_group(self) -> int:
         """Number that the microbatches of a step must be a multiple of, for the schedule."""
-        schedule, parallel = self.schedule.pipeline_schedule, self.parallel
-        if schedule in ("combined-1f1b", "interleaved") or (
-            schedule == "megatron" and parallel.num_chunks > 1
-        ):
+        parallel = self.parallel
+        spec = schedule_spec(self.schedule.pipeline_schedule)
+        if spec.groups_microbatches and parallel.num_chunks > 1:
             given = parallel.microbatch_group_size_per_vp_stage
             return given or parallel.pipeline_model_parallel_size
         return 1

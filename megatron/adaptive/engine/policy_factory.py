@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.adaptive.config.schedule import KEEPING_ALL
+from megatron.adaptive.config.schedule_specs import ScheduleSpec, schedule_spec
 from megatron.adaptive.engine.schedule_record import Replay
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule import unequal_widths
-from megatron.adaptive.schedule.catalog import Candidate, is_rule, make_schedule
+from megatron.adaptive.schedule.catalog import ANNEALED, Candidate, is_rule, make_schedule
 from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.policy import Follow, Policy
 from megatron.adaptive.schedule.rank_state import RankState
@@ -41,6 +41,7 @@ class Orders:
         group_size: microbatches that a chunk runs in a row under ``interleaved``; the size of the
             pipeline where ``None``.
         widths: of the stages where they are unequal.
+        auto_candidates: Names of further schedules that ``auto`` tries.
         beside: in training steps an action may start while another, of another kind, trades tokens.
 
     Attributes:
@@ -64,11 +65,13 @@ class Orders:
         group_size: int | None = None,
         widths: Widths | None = None,
         beside: bool = False,
+        auto_candidates: Sequence[str] = (),
     ) -> None:
         self.placement = placement
         self.pp_rank = pp_rank
         self.widths = widths
         self.beside = beside
+        self.auto_candidates = tuple(auto_candidates)
         self._given: Schedule | None = None
         weight_pieces = 0
         if schedule_file is not None:
@@ -88,6 +91,11 @@ class Orders:
     def schedule(self) -> str:
         """Name of the schedule or rule."""
         return self._chosen.name
+
+    @property
+    def _spec(self) -> ScheduleSpec | None:
+        """Description of the schedule, ``None`` for an order that ``auto`` made."""
+        return None if self.schedule == ANNEALED else schedule_spec(self.schedule)
 
     @property
     def weight_pieces(self) -> int:
@@ -154,7 +162,9 @@ class Orders:
             num_microbatches: microbatches of a step; of the whole job where stages are unequal.
             smallest: size of those that fill the cap with the most inputs, in mean ones.
         """
-        keeps_all = self.schedule in KEEPING_ALL
+        keeps_all = self._spec is not None and (
+            self._spec.keeps_all or (self._spec.is_own and not self._spec.is_rule)
+        )
         if (widths := self.widths) is not None:
             # Channels are alike on both sides: the most that any rank keeps.
             own = [widths.own_microbatches(s, num_microbatches) for s in range(widths.num_stages)]
@@ -183,7 +193,8 @@ class Orders:
         return default_cap(self.placement, num_microbatches)
 
     def _make_policy(self, num_microbatches: int, forward_only: bool) -> Policy:
-        if self.schedule == "interleaved" and self._group_size and not forward_only:
+        takes_size = self._spec is not None and self._spec.takes_group_size
+        if takes_size and self._group_size and not forward_only:
             schedule = make_schedule(
                 self.schedule, self.placement, num_microbatches, group_size=self._group_size
             )

@@ -62,6 +62,7 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
         group_size=config.parallel.microbatch_group_size_per_vp_stage,
         widths=widths_of(config),
         beside=settings.overlap_moe_expert_parallel_comm,
+        auto_candidates=settings.auto_candidates or (),
     )
     if (path := settings.replay_schedule) is not None:
         record = job.on_first(lambda: ScheduleRecord.load(path))

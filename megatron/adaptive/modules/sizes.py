@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.config.environment import EXIT_MEASURED, JobOrder
 from megatron.adaptive.config.input_files import printable
-from megatron.adaptive.config.schedule import SEVERAL_CHUNKS
+from megatron.adaptive.config.schedule_specs import schedule_spec
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
@@ -42,7 +42,6 @@ from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_ba
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _PIECES = 4  # of a weight gradient, under a rule
-_SPLITTING_RULES = ("adaptive", "hinted")
 # What a measured model depends on, besides the model and the sample, in the order of its digest:
 # models that elastic jobs measured are known by it.
 _SIGNED_CUT = ("shared_weights", "partition", "weights", "slicing")
@@ -166,7 +165,7 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
     """
     if schedule == "forward-only":
         raise ConfigError("schedule forward-only trains nothing: eval() uses it; choose another")
-    wanted = (2 if schedule in SEVERAL_CHUNKS else 1) if chunks is None else chunks
+    wanted = schedule_spec(schedule).least_chunks if chunks is None else chunks
     placement = placement_for(schedule, num_ranks, wanted)
     if chunks is not None and placement.num_chunks != chunks:
         raise ConfigError(
@@ -191,7 +190,8 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
     schedule, split = request.schedule, request.split_backward
     placement = choose_placement(schedule, num_ranks, request.chunks)
     if is_rule(schedule):
-        splits = num_ranks > 1 and schedule in _SPLITTING_RULES if split is None else split
+        by_default = schedule_spec(schedule).splits_backward == "by default"
+        splits = num_ranks > 1 and by_default if split is None else split
     else:
         splits = splits_backward(schedule)
         if split not in (None, splits):

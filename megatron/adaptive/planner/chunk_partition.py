@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.cost import as_run, predict
 from megatron.adaptive.planner.layer_costs import in_flight
@@ -26,7 +27,7 @@ from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.stage_classes import StageClass
 from megatron.adaptive.schedule import catalog
 
-ONE_CHUNK = ("1f1b", "zb-h1", "adaptive", "hinted", "gpipe", "bfc", "dfc")
+ONE_CHUNK = selectable_names(lambda spec: spec.planned != "no" and spec.least_chunks == 1)
 """Schedules that the trainer runs with one chunk for each rank."""
 
 

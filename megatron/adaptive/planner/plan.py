@@ -21,6 +21,7 @@ from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.config.plan_file import PLAN_FORMAT, plan_variables, run_flags
 from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.config.schedule_specs import schedule_spec, selectable_names
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, known_gpu
 from megatron.adaptive.planner.profile import PlanInputs
@@ -398,14 +399,6 @@ def conf_text(document: Mapping[str, Any]) -> str:
 EXPORTS = ("megatron", "torchtitan", "conf", "sbatch", "plan")
 """Forms of a plan beside the tables: Megatron-LM's flags, torchtitan's TOML, variables of
 ``conf.sh``, a command for Slurm, and the plan file."""
-_TITAN_SCHEDULES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "interleaved": "Interleaved1F1B",
-    "breadth-first": "LoopedBFS",
-    "zb-v": "ZBVZeroBubble",
-    "dualpipe-v": "DualPipeV",
-}
 
 
 def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str], file: str) -> str:
@@ -426,7 +419,11 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
         return conf_text(document)
     if form == "sbatch":
         return _sbatch_line(document, arguments, file)
-    schedules = ("1f1b", "interleaved") if form == "megatron" else tuple(_TITAN_SCHEDULES)
+    schedules = (
+        ("1f1b", "interleaved")
+        if form == "megatron"
+        else selectable_names(lambda spec: spec.torch_name)
+    )
     program = "Megatron-LM" if form == "megatron" else "torchtitan"
     if "stages" in document:
         raise ConfigError(f"--export {form}: {program} has no stages of unequal widths: plan anew")
@@ -485,7 +482,7 @@ def _titan_toml(document: Mapping[str, Any], *, fp8: bool) -> str:
         parts[0].insert(0, "tok_embeddings")
         parts[-1] += ["norm", "output"]
         values["parallelism"] |= {
-            "pipeline_parallel_schedule": _TITAN_SCHEDULES[document["schedule"]],
+            "pipeline_parallel_schedule": schedule_spec(document["schedule"]).torch_name,
             "pipeline_parallel_microbatch_size": document["micro_batch_size"],
             "module_fqns_per_model_part": parts,
         }

@@ -19,6 +19,7 @@ from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.plan_file import plan_flags, world_size_of
 from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, find_gpu, known_gpu
 from megatron.adaptive.planner.cost import StageSums, predict, simulated
@@ -46,7 +47,7 @@ from megatron.adaptive.planner.search import (
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 
-SCHEDULES = ("1f1b", "zb-h1", "adaptive", "interleaved", "zb-v", "v-half")
+SCHEDULES = selectable_names(lambda spec: spec.planned == "by default")
 """Orders that are weighed where none are given."""
 
 _COLOUR = "#1f77b4"

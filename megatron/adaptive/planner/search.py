@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.chunk_partition import (
     ONE_CHUNK,
@@ -61,7 +62,9 @@ _CHUNKED = {
 """Orders that chunks are divided by: numbers of chunks, and schedules on the same placement."""
 SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values() for n in names))))
 """All schedules that can be asked for."""
-_WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved", "breadth-first")
+_WHOLE_BACKWARD = selectable_names(
+    lambda spec: spec.planned != "no" and spec.splits_backward == "never"
+)
 _ROW_STEPS = 500_000
 """Actions that are timed for one set of nodes, shape and length of pipeline."""
 _FORWARD_BACK = 2.5

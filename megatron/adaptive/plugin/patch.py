@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron.adaptive.accelerator import current_device
-from megatron.adaptive.config.schedule import PlacementKind
+from megatron.adaptive.config.schedule_specs import PlacementKind
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.first_weights import FirstWeights
 from megatron.adaptive.plugin.placement_patch import Placed, exchange

@@ -40,7 +40,7 @@ from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.adaptive.config.schedule import PlacementKind
+from megatron.adaptive.config.schedule_specs import PlacementKind
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.gpt.model_placement import PlacedLayout, stages_of, start_equal
 from megatron.adaptive.plugin.settings import megatron_arguments

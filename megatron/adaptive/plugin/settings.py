@@ -12,19 +12,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.flag_rules import ORDER, Given
+from megatron.adaptive.config.flag_rules import Given, order_rules
 from megatron.adaptive.config.flags import FieldSpec, assign, check_values, fields_of, flag
 from megatron.adaptive.config.model import RecomputeConfig
 from megatron.adaptive.config.parallel import AUTO, ParallelConfig, TransportConfig
-from megatron.adaptive.config.schedule import (
-    RULES,
-    SPLIT_SCHEDULES,
-    V_ONLY,
-    PlacementKind,
-    ScheduleConfig,
-)
-
-_MAY_SPLIT = ("adaptive", "auto", "file", "hinted")
+from megatron.adaptive.config.schedule import ScheduleConfig
+from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +53,8 @@ class Settings:
             ``loop``, as in megatron-core, or ``v``, there and back, which must be known before
             megatron-core's process groups are made. A V where ``None`` only for ``zb-v`` and
             ``v-half``.
+        auto_candidates: Names of schedules of yours that ``auto`` tries beside its own, each as
+            ``package.module:name``.
         schedule_file: the order of ``file``: JSON, or the CSV of ``torch.distributed.pipelining``.
         activation_cap: most activations that a rank keeps, in microbatches over all its chunks; for
             a rule. Chosen from the shape of the pipeline where ``None``.
@@ -91,6 +86,7 @@ class Settings:
 
     schedule: str = "adaptive"
     placement: PlacementKind | None = None
+    auto_candidates: tuple[str, ...] | None = None
     schedule_file: str | None = None
     activation_cap: float | None = None
     split_backward: bool | None = None
@@ -122,24 +118,25 @@ class Settings:
             ConfigError: the first rule that is broken.
         """
         own = {spec.dest: getattr(self, name) for name, spec in _flags().items()}
-        Given(own | model, _specs()).require(ORDER)
+        Given(own | model, _specs()).require(order_rules(self.schedule))
 
     @property
     def kind(self) -> PlacementKind:
         """Placement of the stages over the ranks of the pipeline."""
-        return self.placement or ("v" if self.schedule in V_ONLY else "loop")
+        return self.placement or ("v" if schedule_spec(self.schedule).is_v_only else "loop")
 
     @property
     def is_rule(self) -> bool:
         """Whether the order is chosen at run time."""
-        return self.schedule in RULES
+        return schedule_spec(self.schedule).is_rule
 
     @property
     def splits(self) -> bool | None:
         """Whether backwards are split, ``None`` where the model decides."""
-        if self.split_backward is None and self.schedule in _MAY_SPLIT:
+        splits = schedule_spec(self.schedule).splits_backward
+        if self.split_backward is None and splits == "by default":
             return None
-        return self.schedule in SPLIT_SCHEDULES or bool(self.split_backward)
+        return splits == "always" or bool(self.split_backward)
 
     def overridden(self, arguments: Any) -> Settings:
         """Return these settings with those that ``arguments`` holds under a flag's name.

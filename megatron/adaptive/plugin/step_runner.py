@@ -393,6 +393,7 @@ class Engine:
             schedule_file=settings.schedule_file,
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
             beside=bool(getattr(config, "overlap_moe_expert_parallel_comm", False)),
+            auto_candidates=settings.auto_candidates or (),
         )
 
     def _finish_step(self) -> None:

@@ -142,6 +142,7 @@ class Tuner:
         options: Any = {
             "num_microbatches": num_microbatches,
             "splittable": orders.weight_pieces > 0,
+            "also": orders.auto_candidates,
             "pieces": max(1, orders.weight_pieces),
             "until_s": time.monotonic() + SIMULATED_OF_LIMIT * LIMIT_S,
         }

@@ -1,5 +1,35 @@
 """The order of work in a pipeline: schedules known beforehand, policies that choose at run time.
 
-Imports no torch. Import from the modules; this file re-exports nothing, so that a process loads
-only what it uses.
+Imports no torch. The names below are what a schedule of your own needs
+(``examples/own_schedule``); all else is imported from the modules. They are loaded when they are
+first used, so that a process loads only what it needs.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.adaptive.config.schedule_specs import fixed_order, run_time_rule
+    from megatron.adaptive.schedule.action import Action, ActionKind
+    from megatron.adaptive.schedule.rank_state import RankState
+    from megatron.adaptive.schedule.stage_placement import Placement
+
+__all__ = ["Action", "ActionKind", "Placement", "RankState", "fixed_order", "run_time_rule"]
+
+_MODULES = {
+    "Action": "schedule.action",
+    "ActionKind": "schedule.action",
+    "Placement": "schedule.stage_placement",
+    "RankState": "schedule.rank_state",
+    "fixed_order": "config.schedule_specs",
+    "run_time_rule": "config.schedule_specs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megatron.adaptive.{_MODULES[name]}"), name)

@@ -1,71 +1,43 @@
 """Names of the schedules and policies that a user can ask for, and how each of them would run.
 
-Owns the lookup, the checks that every schedule shares, the choice of what a name stands for on a
-given pipeline (placement, pieces, cap), and that of a hint for ``hinted``. The list of names is
-fixed: adding a schedule means a function and a line here.
+Owns the checks that every schedule shares, the choice of what a name stands for on a pipeline
+(placement, pieces, cap), and the choice of a hint for ``hinted``. The names themselves, with the
+function of each, are in ``config.schedule_specs``:
+
+- The function of a fixed schedule takes the placement of the stages and the number of
+  microbatches, and returns the order of each rank.
+- The function of a rule of this package works on the numbers of a rank's state, so that numba can
+  compile it (see ``runtime_rules``). A user's rule takes the :class:`RankState` itself (see
+  ``own_schedule``).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
-from megatron.adaptive.config.schedule import (
-    ONE_CHUNK,
-    SEVERAL_CHUNKS,
-    SPLIT_SCHEDULES,
-    TWO_CHUNKS,
-    V_ONLY,
-    default_placement,
+from megatron.adaptive.config.schedule import default_placement
+from megatron.adaptive.config.schedule_specs import (
+    BUILT_IN,
+    ScheduleSpec,
+    schedule_spec,
+    selectable_names,
 )
-from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import runtime_rules
+from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.fixed_in_loop import (
-    forward_only,
-    gpipe,
-    interleaved,
-    interleaved_zb,
-    one_f_one_b,
-    varuna,
-    zb_h1,
-)
-from megatron.adaptive.schedule.fixed_in_v import dualpipe_v, v_half, zb_v
 from megatron.adaptive.schedule.memory_caps import chunk_shares, default_cap, with_rounding
+from megatron.adaptive.schedule.own_schedule import own_rule, own_schedule
 from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy, codes_of
-from megatron.adaptive.schedule.schedule import Order, Schedule, check_num_microbatches
+from megatron.adaptive.schedule.schedule import Schedule, check_num_microbatches
 from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
 from megatron.adaptive.schedule.validate import peak_units
 from megatron.adaptive.schedule.workload import Link, StageTimes, Workload, draw
 
-_STATIC: dict[str, Callable[..., tuple[Order, ...]]] = {
-    "1f1b": one_f_one_b,
-    "breadth-first": gpipe,
-    "combined-1f1b": partial(interleaved, pairs=True),
-    "dualpipe-v": dualpipe_v,
-    "forward-only": forward_only,
-    "gpipe": gpipe,
-    "interleaved": interleaved,
-    "interleaved-zb": interleaved_zb,
-    "v-half": v_half,
-    "varuna": varuna,
-    "zb-h1": zb_h1,
-    "zb-v": zb_v,
-}
-"""Generators of the orders of all ranks; what each runs on is in ``config.schedule``."""
-_RULES = {
-    "adaptive": runtime_rules.ready_first,
-    "bfc": runtime_rules.breadth_first,
-    "dfc": runtime_rules.depth_first,
-    "hinted": runtime_rules.hinted,
-}
-_HINTS = ("zb-v", "v-half", "zb-h1", "interleaved", "interleaved-zb", "dualpipe-v")
-"""Schedules that may be hints, the usual one of each placement first."""
 ANNEALED = "annealed"
 """Name of a list that ``auto`` makes for one pipeline (see ``anneal``); users cannot ask for it. In
 steps of other numbers of microbatches it is ``hinted``."""
@@ -128,16 +100,21 @@ class Candidate:
         if not is_rule(name):
             schedule = make_schedule(name, placement, num_microbatches)
             return tuple(Follow(order, name) for order in schedule.orders)
+        spec = schedule_spec(name)
+        if spec.is_own:
+            policy = own_rule(spec, placement, num_microbatches, self.cap, self.weight_pieces)
+            return (policy,) * placement.num_ranks
+        rule = spec.load()
         if name == "hinted":
             pieces = self.weight_pieces
             hint = hint or hint_for(placement, num_microbatches, self.cap, self.pace, pieces)
             codes = [hint_codes(order, placement.num_chunks, pieces) for order in hint.orders]
-            return tuple(RulePolicy(name, _RULES[name], of_rank) for of_rank in codes)
+            return tuple(RulePolicy(name, rule, of_rank) for of_rank in codes)
         if name == "adaptive" and self.shares and self.cap is not None:
             ranks = range(placement.num_ranks)
             shares = [chunk_shares(placement, rank, self.cap) for rank in ranks]
-            return tuple(RulePolicy(name, _RULES[name], of_rank) for of_rank in shares)
-        return (RulePolicy(name, _RULES[name]),) * placement.num_ranks
+            return tuple(RulePolicy(name, rule, of_rank) for of_rank in shares)
+        return (RulePolicy(name, rule),) * placement.num_ranks
 
     def simulate(
         self, work: Workload, *, compiled: bool, policies: Sequence[Policy] | None = None
@@ -200,24 +177,44 @@ def make_candidate(
 
 
 def schedule_names() -> tuple[str, ...]:
-    """The static schedules, sorted."""
-    return tuple(sorted(_STATIC))
+    """Returns names of this package's static schedules, sorted."""
+    return tuple(sorted(name for name, spec in BUILT_IN.items() if spec.kind == "fixed"))
 
 
 def policy_names() -> tuple[str, ...]:
-    """Everything ``make_policies`` knows, sorted: static schedules and rules."""
-    return tuple(sorted((*_STATIC, *_RULES)))
+    """Returns names of this package's static schedules and rules, sorted."""
+    return tuple(sorted(name for name, spec in BUILT_IN.items() if spec.kind in ("fixed", "rule")))
 
 
 def is_rule(name: str) -> bool:
-    """True for a rule that chooses at run time, False for a static schedule.
+    """Returns whether a name is that of a rule, which chooses at run time.
 
     Raises:
-        ScheduleError: unknown name.
+        ScheduleError: There is no static schedule or rule of this name.
     """
-    if name not in _STATIC and name not in _RULES and name != ANNEALED:
+    return name == ANNEALED or _spec_of(name).kind == "rule"
+
+
+def _spec_of(name: str) -> ScheduleSpec:
+    """Returns the description of a static schedule or a rule."""
+    spec = _find_spec(name)
+    if spec is None or spec.kind not in ("fixed", "rule"):
         raise ScheduleError(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}")
-    return name not in _STATIC
+    return spec
+
+
+def _find_spec(name: str) -> ScheduleSpec | None:
+    """Returns the description of a name, ``None`` if nothing has this name.
+
+    Raises:
+        ScheduleError: A user's schedule of this name cannot be imported.
+    """
+    try:
+        return schedule_spec(name)
+    except ConfigError as error:
+        if ":" in name:
+            raise ScheduleError(str(error)) from error
+        return None
 
 
 def splits_backward(name: str) -> bool:
@@ -226,7 +223,7 @@ def splits_backward(name: str) -> bool:
     Raises:
         ScheduleError: unknown name.
     """
-    return not is_rule(name) and name in SPLIT_SCHEDULES
+    return not is_rule(name) and _spec_of(name).splits_backward == "always"
 
 
 def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
@@ -241,18 +238,10 @@ def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
     Raises:
         ScheduleError: unknown name, or a number below 1.
     """
-    most = None if is_rule(name) else _chunks_of(name)[1]
+    most = None if is_rule(name) else _spec_of(name).most_chunks
     chunks = num_chunks if most is None else most
     kind = default_placement(name, chunks)
     return Placement(num_ranks=num_ranks, num_chunks=chunks, kind=kind)
-
-
-def _chunks_of(name: str) -> tuple[int, int | None]:
-    """Returns the least and the most chunks per rank of a static schedule."""
-    if name in ONE_CHUNK or name in TWO_CHUNKS:
-        count = 1 if name in ONE_CHUNK else 2
-        return count, count
-    return 2 if name in SEVERAL_CHUNKS else 1, None
 
 
 def make_schedule(
@@ -269,24 +258,27 @@ def make_schedule(
     Raises:
         ScheduleError: unknown name, or the schedule refuses the placement or microbatches.
     """
-    if name not in _STATIC:
+    spec = _find_spec(name)
+    if spec is None or spec.kind != "fixed":
         raise ScheduleError(
             f"unknown schedule {name!r}: choose one of {', '.join(schedule_names())}"
         )
     check_num_microbatches(num_microbatches)
-    (least, most), chunks = _chunks_of(name), placement.num_chunks
-    kind = "v" if name in V_ONLY else "loop"
+    least, most, chunks = spec.least_chunks, spec.most_chunks, placement.num_chunks
+    kind = "v" if spec.is_v_only else "loop"
     if not least <= chunks <= (most or chunks) or (least > 1 and placement.kind != kind):
         raise ScheduleError(
             f"schedule {name} got a {placement.kind} placement with {chunks} chunk(s) per rank:"
             f" it needs a {kind} of {'' if most else 'at least '}{least}, else choose adaptive"
         )
+    if spec.is_own:
+        return own_schedule(spec, placement, num_microbatches)
     options = {} if group_size is None else {"group_size": group_size}
     return Schedule(
         name=name,
         placement=placement,
         num_microbatches=num_microbatches,
-        orders=_STATIC[name](placement, num_microbatches, **options),
+        orders=spec.load()(placement, num_microbatches, **options),
     )
 
 
@@ -323,7 +315,7 @@ def hint_for(
         ScheduleError: no microbatch, or the cap is below the least cap.
     """
     found = []
-    for name in _HINTS:
+    for name in selectable_names(lambda spec: spec.is_hint):
         # Another placement, or microbatches that do not suit it.
         with contextlib.suppress(ScheduleError):
             schedule = make_schedule(name, placement, num_microbatches)

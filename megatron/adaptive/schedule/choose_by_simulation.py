@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.anneal import improve
 from megatron.adaptive.schedule.catalog import (
@@ -27,6 +28,7 @@ from megatron.adaptive.schedule.catalog import (
     EQUAL,
     Candidate,
     Pace,
+    is_rule,
     make_candidate,
     make_schedule,
 )
@@ -35,7 +37,7 @@ from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import StageProfile, draw
 
-STATIC = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-v", "v-half", "dualpipe-v")
+STATIC = selectable_names(lambda spec: spec.is_auto_candidate)
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
 """Names, each with and without chunk shares where these matter."""
 DRAWS, _MANY = 6, 20_000
@@ -96,6 +98,7 @@ def candidates(
     splittable: bool,
     pieces: int = DEFAULT_PIECES,
     pace: Pace = EQUAL,
+    also: Sequence[str] = (),
 ) -> list[Candidate]:
     """List what could run on a pipeline whose stages lie so; layers cannot be cut anew.
 
@@ -106,9 +109,10 @@ def candidates(
         splittable: whether backwards can be split.
         pieces: most parts of a weight gradient.
         pace: of the stages.
+        also: Names of further schedules and rules.
     """
     found = []
-    for name in STATIC:
+    for name in (*STATIC, *(name for name in also if not is_rule(name))):
         candidate = make_candidate(
             name, placement.num_ranks, placement.num_chunks, num_microbatches
         )
@@ -131,7 +135,7 @@ def candidates(
         for cap in caps
         if 1.0 <= cap <= with_rounding(most)
         for cut in (sorted({0, 1, 2, pieces}) if splittable else [0])
-        for name, shares in RULES
+        for name, shares in (*RULES, *((name, True) for name in also if is_rule(name)))
         if shares or placement.num_chunks > 1
     ]
     return found
@@ -145,6 +149,7 @@ def choose(
     most: float,
     splittable: bool,
     pieces: int = DEFAULT_PIECES,
+    also: Sequence[str] = (),
     quick: bool = False,
     until_s: float = math.inf,
 ) -> ScheduleChoice:
@@ -157,6 +162,7 @@ def choose(
         most: most activations that memory allows, in whole-rank microbatches.
         splittable: whether backwards can be split.
         pieces: most parts of a weight gradient.
+        also: Names of further schedules and rules to try.
         quick: simulate one draw of each, and anneal nothing.
         until_s: Time of ``time.monotonic`` after which no other candidate is simulated.
 
@@ -185,6 +191,7 @@ def choose(
             splittable=splittable,
             pieces=pieces,
             pace=_pace(profile),
+            also=also,
         )
     )
     if not quick and time.monotonic() < until_s:
@@ -200,7 +207,7 @@ def choose(
         )
     outcomes.sort(key=lambda outcome: (outcome.mean_s, outcome.peak_units))
     best = outcomes[0]
-    fixed = next((o for o in outcomes if o.candidate.name in STATIC), None)
+    fixed = next((o for o in outcomes if _is_fixed(o.candidate.name)), None)
     if fixed is not None and best.mean_s > fixed.mean_s * (1 - GAIN):
         best = fixed
     reason = _reason(best, fixed, profile, most)
@@ -240,6 +247,10 @@ def evaluate(
         peak_units=max(units for result in results for units in result.peak_units),
         example=results[0],
     )
+
+
+def _is_fixed(name: str) -> bool:
+    return name != ANNEALED and not is_rule(name)
 
 
 def _pace(profile: StageProfile) -> Pace:

@@ -236,6 +236,11 @@ def interleaved(
     )
 
 
+def combined_1f1b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
+    """Returns the orders of interleaved 1F1B in which forwards and backwards begin in pairs."""
+    return interleaved(placement, num_microbatches, pairs=True)
+
+
 def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Action], list[Action]]:
     """Returns forwards and backwards of all chunks, one group of microbatches after the other."""
     forwards, backwards = (

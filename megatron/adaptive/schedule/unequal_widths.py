@@ -35,7 +35,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from megatron.adaptive.config.schedule import UNEQUAL_SCHEDULES
+from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rank_kernel
 from megatron.adaptive.schedule.catalog import make_policies
@@ -46,7 +46,7 @@ from megatron.adaptive.schedule.simulate import SimResult, run_states
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
-SCHEDULES = UNEQUAL_SCHEDULES
+SCHEDULES = selectable_names(lambda spec: spec.allows_unequal_stages)
 """Schedules that stages of unequal widths can follow."""
 
 _SLACK = 1.5  # as for equal stages, see ``memory``

@@ -1,0 +1,23 @@
+"""A run-time rule of our own: work on the oldest microbatch that something can be done for.
+
+The rule sees what has arrived at its rank and picks one of the actions that are ready. It returns
+None to wait for the next message. A forward takes memory, so the rule asks whether it still fits
+below the limit (``--activation-cap``).
+"""
+
+from __future__ import annotations
+
+from megatron.adaptive.schedule import Action, ActionKind, RankState, run_time_rule
+
+
+@run_time_rule()
+def oldest_first(state: RankState) -> Action | None:
+    """Returns the action to start now, or None to wait."""
+    ready = [action for action in state.ready() if state.fits(action)]
+    # Weight gradients hold nobody up: they fill the time in which nothing else is ready.
+    urgent = [action for action in ready if action.kind is not ActionKind.W]
+    return min(
+        urgent or ready,
+        key=lambda action: (action.microbatch, action.kind is ActionKind.F),
+        default=None,
+    )

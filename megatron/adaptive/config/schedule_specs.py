@@ -1,0 +1,420 @@
+"""Describes every schedule: the one table of what the program must know about each.
+
+A schedule of this package is an entry of :data:`BUILT_IN` and a function that the entry names. A
+schedule of yours needs neither: decorate a function with :func:`fixed_order` or
+:func:`run_time_rule` and give ``--pipeline-schedule package.module:name``, or publish it as an
+entry point of the group ``megatron_adaptive.schedules`` and give its name
+(``examples/own_schedule``).
+
+Deliberately knows neither placements nor actions: what an entry's function takes and returns is
+described in ``schedule.catalog``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from megatron.adaptive.errors import ConfigError
+
+PlacementKind = Literal["loop", "v"]
+ScheduleKind = Literal["fixed", "rule", "auto", "file", "megatron"]
+Chunks = Literal["any", "one", "two", "several"]
+SplitBackward = Literal["never", "on request", "by default", "always"]
+Planned = Literal["no", "on request", "by default"]
+
+ENTRY_POINTS = "megatron_adaptive.schedules"
+"""Group of entry points by which installed packages offer schedules."""
+_PACKAGE = "megatron.adaptive.schedule"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec:
+    """Describes one value of ``--pipeline-schedule``.
+
+    Attributes:
+        name: Name of the schedule, as users give it.
+        function: Function of the schedule, or its path as ``package.module:function``; empty for
+            ``auto``, ``file`` and ``megatron``, which have none. See ``schedule.catalog``.
+        kind: ``fixed`` for orders that are known before the step, ``rule`` for a choice at run
+            time.
+        chunks: Number of model chunks (virtual stages) that each rank must hold.
+        placements: Orders of stages over ranks that it runs on, its own one first.
+        prefers_v: True if two chunks per rank are placed in a V unless the user asks for a loop.
+        splits_backward: Whether weight gradients are actions of their own. ``by default``: if the
+            model's layers allow it.
+        overlaps_experts: True if an action may begin while another one exchanges tokens.
+        keeps_all: True if all, or nearly all, forwards run before the first backward.
+        allows_unequal_stages: True if stages may have different numbers of ranks.
+        groups_microbatches: True if the number of microbatches must be a multiple of a group.
+        takes_group_size: True if ``--microbatch-group-size-per-virtual-pipeline-stage`` chooses the
+            size of the groups.
+        recomputes: True if it repeats forwards and so needs full recomputation.
+        microbatches_per_rank: Least number of microbatches of a step per pipeline rank, 0 for any.
+        is_hint: True if ``hinted`` may follow it.
+        is_auto_candidate: True if ``auto`` tries it.
+        planned: Whether the planner considers it.
+        torch_name: Name of the same order in ``torch.distributed.pipelining``, empty if it has
+            none.
+        is_selectable: False for an order that only evaluation uses.
+    """
+
+    name: str
+    function: str | Callable[..., Any] = ""
+    kind: ScheduleKind = "fixed"
+    chunks: Chunks = "any"
+    placements: tuple[PlacementKind, ...] = ("loop",)
+    prefers_v: bool = False
+    splits_backward: SplitBackward = "never"
+    overlaps_experts: bool = False
+    keeps_all: bool = False
+    allows_unequal_stages: bool = False
+    groups_microbatches: bool = False
+    takes_group_size: bool = False
+    recomputes: bool = False
+    microbatches_per_rank: int = 0
+    is_hint: bool = False
+    is_auto_candidate: bool = False
+    planned: Planned = "no"
+    torch_name: str = ""
+    is_selectable: bool = True
+
+    @property
+    def is_rule(self) -> bool:
+        """True if the order is chosen at run time, ``auto`` included."""
+        return self.kind in ("rule", "auto")
+
+    @property
+    def is_v_only(self) -> bool:
+        """True if it runs in a V alone."""
+        return self.placements == ("v",)
+
+    @property
+    def default_placement(self) -> PlacementKind:
+        """Placement of two chunks per rank unless the user asks for another one."""
+        return "v" if self.prefers_v or self.is_v_only else "loop"
+
+    @property
+    def least_chunks(self) -> int:
+        """Smallest number of chunks per rank."""
+        return 2 if self.chunks in ("two", "several") else 1
+
+    @property
+    def most_chunks(self) -> int | None:
+        """Largest number of chunks per rank, ``None`` for any number."""
+        return {"one": 1, "two": 2}.get(self.chunks)
+
+    @property
+    def is_own(self) -> bool:
+        """True for a schedule that is not part of this package."""
+        return self.name not in BUILT_IN
+
+    def load(self) -> Callable[..., Any]:
+        """Returns the function of the schedule, importing its module."""
+        if callable(self.function):
+            return self.function
+        module, _, name = self.function.partition(":")
+        loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return loaded
+
+
+_BOTH: tuple[PlacementKind, ...] = ("loop", "v")
+
+# The order counts where two are equally fast: the first one is taken.
+_TABLE = (
+    ScheduleSpec(
+        name="1f1b",
+        function=f"{_PACKAGE}.fixed_in_loop:one_f_one_b",
+        chunks="one",
+        allows_unequal_stages=True,
+        is_auto_candidate=True,
+        planned="by default",
+        torch_name="1F1B",
+    ),
+    ScheduleSpec(
+        name="zb-h1",
+        function=f"{_PACKAGE}.fixed_in_loop:zb_h1",
+        chunks="one",
+        splits_backward="always",
+        is_hint=True,
+        is_auto_candidate=True,
+        planned="by default",
+    ),
+    ScheduleSpec(
+        name="adaptive",
+        function=f"{_PACKAGE}.runtime_rules:ready_first",
+        kind="rule",
+        placements=_BOTH,
+        prefers_v=True,
+        splits_backward="by default",
+        overlaps_experts=True,
+        allows_unequal_stages=True,
+        planned="by default",
+    ),
+    ScheduleSpec(
+        name="hinted",
+        function=f"{_PACKAGE}.runtime_rules:hinted",
+        kind="rule",
+        placements=_BOTH,
+        prefers_v=True,
+        splits_backward="by default",
+        overlaps_experts=True,
+        planned="on request",
+    ),
+    ScheduleSpec(
+        name="gpipe",
+        function=f"{_PACKAGE}.fixed_in_loop:gpipe",
+        placements=_BOTH,
+        keeps_all=True,
+        allows_unequal_stages=True,
+        planned="on request",
+        torch_name="GPipe",
+    ),
+    ScheduleSpec(
+        name="bfc",
+        function=f"{_PACKAGE}.runtime_rules:breadth_first",
+        kind="rule",
+        placements=_BOTH,
+        splits_backward="on request",
+        overlaps_experts=True,
+        planned="on request",
+    ),
+    ScheduleSpec(
+        name="dfc",
+        function=f"{_PACKAGE}.runtime_rules:depth_first",
+        kind="rule",
+        placements=_BOTH,
+        splits_backward="on request",
+        overlaps_experts=True,
+        planned="on request",
+    ),
+    ScheduleSpec(
+        name="interleaved",
+        function=f"{_PACKAGE}.fixed_in_loop:interleaved",
+        chunks="several",
+        groups_microbatches=True,
+        takes_group_size=True,
+        is_hint=True,
+        is_auto_candidate=True,
+        planned="by default",
+        torch_name="Interleaved1F1B",
+    ),
+    ScheduleSpec(
+        name="interleaved-zb",
+        function=f"{_PACKAGE}.fixed_in_loop:interleaved_zb",
+        chunks="several",
+        splits_backward="always",
+        is_hint=True,
+        is_auto_candidate=True,
+    ),
+    ScheduleSpec(
+        name="zb-v",
+        function=f"{_PACKAGE}.fixed_in_v:zb_v",
+        chunks="two",
+        placements=("v",),
+        splits_backward="always",
+        is_hint=True,
+        is_auto_candidate=True,
+        planned="by default",
+        torch_name="ZBVZeroBubble",
+    ),
+    ScheduleSpec(
+        name="v-half",
+        function=f"{_PACKAGE}.fixed_in_v:v_half",
+        chunks="two",
+        placements=("v",),
+        splits_backward="always",
+        is_hint=True,
+        is_auto_candidate=True,
+        planned="by default",
+    ),
+    ScheduleSpec(
+        name="dualpipe-v",
+        function=f"{_PACKAGE}.fixed_in_v:dualpipe_v",
+        chunks="two",
+        placements=("v",),
+        splits_backward="always",
+        overlaps_experts=True,
+        microbatches_per_rank=2,
+        is_hint=True,
+        is_auto_candidate=True,
+        planned="on request",
+        torch_name="DualPipeV",
+    ),
+    ScheduleSpec(
+        name="combined-1f1b",
+        function=f"{_PACKAGE}.fixed_in_loop:combined_1f1b",
+        chunks="several",
+        overlaps_experts=True,
+        groups_microbatches=True,
+        planned="on request",
+    ),
+    ScheduleSpec(
+        name="breadth-first",
+        function=f"{_PACKAGE}.fixed_in_loop:gpipe",
+        chunks="several",
+        keeps_all=True,
+        planned="on request",
+        torch_name="LoopedBFS",
+    ),
+    ScheduleSpec(
+        name="varuna",
+        function=f"{_PACKAGE}.fixed_in_loop:varuna",
+        chunks="one",
+        keeps_all=True,
+        recomputes=True,
+    ),
+    ScheduleSpec(
+        name="forward-only",
+        function=f"{_PACKAGE}.fixed_in_loop:forward_only",
+        placements=_BOTH,
+        is_selectable=False,
+    ),
+    ScheduleSpec(
+        name="auto", kind="auto", placements=_BOTH, prefers_v=True, splits_backward="by default"
+    ),
+    ScheduleSpec(
+        name="file",
+        kind="file",
+        placements=_BOTH,
+        splits_backward="by default",
+        overlaps_experts=True,
+    ),
+    ScheduleSpec(name="megatron", kind="megatron", groups_microbatches=True, takes_group_size=True),
+)
+BUILT_IN = {spec.name: spec for spec in _TABLE}
+"""Schedules of this package by name."""
+
+
+def selectable_names(
+    matches: Callable[[ScheduleSpec], object] = lambda spec: True, *, also: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """Returns names of schedules that users can select, those of this package in their order.
+
+    Args:
+        matches: Function that returns whether a schedule is wanted.
+        also: Names of schedules outside this package that are considered as well.
+    """
+    specs = [spec for spec in _TABLE if spec.is_selectable]
+    specs += [schedule_spec(name) for name in also if name not in BUILT_IN]
+    return tuple(spec.name for spec in specs if matches(spec))
+
+
+def schedule_spec(name: str) -> ScheduleSpec:
+    """Returns the description of a schedule.
+
+    Args:
+        name: Name of a schedule of this package or of an entry point, or
+            ``package.module:name``.
+
+    Raises:
+        ConfigError: There is no such schedule, or its module cannot be imported.
+    """
+    return BUILT_IN[name] if name in BUILT_IN else _own_spec(name)
+
+
+@functools.lru_cache(maxsize=64)
+def _own_spec(name: str) -> ScheduleSpec:
+    if ":" in name:
+        loaded = _import(name)
+    else:
+        points = importlib.metadata.entry_points(group=ENTRY_POINTS)
+        point = next((point for point in points if point.name == name), None)
+        if point is None:
+            raise ConfigError(
+                f"{name!r} is not one of {', '.join(sorted(selectable_names()))}, and not "
+                "package.module:name of a schedule of yours"
+            )
+        loaded = _import(point.value)
+    if not isinstance(loaded, ScheduleSpec):
+        raise ConfigError(
+            f"schedule {name} is {type(loaded).__name__} {loaded!r:.60}: decorate a function with "
+            "fixed_order or run_time_rule of megatron.adaptive.schedule"
+        )
+    return replace(loaded, name=name)
+
+
+def _import(path: str) -> Any:
+    """Imports ``package.module:name``; modules in the working directory are found as well."""
+    module_name, _, attribute = path.partition(":")
+    folder = os.getcwd()
+    is_added = folder not in sys.path
+    if is_added:
+        sys.path.append(folder)
+    try:
+        loaded = importlib.import_module(module_name)
+    except Exception as error:  # the module is the user's and may raise anything
+        raise ConfigError(
+            f"schedule {path}: module {module_name!r} cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        if is_added:
+            sys.path.remove(folder)
+    for part in attribute.split("."):
+        if not hasattr(loaded, part):
+            file = getattr(sys.modules[module_name], "__file__", module_name)
+            raise ConfigError(f"schedule {path}: {file} has no {attribute!r}")
+        loaded = getattr(loaded, part)
+    return loaded
+
+
+def fixed_order(
+    *,
+    chunks: Chunks = "any",
+    placements: tuple[PlacementKind, ...] = ("loop",),
+    splits_backward: bool = False,
+) -> Callable[[Callable[..., Any]], ScheduleSpec]:
+    """Makes a schedule of a function that lists the actions of all ranks.
+
+    The function takes the :class:`~megatron.adaptive.schedule.Placement` of the stages and the
+    number of microbatches, and returns one tuple of
+    :class:`~megatron.adaptive.schedule.Action` per rank, first to last. The result is checked
+    before training: each action once, in an order that does not deadlock.
+
+    Args:
+        chunks: Number of chunks that each rank must hold: ``any``, ``one``, ``two``, ``several``.
+        placements: Orders of stages over ranks that it runs on: ``loop``, ``v``, or both.
+        splits_backward: True if the orders list weight gradients as actions of their own.
+    """
+    return lambda function: ScheduleSpec(
+        name=f"{function.__module__}:{function.__name__}",
+        function=function,
+        chunks=chunks,
+        placements=placements,
+        splits_backward="always" if splits_backward else "never",
+    )
+
+
+def run_time_rule(
+    *,
+    chunks: Chunks = "any",
+    placements: tuple[PlacementKind, ...] = ("loop", "v"),
+    splits_backward: bool = False,
+) -> Callable[[Callable[..., Any]], ScheduleSpec]:
+    """Makes a schedule of a function that picks the next action of a rank at run time.
+
+    The function takes the :class:`~megatron.adaptive.schedule.RankState` of the rank and returns
+    one of the actions that are ready, or ``None`` to wait for the next input. It must return at
+    once and change nothing. Before training it is tried in simulation.
+
+    Args:
+        chunks: Number of chunks that each rank must hold: ``any``, ``one``, ``two``, ``several``.
+        placements: Orders of stages over ranks that it runs on, its own one first.
+        splits_backward: True if it wants weight gradients as actions of their own.
+    """
+    return lambda function: ScheduleSpec(
+        name=f"{function.__module__}:{function.__name__}",
+        function=function,
+        kind="rule",
+        chunks=chunks,
+        placements=placements,
+        prefers_v=placements[0] == "v",
+        splits_backward="by default" if splits_backward else "on request",
+    )

@@ -1,0 +1,171 @@
+"""Runs schedules that users bring, and checks them before a step depends on them.
+
+A fixed order is made by the user's function and validated. A rule is tried in a simulated step.
+Every error names the schedule, the file and line of its function, the rank and the action.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from functools import lru_cache
+
+from megatron.adaptive.config.schedule_specs import ScheduleSpec
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.validate import validate
+from megatron.adaptive.schedule.workload import StageTimes
+
+_MOST_TRIED_ACTIONS = 50_000
+"""Limit of the trial of a rule: in plain Python an action takes some ten microseconds."""
+
+
+class OwnRule:
+    """A policy that asks a user's function.
+
+    Args:
+        spec: Description of the schedule.
+    """
+
+    def __init__(self, spec: ScheduleSpec) -> None:
+        self.name = spec.name
+        self._where = f"schedule {spec.name} ({_source_of(spec)})"
+        self._function: Callable[[RankState], Action | None] = spec.load()
+
+    def pick(self, state: RankState) -> Action | None:
+        """Returns the action that the function chose, ``None`` to wait.
+
+        Raises:
+            ScheduleError: The function raised, or its answer cannot start.
+        """
+        where = f"{self._where}, rank {state.rank}"
+        try:
+            action = self._function(state)
+        except Exception as error:  # the function is the user's and may raise anything
+            raise ScheduleError(
+                f"{where}: it raised {type(error).__name__}: {error}; {state.describe()}"
+            ) from error
+        if action is None:
+            return None
+        if not isinstance(action, Action):
+            raise ScheduleError(
+                f"{where}: it returned {action!r:.60}: return an Action of state.ready(), or None "
+                "to wait"
+            )
+        if not state.is_ready(action):
+            raise ScheduleError(
+                f"{where}: {action} cannot start: {state.why_not(action)}; {state.describe()}"
+            )
+        if not state.fits(action):
+            raise ScheduleError(
+                f"{where}: {action} is above the cap of {state.cap:g} microbatches: return it only "
+                f"if state.fits(action); {state.describe()}"
+            )
+        return action
+
+
+@lru_cache(maxsize=64)
+def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int) -> Schedule:
+    """Makes and validates the orders of a user's fixed schedule.
+
+    Args:
+        spec: Description of the schedule.
+        placement: Placement of the stages.
+        num_microbatches: Number of microbatches of a step.
+
+    Raises:
+        ScheduleError: The function raised, returned something else, or its orders are not valid.
+    """
+    where = f"schedule {spec.name} ({_source_of(spec)})"
+    size = f"{placement.num_ranks} ranks and {num_microbatches} microbatches"
+    try:
+        orders = tuple(tuple(order) for order in spec.load()(placement, num_microbatches))
+    except Exception as error:  # the function is the user's and may raise anything
+        raise ScheduleError(
+            f"{where}: for {size} it raised {type(error).__name__}: {error}"
+        ) from error
+    for rank, order in enumerate(orders):
+        for position, action in enumerate(order):
+            if not isinstance(action, Action):
+                raise ScheduleError(
+                    f"{where}, rank {rank}, position {position}: {action!r:.60} is not an Action: "
+                    "return a tuple of actions per rank"
+                )
+    schedule = Schedule(
+        name=spec.name, placement=placement, num_microbatches=num_microbatches, orders=orders
+    )
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{_source_of(spec)}: {error}") from None
+    splits = spec.splits_backward == "always"
+    if schedule.weight_pieces != int(splits):
+        rank, action = next(
+            (rank, action)
+            for rank, order in enumerate(orders)
+            for action in order
+            if action.kind is (ActionKind.B if splits else ActionKind.W) or action.piece
+        )
+        wanted = "one W for each B" if splits else "no W"
+        raise ScheduleError(
+            f"{where}, rank {rank}: {action} is in its order: with splits_backward={splits} it "
+            f"must list {wanted}"
+        )
+    return schedule
+
+
+@lru_cache(maxsize=64)
+def own_rule(
+    spec: ScheduleSpec,
+    placement: Placement,
+    num_microbatches: int,
+    cap: float | None,
+    weight_pieces: int,
+) -> Policy:
+    """Makes the policy of a user's rule, and tries it in a simulated step.
+
+    Args:
+        spec: Description of the rule.
+        placement: Placement of the stages.
+        num_microbatches: Number of microbatches of a step. A very long step is tried with fewer.
+        cap: Limit of activations of a rank, in whole-rank microbatches; ``None`` for no limit.
+        weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
+
+    Raises:
+        ScheduleError: The rule raised, chose an action that is not ready, or comes to a deadlock.
+    """
+    rule = OwnRule(spec)
+    per_microbatch = placement.num_stages * (2 + weight_pieces)
+    count = max(1, min(num_microbatches, _MOST_TRIED_ACTIONS // per_microbatch))
+    times = StageTimes.equal(placement.num_stages, forward_s=1.0, backward_s=1.0, weight_s=1.0)
+    try:
+        simulate(
+            placement,
+            count,
+            [rule] * placement.num_ranks,
+            times,
+            cap=cap,
+            weight_pieces=weight_pieces,
+        )
+    except ScheduleError as error:
+        if spec.name in str(error):
+            raise
+        raise ScheduleError(f"schedule {spec.name} ({_source_of(spec)}): {error}") from None
+    return rule
+
+
+def _source_of(spec: ScheduleSpec) -> str:
+    """Returns the file and line of the function of a schedule."""
+    function = spec.load()
+    try:
+        file = inspect.getsourcefile(function) or "?"
+        line = inspect.getsourcelines(function)[1]
+    except (OSError, TypeError):
+        return getattr(function, "__module__", "?")
+    return f"{os.path.relpath(file)}:{line}"
