@@ -313,7 +313,9 @@ class TestNow:
             assert file.report(look) is not None
         said = capsys.readouterr().err
         assert (
-            said.count("now_rank_00000.json: reading what the rank does fails: KeyError('step')")
+            said.count(
+                "now_rank_00000.json: cannot read the rank's present action: KeyError('step')"
+            )
             == 1
         )
         now = read_now(tmp_path, 0)

@@ -35,7 +35,7 @@ from megatron.adaptive.schedule.policy import Follow, Policy, actions_of, reason
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.trace.trace_format import KINDS, REASONS, Row
+from megatron.adaptive.trace.trace_format import KINDS, REASONS, SpanRow
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Notice, Transport
 
 _LAUNCH_AHEAD = 1
@@ -592,7 +592,7 @@ class StepLog:
     def __init__(self, policy: Policy, num_chunks: int) -> None:
         self._policy = policy
         self._num_chunks = num_chunks
-        self._rows: list[Row] = []
+        self._rows: list[SpanRow] = []
         self._since_ns = 0  # start of the present wait, 0 if there is none
         self._until_ns = 0
         self._cause = _INPUT
@@ -661,59 +661,48 @@ class StepLog:
             if peer < 0 or cause == _GROUP:
                 waker = self._waker
             self._rows.append(
-                (
-                    _WAIT,
-                    chunk,
-                    microbatch,
-                    action.piece,
-                    self._since_ns,
-                    self._until_ns,
-                    0,
-                    0,
-                    0,
-                    waker,
-                    kind,
-                    cause,
+                SpanRow(
+                    kind=_WAIT,
+                    chunk=chunk,
+                    microbatch=microbatch,
+                    piece=action.piece,
+                    start_ns=self._since_ns,
+                    end_ns=self._until_ns,
+                    peer=waker,
+                    of=kind,
+                    reason=cause,
                 )
             )
             self._since_ns = 0
         if peer >= 0:
             reason = _SEEN if action_input.is_exact else _FOUND
             self._rows.append(
-                (
-                    _RECEIVE,
-                    chunk,
-                    microbatch,
-                    0,
-                    arrived_ns,
-                    now_ns,
-                    action_input.nbytes,
-                    0,
-                    0,
-                    peer,
-                    kind,
-                    reason,
+                SpanRow(
+                    kind=_RECEIVE,
+                    chunk=chunk,
+                    microbatch=microbatch,
+                    start_ns=arrived_ns,
+                    end_ns=now_ns,
+                    bytes=action_input.nbytes,
+                    peer=peer,
+                    of=kind,
+                    reason=reason,
                 )
             )
 
     def sent(self, action: Action, peer: int, nbytes: int, start_ns: int) -> None:
         """Records that the transport took a message, the input of ``action`` on ``peer``."""
-        kind = _TRACE_NUMBER[action.kind]
         end_ns = self.now_ns()
         self._rows.append(
-            (
-                _SEND,
-                action.chunk,
-                action.microbatch,
-                0,
-                start_ns,
-                end_ns,
-                nbytes,
-                0,
-                0,
-                peer,
-                kind,
-                0,
+            SpanRow(
+                kind=_SEND,
+                chunk=action.chunk,
+                microbatch=action.microbatch,
+                start_ns=start_ns,
+                end_ns=end_ns,
+                bytes=nbytes,
+                peer=peer,
+                of=_TRACE_NUMBER[action.kind],
             )
         )
 
@@ -722,7 +711,7 @@ class StepLog:
         launched: Sequence[LaunchedAction],
         times: Sequence[tuple[int, int]],
         codes: Sequence[int],
-    ) -> list[Row]:
+    ) -> list[SpanRow]:
         """Returns all records, and every action, as rows of ``trace.trace_format``.
 
         Args:
@@ -734,19 +723,17 @@ class StepLog:
         for entry, (start_ns, end_ns), reason in zip(launched, times, reasons, strict=True):
             action = entry.action
             self._rows.append(
-                (
-                    _TRACE_NUMBER[action.kind],
-                    action.chunk,
-                    action.microbatch,
-                    action.piece,
-                    start_ns,
-                    end_ns,
-                    entry.nbytes,
-                    entry.held_bytes,
-                    entry.queue_depth,
-                    -1,
-                    -1,
-                    _REASON[reason],
+                SpanRow(
+                    kind=_TRACE_NUMBER[action.kind],
+                    chunk=action.chunk,
+                    microbatch=action.microbatch,
+                    piece=action.piece,
+                    start_ns=start_ns,
+                    end_ns=end_ns,
+                    bytes=entry.nbytes,
+                    in_flight_bytes=entry.held_bytes,
+                    queue_depth=entry.queue_depth,
+                    reason=_REASON[reason],
                 )
             )
         return self._rows

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.trace.trace_format import KINDS, Lengths, Row
+from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 
 if TYPE_CHECKING:  # it imports megatron-core, which is not needed to trace another program
     from megatron.adaptive.engine.expert_load import ExpertLoad
@@ -242,7 +242,7 @@ class Tracing:
             else:
                 self._unresolved.append(span)
 
-    def _add(self, iteration: _Iteration | None, rows: list[Row]) -> None:
+    def _add(self, iteration: _Iteration | None, rows: list[SpanRow]) -> None:
         if self.recorder is None or iteration is None:
             return
         if self.recorder.is_recording and iteration == self._traced:
@@ -251,8 +251,8 @@ class Tracing:
             self.recorder.add_late(iteration.number, iteration.num_microbatches, rows)
 
 
-def _row(kind: int, start_ns: int, end_ns: int, microbatch: int = -1, chunk: int = -1) -> Row:
-    return (kind, chunk, microbatch, 0, start_ns, end_ns, 0, 0, 0, -1, -1, 0)
+def _row(kind: int, start_ns: int, end_ns: int, microbatch: int = -1, chunk: int = -1) -> SpanRow:
+    return SpanRow(kind, chunk, microbatch, start_ns=start_ns, end_ns=end_ns)
 
 
 class OutsideTrace:

@@ -34,11 +34,11 @@ from megatron.adaptive.trace.span_columns import (
 from megatron.adaptive.trace.trace_format import (
     COLLECTIVES,
     IterationStart,
+    SpanRow,
     block_text,
     header_line,
     trace_file_name,
 )
-from megatron.adaptive.trace.trace_format import COLUMNS as SPAN_COLUMNS
 
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
 """Required columns: replica, pipeline rank, global rank, iteration, kind of operation, start and
@@ -452,11 +452,8 @@ def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
             file.write(header_line(trace.header))
             for iteration in trace.iterations:
                 table = trace.table([iteration])
-                columns = (getattr(table, name) for name in _ROW_COLUMNS)
-                rows = list(zip(*(column.tolist() for column in columns), strict=True))
+                columns = [getattr(table, name).tolist() for name in SpanRow._fields]
+                rows = [SpanRow(*values) for values in zip(*columns, strict=True)]
                 start_ns = int(table.start_ns.min())
                 count = trace.num_microbatches[iteration]
                 file.write(block_text(IterationStart(iteration, count, start_ns), rows))
-
-
-_ROW_COLUMNS = ["end_ns" if name == "duration_ns" else name for name in SPAN_COLUMNS]

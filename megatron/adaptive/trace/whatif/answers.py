@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.diagnose.causes import best_partition, split_costs
+from megatron.adaptive.trace.diagnose.stage_costs import best_partition, split_costs
 from megatron.adaptive.trace.imports.published import run_of_columns
 from megatron.adaptive.trace.metrics import medians
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
