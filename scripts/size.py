@@ -29,6 +29,7 @@ PACKAGE = "megatron/adaptive"
 CODE = (".py", ".js")
 SMALL_FILE_LINES = 170
 LONG_FILE_LINES = 800
+LONG_FUNCTION_LINES = 60
 
 
 @dataclass
@@ -166,6 +167,18 @@ def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
     return {name: sorted(paths) for name, paths in sorted(places.items()) if len(paths) > 1}
 
 
+def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
+    """Returns the package's functions that are longer than a screen, with their lines."""
+    long = []
+    for path in paths:
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > LONG_FUNCTION_LINES:
+                    long.append((f"{path}:{node.name}", lines))
+    return long
+
+
 def measure() -> dict[str, object]:
     """Measures the checkout and returns all figures."""
     paths = tracked_files()
@@ -195,6 +208,7 @@ def measure() -> dict[str, object]:
             for path in paths
             if path.endswith((".py", ".js", ".cc", ".h", ".sh")) and lines[path] > LONG_FILE_LINES
         ],
+        "long_functions": find_long_functions([path for path in code if path.endswith(".py")]),
         "folders": {name: (folders[name], files[name]) for name in sorted(folders)},
         "top_folders": dict(sorted(tops.items())),
     }

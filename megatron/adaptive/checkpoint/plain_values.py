@@ -1,4 +1,4 @@
-"""Serializes state that is not a tensor of the model; reading it runs no code.
+r"""Serializes state that is not a tensor of the model; reading it runs no code.
 
 ::
 

@@ -1,4 +1,4 @@
-"""``plan``: finds the best ways to train a model on a cluster.
+r"""``plan``: finds the best ways to train a model on a cluster.
 
 ::
 

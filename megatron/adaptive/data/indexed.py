@@ -1,4 +1,4 @@
-"""Checks ``.bin/.idx`` token files before training uses them.
+r"""Checks ``.bin/.idx`` token files before training uses them.
 
 megatron-core maps both files and does not check them: an index of another format fails an
 assertion, a truncated index is read past its end, and an id outside the vocabulary crashes in the

@@ -1,4 +1,4 @@
-"""Puts all ranks on one clock: compares clocks during a job, aligns them when its trace is read.
+r"""Puts all ranks on one clock: compares clocks during a job, aligns them when its trace is read.
 
 Every process has a monotonic clock, named in the header of its trace; ranks of one machine share
 it. The clocks of two machines differ by any amount and drift apart by tens of microseconds a

@@ -523,7 +523,7 @@ def _take_events(
     """Reads the events of a part of a file.
 
     Args:
-        one: File of the rank, to which the events are added.
+        file: File of the rank, to which the events are added.
         data: Bytes of the part, which begins with an event.
         tokens: Texts that mark events; an event without any of them is skipped.
         decode: Decoder of the JSON object at the beginning of a text.

@@ -1,4 +1,4 @@
-"""Reads the operations of some iterations as columns, and simulates them with any durations.
+r"""Reads the operations of some iterations as columns, and simulates them with any durations.
 
 Owns the names of operations, their stages, and the split of a communication into waiting and
 transfer: the transfer begins when the last member does. Reads traces of this project and imported
