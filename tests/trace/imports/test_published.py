@@ -91,7 +91,7 @@ def test_chunks_and_unnumbered_microbatches() -> None:
         ({"duration": -1.0}, "duration that are missing or below 0"),
         ({"step": -1}, "step that are missing or below 0"),
         ({"rank": -2}, "rank that are missing or below 0"),
-        ({"start_ts": np.nan}, "start_ts without a value"),
+        ({"start_ts": np.nan}, "start_ts that are missing"),
         ({"stage": "first"}, "holds no numbers"),
         ({"gmc": 7}, "gmc .chunk in the model. is not mc"),
         ({"optype": "sleep"}, "no forward-compute"),
