@@ -45,8 +45,8 @@ def install() -> None:
     assert megatron.adaptive.Pipeline
     for name in (
         *("training.pretrain", "training.loop", "training.profile_run", "gpt.setup"),
-        *("modules.profiler", "checkpoint.training", "rebalance.repartition", "cli.pretrain"),
-        *("data.datasets", "cli.checkpoint", "cluster.node", "profiling.transport_check"),
+        *("modules.profiler", "checkpoint.trainer_checkpoints", "rebalance.repartition", "cli.pretrain"),
+        *("data.datasets", "cli.checkpoint", "cluster.node_processes", "profiling.transport_check"),
     ):
         importlib.import_module(f"megatron.adaptive.{name}")
 

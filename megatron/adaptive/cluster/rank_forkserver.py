@@ -40,11 +40,11 @@ _MODULES = (
     "training.logging",
     "gpt.initialize",
     "gpt.setup",
-    "checkpoint.training",
+    "checkpoint.trainer_checkpoints",
     "engine.stop",
     "modules.pipeline",
-    "modules.loop",
-    "modules.checkpoint",
+    "modules.step_loop",
+    "modules.checkpointer",
     "modules.sizes",
 )
 
