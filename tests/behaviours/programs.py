@@ -44,9 +44,18 @@ def install() -> None:
     accelerator.install_for_trainer()
     assert megatron.adaptive.Pipeline
     for name in (
-        *("training.pretrain", "training.loop", "training.profile_run", "gpt.setup"),
-        *("modules.profiler", "checkpoint.trainer_checkpoints", "rebalance.repartition", "cli.pretrain"),
-        *("data.datasets", "cli.checkpoint", "cluster.node_processes", "profiling.transport_check"),
+        "training.pretrain",
+        "training.loop",
+        "training.profile_run",
+        "gpt.setup",
+        "modules.profiler",
+        "checkpoint.trainer_checkpoints",
+        "rebalance.repartition",
+        "cli.pretrain",
+        "data.datasets",
+        "cli.checkpoint",
+        "cluster.node_processes",
+        "profiling.transport_check",
     ):
         importlib.import_module(f"megatron.adaptive.{name}")
 
