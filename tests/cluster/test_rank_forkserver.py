@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.adaptive.cluster import rank_forkserver
 from tests.multiprocess.launch import ROOT, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -62,3 +64,9 @@ def test_a_signal_right_after_the_fork_is_not_lost(orders: socket.socket, tmp_pa
         orders.sendall(f"{start}\n{json.dumps({'signal': int(signal.SIGUSR1)})}\n".encode())
         ended = next(found for line in answers if "ended" in (found := json.loads(line)))
         assert ended == {"ended": str(key), "status": 0}
+
+
+@pytest.mark.parametrize("name", rank_forkserver._MODULES)
+def test_what_it_imports_before_ranks_exists(name: str) -> None:
+    # It ignores a name that cannot be imported, and each rank would import the module itself.
+    assert importlib.util.find_spec(f"megatron.adaptive.{name}") is not None
