@@ -1,20 +1,15 @@
-"""Measures reading and writing of Hugging Face folders, and compares many random models.
+"""Measures import, export and load of Hugging Face folders, and tokenizers beside their libraries.
 
-    python benchmarks/hugging_face.py --part random --count 50 [--family llama]
-    python benchmarks/hugging_face.py --part size [--gigabytes 2]
-    python benchmarks/hugging_face.py --part tokens [--megabytes 10]
+    python benchmarks/hugging_face.py [--quick] [--part PART ...] [--json FILE]
 
-``random`` draws models of each family and shapes of ranks, checks import and export, and prints per
-family how far logits and gradients are from those of ``transformers`` at most. ``size`` makes up a
-model on disk and prints the peak of memory over that before, the speed over reading and writing
-the same bytes, and what ``--load-hf`` adds to the memory of each of four ranks. ``tokens`` counts
-the documents of mixed text that a tokenizer here cuts otherwise than the library it stands on, and
-prints the speed of ``preprocess-data`` over that library, on a core and on all.
+Parts: ``size``, speed and memory of import and export of a made-up model, over reading and writing
+its bytes, and the memory that ``--load-hf`` adds to each of four ranks; ``tokens``, documents of
+mixed text that a tokenizer here cuts otherwise than its library, and the speed of
+``preprocess-data`` over ``tokenizers`` alone. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -31,8 +26,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.ranks import GptRank, run_ranks  # noqa: E402
+from benchmarks.ranks import GptRank, environment, run_ranks  # noqa: E402
+from benchmarks.report import Result, Row, measure, parser_of  # noqa: E402
 
+LARGEST_BYTES = 32000 * 2048 * 2
+MOST_TENSORS = 4.0
+"""Most memory of import and export, in largest tensors of the model."""
+LEAST_SPEED = 0.8
+"""Least speed over reading and writing the same bytes, and over the tokenizers alone."""
 _BLOCK = 1 << 23
 # A command in a process of its own, which then says the time it took and its peak of memory.
 _CHILD = """
@@ -64,54 +65,42 @@ print(time.perf_counter() - begin)
 """
 
 
-def compare_random(count: int, families: Sequence[str]) -> int:
-    """Draws so many models of each family and prints the largest differences of each."""
-    name = (
-        "tests/checkpoint/test_hugging_face_random.py::test_random_models_are_those_of_transformers"
-    )
-    tests = [f"{name}[{family}]" for family in families] or [name]
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "--reruns", "0", *tests]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "HF_EXAMPLES": str(count)}
-    ).returncode
-
-
-def measure_size(gigabytes: float) -> None:
-    """Prints peak memory and speed of import and export of a made-up model."""
+def size(gigabytes: float) -> Result:
+    """Part ``size``."""
+    rows = []
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         total = _make_up(folder / "model", gigabytes)
         files = sorted((folder / "model").glob("*.safetensors"))
-        largest = 32000 * 2048 * 2
-        print(f"{total / 1e9:.2f} GB; the largest tensor has {largest / 1e6:.0f} MB")
+        note = f"{total / 1e9:.2f} GB; the largest tensor has {LARGEST_BYTES / 1e6:.0f} MB"
         for what, words in (
             ("import_hf", [str(folder / "model"), "--output", str(folder / "checkpoint")]),
             ("export_hf", [str(folder / "checkpoint"), "--output", str(folder / "out")]),
         ):
-            command = [sys.executable, "-c", _CHILD, what, *words]
             plain_s = _copy(files, folder / "copy")
-            ran = subprocess.run(command, capture_output=True, text=True)
+            command = [sys.executable, "-c", _CHILD, what, *words]
+            ran = subprocess.run(command, capture_output=True, text=True, env=environment())
             if ran.returncode:
-                raise SystemExit(ran.stderr)
-            measured = next(line for line in ran.stdout.splitlines() if line.startswith("MEASURED"))
-            seconds, peak = map(float, measured.split()[1:])
-            print(
-                f"{what}: {seconds:.1f} s, {plain_s / seconds:.2f} of the speed of reading and"
-                f" writing the bytes ({plain_s:.1f} s); peak {peak / 1e6:.0f} MB over that before"
+                raise RuntimeError(ran.stderr[-1000:])
+            line = next(line for line in ran.stdout.splitlines() if line.startswith("MEASURED"))
+            seconds, peak_bytes = map(float, line.split()[1:])
+            speed = f"{what}: speed over reading and writing the bytes"
+            rows.append(
+                Row(what=speed, value=plain_s / seconds, goal=LEAST_SPEED, least=True, note=note)
             )
+            peak = f"{what}: peak of memory in largest tensors"
+            value = peak_bytes / LARGEST_BYTES
+            rows.append(Row(what=peak, value=value, goal=MOST_TENSORS))
         words = [__file__, "--part", "rank", "--model", str(folder / "model")]
         run_ranks([*words, "--output", str(folder)], 4, 240.0)
-        for file in sorted(folder.glob("rank*.json")):
-            own, more = json.loads(file.read_text())
-            print(
-                f"--load-hf, tp 2 and pp 2, {file.stem}: a peak of {more / 1e6:.0f} MB over the"
-                f" memory of a rank that has drawn its part of {own / 1e6:.0f} MB by lot"
-                f" (goal: {largest / 1e6:.0f}, one tensor)"
-            )
+        peaks = [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
+        what = "--load-hf, tp 2 and pp 2: peak of a rank in largest tensors, over its weights"
+        rows.append(Row(what=what, value=max(peaks) / LARGEST_BYTES, goal=1.0))
+    return Result(rows=rows)
 
 
 def load_as_rank(model: Path, output: Path) -> None:
-    """Loads a model as a rank of a job does, and writes the bytes of its part and of the peak."""
+    """Loads a model as a rank of a job does, and writes the peak of its memory in bytes."""
     from megatron.adaptive import accelerator
 
     accelerator.install()
@@ -119,12 +108,11 @@ def load_as_rank(model: Path, output: Path) -> None:
     from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 
     rank = GptRank([*_RUN.split(), "--load-hf", str(model)])
-    weights = [one for chunk in rank._run.chunks for one in chunk.parameters()]
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _memory("VmRSS")
     Checkpoints(rank._run).load()
-    found = sum(one.numel() * one.element_size() for one in weights), _memory("VmHWM") - before
-    (output / f"rank{rank._job.rank}.json").write_text(json.dumps(found))
+    peak = _memory("VmHWM") - before
+    (output / f"rank{rank._job.rank}.json").write_text(json.dumps(peak))
     rank.close()
 
 
@@ -215,8 +203,8 @@ def _mixed_text(megabytes: float) -> list[str]:
     raise SystemExit(f"the standard library has less text than {megabytes} MB")
 
 
-def compare_tokens(megabytes: float) -> None:
-    """Prints what differs from the libraries' own tokens, and the speed beside them."""
+def tokens(megabytes: float) -> Result:
+    """Part ``tokens``."""
     import base64
 
     import sentencepiece
@@ -231,8 +219,9 @@ def compare_tokens(megabytes: float) -> None:
     from megatron.adaptive.data.tokenizer import build_tokenizer
 
     texts = _mixed_text(megabytes)
-    size = sum(len(text.encode()) for text in texts)
-    print(f"{size / 1e6:.1f} MB in {len(texts)} documents")
+    nbytes = sum(len(text.encode()) for text in texts)
+    note = f"{nbytes / 1e6:.1f} MB in {len(texts)} documents"
+    rows = []
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         corpus = make_corpus(CorpusSpec(output_dir=folder / "corpus", max_bytes=4_000_000))
@@ -293,7 +282,8 @@ def compare_tokens(megabytes: float) -> None:
             ours = build_tokenizer(TokenizerConfig(tokenizer_type=kind, **given))
             found = ours.tokenize_batch(texts)
             wrong = sum(a != encode(text) for a, text in zip(found, texts, strict=True))
-            print(f"{kind}: {sum(map(len, found))} tokens, {wrong} documents differ (goal 0)")
+            what = f"{kind}: documents with other tokens"
+            rows.append(Row(what=what, value=wrong, goal=0, note=note))
         lines = folder / "text.jsonl"
         lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 3))
 
@@ -316,34 +306,29 @@ def compare_tokens(megabytes: float) -> None:
             ran = [sys.executable, "-c", _TOKENIZERS, str(folder / "hf" / "tokenizer.json")]
             alone = subprocess.run([*ran, str(lines)], capture_output=True, text=True, check=True)
             seconds = preprocessed_s(lines, workers)
-            print(
-                f"preprocess-data, {workers} workers: {float(alone.stdout) / seconds:.2f} of the"
-                f" speed of tokenizers alone ({3 * size / 1e6 / seconds:.2f} MB/s; goal 0.8)"
-            )
+            speed = float(alone.stdout) / seconds
+            what = f"preprocess-data, {workers} workers: speed over tokenizers alone"
+            note = f"{3 * nbytes / 1e6 / seconds:.2f} MB/s"
+            rows.append(Row(what=what, value=speed, goal=LEAST_SPEED, least=True, note=note))
+    return Result(rows=rows)
 
 
-def main() -> None:
-    """Runs a part."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", choices=("random", "size", "rank", "tokens"), required=True)
-    parser.add_argument("--count", type=int, default=50, help="models of each family")
-    parser.add_argument("--family", action="append", help="one alone; may be repeated")
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--megabytes", type=float, default=10.0)
-    parser.add_argument("--model", type=Path, help="of a rank")
-    parser.add_argument("--output", type=Path, help="of a rank")
+def main() -> int:
+    """Measures and prints; returns 1 if a goal is missed."""
+    parser = parser_of(__doc__, ("size", "tokens", "rank"), "a smaller model and less text")
+    parser.add_argument("--gigabytes", type=float, help="size of the model (2; 0.5)")
+    parser.add_argument("--megabytes", type=float, help="size of the text (10; 2)")
+    parser.add_argument("--model", type=Path, help="folder of the model, for part rank")
+    parser.add_argument("--output", type=Path, help="folder of the result, for part rank")
     options = parser.parse_args()
-    if options.part == "rank":
+    if options.part == ["rank"]:  # a process of part size
         load_as_rank(options.model, options.output)
-        return
-    if options.part == "tokens":
-        compare_tokens(options.megabytes)
-        return
-    if options.part == "size":
-        measure_size(options.gigabytes)
-        return
-    raise SystemExit(compare_random(options.count, options.family or []))
+        return 0
+    gigabytes = options.gigabytes or (0.5 if options.quick else 2.0)
+    megabytes = options.megabytes or (2.0 if options.quick else 10.0)
+    parts = {"size": lambda: size(gigabytes), "tokens": lambda: tokens(megabytes)}
+    return measure(parts, options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,12 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT
-from tests.multiprocess.launch import environment, kill_tree
 
 GPT = (
     "--num-layers 4 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256"
@@ -28,6 +26,30 @@ GPT = (
 MICROBATCHES = 8
 _ORDERS = ((True, False, False, True), (False, True, True, False))
 """Kinds of the turns of a round: what drifts evenly hits both alike."""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Returns the environment of processes that a benchmark starts."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **fixed, **more}
+
+
+def kill_tree(process: subprocess.Popen[Any]) -> None:
+    """Ends a process and all that it started, ranks in sessions of their own too."""
+    import psutil  # a machine without the packages is named first
+
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    if process.poll() is None:
+        process.kill()
+        process.wait(10)
+    for member in family:
+        if member.is_running():
+            member.kill()
+    psutil.wait_procs(family, timeout=10)
 
 
 def run_ranks(
@@ -62,18 +84,6 @@ def run_ranks(
         kill_tree(job)
     if status:
         raise RuntimeError(f"{words[0]}: its ranks ended with status {status}")
-
-
-def train(
-    words: Sequence[str],
-    folder: Path,
-    ranks: int,
-    limit_s: float,
-    variables: Mapping[str, str] | None = None,
-) -> list[dict[str, Any]]:
-    """Trains as :func:`run_ranks`; returns the lines of the progress, which is in a folder."""
-    run_ranks([*words, "--progress-dir", str(folder)], ranks, limit_s, variables)
-    return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
 
 
 def run_module(module: str, *words: object, limit_s: float, **variables: str) -> Any:
@@ -274,19 +284,6 @@ class GptRank:
             consumed_valid_samples=0,
             skipped_iterations=0,
         )
-
-    def load(self, iteration: int, **checkpoint: str) -> Any:
-        """Loads a checkpoint; returns its progress.
-
-        Args:
-            iteration: of it.
-            checkpoint: further settings of checkpoints in the place of the run's own.
-        """
-        from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
-
-        config = self._job.config
-        given = replace(config.checkpoint, ckpt_step=iteration, **checkpoint)
-        return Checkpoints(self._run, config=replace(config, checkpoint=given)).load()
 
     def train(self, before_update: Callable[[], None] = lambda: None) -> None:
         """Take a step.

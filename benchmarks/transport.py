@@ -1,125 +1,271 @@
-"""Transports between two processes: against memory itself, gloo, MPI, UCX and perftest, in one run.
+"""Compares transports between two processes with memory itself, gloo, MPI and UCX, in one run.
 
-    python benchmarks/transport.py [--quick] [--json FILE] [--chart FILE]
+    python benchmarks/transport.py [--quick] [--part PART ...] [--json FILE] [--chart FILE]
 
-Every number is the median of at least five repetitions in which all competitors take turns; goals
-are ratios within the run, or times. Exits with status 1 where a goal is missed. MPI and UCX take
-part where they are installed (``bash prerequisite.sh --benchmarks``), RDMA where its lab can run
-(``bash prerequisite.sh --lab``).
-
-Parts: ``bandwidth`` streams tensors between two processes, ``latency`` sends small ones to and
-fro, ``hand-over`` passes reserved memory on, ``1f1b`` measures what messages add to a pipeline that
-computes, ``ranks`` trains with more ranks than processors, ``soak`` looks for memory that grows,
-``kills`` for what killed processes leave behind, ``rdma`` compares with perftest between two small
-virtual machines.
+Parts: ``messages``, bandwidth of tensors whose memory is cold, and half a round trip of a small
+one; ``1f1b``, the time that messages add to a pipeline that computes; ``ranks``, a small GPT on
+more ranks than processors. Every number is the median of at least five repetitions. Goals are
+ratios to limits of the same machine in the same run: a memcpy, and a wake of a sleeping thread. MPI
+and UCX take part where they are installed (``bash prerequisite.sh --benchmarks``). RDMA is compared
+by ``python -m tests.labs.rdma_speed``. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import os
+import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.channels import chart, jobs, lab, transfers  # noqa: E402
-from benchmarks.channels.copies import NoCompilerError, build  # noqa: E402
-from benchmarks.channels.transfers import KIB, MIB, Bench, state_of  # noqa: E402
-from benchmarks.report import Result, Row, attempt, measure, measured, missing, parser_of  # noqa: E402
+from benchmarks import gpt_steps  # noqa: E402
+from benchmarks.channels.copies import Copies, NoCompilerError, build  # noqa: E402
+from benchmarks.ranks import environment, fork_ranks  # noqa: E402
+from benchmarks.report import Result, Row, measure, measured, missing, parser_of, ratios  # noqa: E402
 from megatron.adaptive import extension  # noqa: E402
 
-PARTS = ("bandwidth", "latency", "hand-over", "1f1b", "ranks", "soak", "kills", "rdma")
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+COMPARED = (MIB, 4 * MIB, 16 * MIB)
+LEAST_OF_MEMCPY = 0.9
+MOST_OF_WAKE = 1.0
+"""Most that a small message takes, in wakes of a sleeping thread."""
+MOST_COPIES = 4.0
+"""Most that messages add to a microbatch, in copies of a message."""
+MOST_OVER_GLOO = 1.02
+"""Most that a step of more ranks than processors takes over gloo's."""
+MICROBATCHES = 32
+LIMIT_S = 900.0
+# `any`: by itself Open MPI takes UCX only where there is an RDMA device.
+_UCX = "--mca opal_common_ucx_tls any --mca opal_common_ucx_devices any"
+LIBRARIES = {"mpi": "--mca pml ob1 --mca btl self,vader", "ucx": f"--mca pml ucx {_UCX}"}
+"""Open MPI's ways through shared memory, by the options that choose them."""
+
+Samples = Mapping[str, Sequence[float]]
 
 
-def kills(count: int) -> Result:
-    """Kill so many ranks over each transport of this machine, and over RDMA in its lab."""
-    total = Result()
-    for kind in ("shm", "tcp"):
-        total.add(attempt(f"kills, {kind}", lambda kind=kind: jobs.kills(count, kind)))  # type: ignore[misc]
-    total.add(attempt("kills, rdma", lambda: lab.kills(count)))
-    return total
+def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
+    """Returns the samples of MPI and UCX, and the reason if there are none."""
+    mpiexec = shutil.which("mpiexec")
+    if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
+        return {}, "no Open MPI with mpi4py: bash prerequisite.sh --benchmarks"
+    start = [mpiexec, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    start += "--oversubscribe --bind-to none -n 2".split()
+    samples: dict[str, Samples] = {}
+    reason = ""
+    for name, options in LIBRARIES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder, "samples.json")
+            module = [sys.executable, "-m", "benchmarks.channels.pair", name, json.dumps(plan)]
+            done = subprocess.run(
+                [*start, *options.split(), *module, str(output)],
+                cwd=ROOT,
+                env=environment(),
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+            )
+            if done.returncode or not output.exists():
+                reason = f"{name}: {done.stderr.strip()[-200:]}"
+                continue
+            samples[name] = json.loads(output.read_text(encoding="utf-8"))
+    return samples, reason
 
 
-def distances(bench: Bench) -> Row:
-    """The distance of the processors over the whole run."""
-    what = "cache line from one processor to the other and back"
-    if not bench.distances_ns:
-        return missing(what, transfers.NO_COMPILER)
-    row = measured(what, bench.distances_ns, unit="ns")
-    states = {state_of(value) for value in bench.distances_ns}
-    note = f"{state_of(row.value or 0.0)} (near < 110, far > 130)"
-    if {"near", "far"} <= states:
-        note += "; it changed during the run"
-    return Row(**{**vars(row), "note": note})
+def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) -> Result:
+    """Part ``messages``."""
+    plan = {
+        "sizes": SIZES,
+        "repetitions": options.repetitions,
+        "cpus": list(cpus),
+        "copies": str(library),
+    }
+    ours: Samples = fork_ranks("benchmarks.channels.pair", 2, LIMIT_S, plan)
+    peers, reason = measure_mpi(plan)
+    print(bandwidths({"": ours, **peers}))
+    if options.chart is not None:
+        draw(ours, options.chart)
+    rows = [*_of_memcpy(ours), *_over_peers(ours, peers, reason), *_pings(ours, peers)]
+    copies = Copies(library)
+    wake_s = copies.wake_s(*cpus)
+    half_s = statistics.median(ours["shm ping"])
+    note = f"{1e6 * half_s:.3g} us over {1e6 * wake_s:.3g} us"
+    what = "shm, 1 KiB: half a round trip over a wake of a sleeping thread"
+    rows.append(Row(what=what, value=half_s / wake_s, goal=MOST_OF_WAKE, note=note))
+    what = "cache line from one processor to the other"
+    rows.append(Row(what=what, value=1e9 * copies.cache_line_s(*cpus), unit="ns"))
+    return Result(rows=rows, facts={"samples": {"torch": ours, **peers}})
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = parser_of(__doc__, PARTS)
-    parser.add_argument("--chart", type=Path, help="draw bandwidth over size here, as PNG")
-    parser.add_argument("--repetitions", type=int, help="of everything, at least 5")
-    parser.add_argument("--messages", type=int, help="of the soak")
-    parser.add_argument("--kills", type=int, help="processes to kill")
-    parser.add_argument("--pool-mib", type=int, default=128, help="memory that counts as cold")
-    options = parser.parse_args(arguments)
-    options.repetitions = max(5, options.repetitions or (5 if options.quick else 9))
-    options.messages = options.messages or (200_000 if options.quick else 10_000_000)
-    options.kills = options.kills or (20 if options.quick else 100)
-    return options
+def _memcpy(samples: Samples, nbytes: int) -> Sequence[float]:
+    """Returns the times of the faster copy."""
+    kinds = [samples[f"memcpy {kind} {nbytes}"] for kind in ("plain", "streaming")]
+    return min(kinds, key=statistics.median)
+
+
+def _of_memcpy(ours: Samples) -> list[Row]:
+    return [
+        measured(
+            f"shm, {size_text(nbytes)}: speed of the faster memcpy",
+            ratios(_memcpy(ours, nbytes), ours[f"shm {nbytes}"]),
+            goal=LEAST_OF_MEMCPY,
+            least=True,
+            note=f"{1e3 * statistics.median(ours[f'shm {nbytes}']):.3g} ms",
+        )
+        for nbytes in (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+    ]
+
+
+def _over_peers(ours: Samples, peers: Mapping[str, Samples], reason: str) -> list[Row]:
+    """Returns the rows of peers; each is as fast as our transport if the ratio is 1."""
+    rows = []
+    for nbytes in COMPARED:
+        shm, size = ours[f"shm {nbytes}"], size_text(nbytes)
+        over = ratios(ours[f"gloo {nbytes}"], shm)
+        rows.append(measured(f"shm over gloo, {size}", over, goal=1.0, least=True))
+        what = f"shm over the best of MPI and UCX, {size}"
+        if not peers:
+            rows.append(missing(what, reason, goal=1.0, least=True))
+            continue
+        # They ran one after the other: each is relative to the copies of its own process.
+        speed = {
+            name: statistics.median(samples[f"{name} {nbytes}"])
+            / statistics.median(_memcpy(samples, nbytes))
+            for name, samples in peers.items()
+        }
+        best = min(speed, key=lambda name: speed[name])
+        of_memcpy = statistics.median(shm) / statistics.median(_memcpy(ours, nbytes))
+        value = speed[best] / of_memcpy
+        rows.append(Row(what=what, value=value, goal=1.0, least=True, note=best))
+    return rows
+
+
+def _pings(ours: Samples, peers: Mapping[str, Samples]) -> list[Row]:
+    series = {name: ours[f"{name} ping"] for name in ("shm", "tcp", "gloo")}
+    series |= {name: samples[f"{name} ping"] for name, samples in peers.items()}
+    return [
+        measured(f"{name}, 1 KiB: half a round trip", [1e6 * s for s in seconds], unit="us")
+        for name, seconds in series.items()
+    ]
+
+
+def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int]) -> Result:
+    """Part ``1f1b``: the rows are milliseconds, the goal counts copies of a message."""
+    plan = {
+        "nbytes": MIB,
+        "microbatches": MICROBATCHES,
+        "repetitions": 5 * options.repetitions,
+        "cpus": list(cpus),
+    }
+    steps_s: Samples = fork_ranks("benchmarks.channels.pipeline_step", 2, LIMIT_S, plan)
+    ideal_s = statistics.median(steps_s["alone"]) * (MICROBATCHES + 1) / MICROBATCHES
+    rows = []
+    added_s = {}
+    for name in ("shm", "tcp", "gloo"):
+        added_s[name] = (statistics.median(steps_s[name]) - ideal_s) / MICROBATCHES
+        what = f"{name}: added to a microbatch of 1F1B, 1 MiB each way"
+        note = f"{1e3 * ideal_s / (MICROBATCHES + 1):.3g} ms of compute per microbatch"
+        rows.append(Row(what=what, value=1e3 * added_s[name], unit="ms", note=note))
+    copy_s = Copies(library).copy_s(MIB)
+    what = "shm: the same in copies of 1 MiB"
+    note = f"a copy takes {1e3 * copy_s:.3g} ms"
+    rows.append(Row(what=what, value=added_s["shm"] / copy_s, goal=MOST_COPIES, note=note))
+    return Result(rows=rows, facts={"1f1b": steps_s})
+
+
+def more_ranks(options: argparse.Namespace) -> Result:
+    """Part ``ranks``."""
+    job = gpt_steps.OVER_TRANSPORTS
+    count, processors = gpt_steps.ALL_JOBS[job].ranks, len(os.sched_getaffinity(0))
+    times = gpt_steps.measure(job, 10 if options.quick else 30, limit_s=600.0)["times"]
+    what = f"{count} ranks of a small GPT: step time, shm over gloo"
+    note = f"{processors} processors; gloo {1e3 * statistics.median(times['gloo']):.4g} ms"
+    over = ratios(times["shm"], times["gloo"])
+    rows = [
+        measured(what, over, goal=MOST_OVER_GLOO, note=note),
+        measured("the same, tcp over gloo", ratios(times["tcp"], times["gloo"])),
+    ]
+    return Result(rows=rows)
+
+
+def size_text(nbytes: int) -> str:
+    """Returns a size with its unit, such as ``64 KiB``."""
+    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
+
+
+def bandwidths(series: Mapping[str, Samples]) -> str:
+    """Returns bandwidths in GB/s as Markdown: a line per link, a column per size."""
+    names = ["memcpy plain", "memcpy streaming", "shm", "tcp", "gloo"]
+    lines = [
+        f"| stream, GB/s | {' | '.join(map(size_text, SIZES))} |",
+        f"|---|{'---|' * len(SIZES)}",
+    ]
+    for name in [*names, *(peer for peer in series if peer)]:
+        samples = series[name if name in series else ""]
+        cells = [f"{n / statistics.median(samples[f'{name} {n}']) / 1e9:.3g}" for n in SIZES]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(samples: Samples, path: Path) -> None:
+    """Draws bandwidth over size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 5), layout="constrained")
+    for name in ("memcpy plain", "memcpy streaming", "shm", "tcp", "gloo"):
+        speeds = [n / statistics.median(samples[f"{name} {n}"]) / 1e9 for n in SIZES]
+        style = "--" if name.startswith("memcpy") else "-"
+        axes.plot(SIZES, speeds, marker="o", markersize=4, linestyle=style, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(SIZES, [size_text(size) for size in SIZES])
+    axes.set_yscale("log")
+    axes.set_xlabel("size of a message")
+    axes.set_ylabel("GB/s")
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def main() -> int:
-    """Measure and print; returns 1 where a goal is missed, 2 where nothing can be measured."""
-    options = parse()
+    """Measures and prints; returns 1 if a goal is missed, 2 if nothing can be measured."""
+    parser = parser_of(__doc__, ("messages", "1f1b", "ranks"), "fewer repetitions")
+    parser.add_argument("--chart", type=Path, help="draw bandwidth over size as PNG")
+    parser.add_argument("--repetitions", type=int, help="of each measurement, at least 5")
+    options = parser.parse_args()
+    options.repetitions = max(5, options.repetitions or (5 if options.quick else 9))
     if extension.load() is None:
         print(f"error: no C++ extension: {extension.why_missing()}", file=sys.stderr)
         return 2
     allowed = sorted(os.sched_getaffinity(0))
+    cpus = (allowed[0], allowed[min(1, len(allowed) - 1)])
     with tempfile.TemporaryDirectory() as folder:
-        library = None
         try:
             library = build(Path(folder))
         except NoCompilerError as error:
-            print(f"warning: {error}", file=sys.stderr)
-        bench = Bench(
-            library=library,
-            cores=(allowed[0], allowed[min(1, len(allowed) - 1)]),
-            repetitions=options.repetitions,
-            pool_bytes=options.pool_mib * MIB,
-        )
-        parts: dict[str, Callable[[], Result]] = {
-            "bandwidth": lambda: transfers.bandwidth(bench, transfers.SIZES),
-            "latency": lambda: transfers.latency(bench, 3000),
-            "hand-over": lambda: transfers.hand_over(bench, 2000, (4 * KIB, MIB, 64 * MIB)),
-            "1f1b": lambda: jobs.one_f_one_b(bench),
-            "ranks": lambda: jobs.four_ranks(10 if options.quick else 30),
-            "soak": lambda: jobs.long_run(bench, options.messages),
-            "kills": lambda: kills(options.kills),
-            "rdma": lambda: lab.measure(options.repetitions),
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        parts = {
+            "messages": partial(messages, options, library, cpus),
+            "1f1b": partial(one_f_one_b, options, library, cpus),
+            "ranks": partial(more_ranks, options),
         }
-
-        def then(total: Result) -> None:
-            bench.distance()
-            distance = distances(bench)
-            print(f"{distance.line}\n")
-            total.rows.append(distance)
-            if options.chart is not None and total.points:
-                title = f"{total.facts['processor']}, cores {state_of(distance.value or 0.0)}"
-                chart.chart(total.points, title, options.chart)
-            total.facts["points"] = [
-                {**vars(point), "gigabytes_per_s": point.gigabytes_per_s} for point in total.points
-            ]
-
-        bench.distance()
-        try:
-            return measure(parts, options, then)
-        finally:
-            bench.close()
+        return measure(parts, options)
 
 
 if __name__ == "__main__":

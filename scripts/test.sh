@@ -30,7 +30,7 @@ done
 # The code that runs beside a GPU: trainer, transports, staging, plug-in, extension.
 beside_gpus=(
   tests/{training,gpt,engine,transport,plugin,checkpoint,data,gpu}
-  tests/test_*.py tests/benchmarks/test_gpu_*.py tests/multiprocess/test_equivalence.py
+  tests/test_*.py benchmarks/tests/test_gpu_*.py tests/multiprocess/test_equivalence.py
 )
 python=$(bash prerequisite.sh "$setup" | tail -n 1)
 processors=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)))')

@@ -26,7 +26,8 @@ FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader
 SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
 # What takes minutes comes first: a file that starts last leaves the others idle.
 LONGEST_FIRST = (
-    *("labs", "multiprocess", "cluster", "modules", "plugin", "examples", "benchmarks"),
+    *("labs", "multiprocess", "cluster", "modules", "plugin", "examples", "soak"),
+    *("test_gpu_rehearsal.py", "test_gpt_steps.py"),
     *("test_extension.py", "test_imports.py", "checkpoint", "cli", "transport"),
 )
 

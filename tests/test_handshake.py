@@ -93,7 +93,7 @@ def test_messages_pass_both_ways(door: Door) -> None:
     place = bytearray(11)
     other.receive_memory(memoryview(place)[:5], memoryview(place)[5:])
     assert place == b"a lot of it"
-    with pytest.raises(ValueError, match="are the most"):
+    with pytest.raises(ValueError, match="above the limit"):
         sealed.send(bytes(LONGEST + 1))
     assert door.said == []
 
@@ -135,9 +135,9 @@ def test_a_message_that_is_not_the_next_one_is_seen(wrong: str) -> None:
     came = {"repeated": first, "dropped": third, "changed": second[:-1] + b"x"}.get(wrong)
     came = came or listener.seal(b"two")
     assert listener.open(first[:head], first[head:]) == b"one"
-    with pytest.raises(StrangerError, match="changed, twice or out of order"):
+    with pytest.raises(StrangerError, match="changed, repeated or reordered"):
         listener.open(came[:head], came[head:])
-    with pytest.raises(StrangerError, match="bytes: "):
+    with pytest.raises(StrangerError, match="above the limit"):
         listener.length(b"\xff" * head)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -21,6 +22,17 @@ WITHOUT_TORCH = [
     "megatron.adaptive.schedule",
     "megatron.adaptive.trace",
 ]
+
+# Folders of a checkout, and those that their files must not import from.
+FORBIDDEN = {
+    "megatron": ("benchmarks", "studies", "tests"),
+    "benchmarks": ("studies", "tests"),
+    "tests": ("benchmarks", "studies"),
+    "studies": ("benchmarks",),
+    "tools": ("benchmarks", "studies"),
+    "scripts": ("benchmarks", "studies", "tests"),
+    "examples": ("benchmarks", "studies", "tests"),
+}
 
 # Imports every module below a package (or one module) with torch and megatron-core out of reach;
 # for ``schedule`` also numba, which is slow to import and for compiled simulation alone.
@@ -102,7 +114,7 @@ def test_the_wheel_runs_where_there_is_no_checkout(tmp_path: Path) -> None:
         names = {name.partition(".data/data/")[2] or name for name in files.namelist()}
     for script in ("pretrain_gpt.py", "examples/gpt/pretrain_gpt_distributed_small.sh"):
         assert f"share/megatron-adaptive/{script}" in names
-    assert not any(name.startswith(("tests", "benchmarks", "csrc")) for name in names)
+    assert not any(name.startswith(("tests", "benchmarks", "studies", "csrc")) for name in names)
     site = tmp_path / "site"
     install = [
         *(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site),
@@ -124,3 +136,26 @@ print(extension.require("the test").__file__, environment.WORK_FOLDER)
     )
     extension, folder = done.stdout.split()
     assert (Path(extension).is_relative_to(site), folder) == (True, str(tmp_path)), done.stderr
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_folders_do_not_import_what_stands_beside_them(folder: str) -> None:
+    """Users take benchmarks without tests; nothing leans on benchmarks and studies."""
+    wrong = [
+        f"{path.relative_to(ROOT)}: imports {name}"
+        for path in (ROOT / folder).rglob("*.py")
+        for name in imported_names(path)
+        if name.split(".")[0] in FORBIDDEN[folder]
+    ]
+    assert wrong == []
+
+
+def imported_names(path: Path) -> list[str]:
+    """Returns the modules that a file imports, at its top or within its functions."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.append(node.module or "")
+    return names

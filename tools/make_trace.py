@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Run ``benchmarks.tracing.make_trace`` from a clone, installed or not."""
+"""Run ``tests.support.make_trace`` from a clone, installed or not."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.tracing.make_trace import main
 from megatron.adaptive.cli.common import run_cli
+from tests.support.make_trace import main
 
 if __name__ == "__main__":
     raise SystemExit(run_cli(main, sys.argv[1:]))

@@ -1,28 +1,20 @@
-/* What the benchmark of the transports compares with and needs from the machine itself: copies of
- * one process, a read of all bytes, a clock, and the distance of two processors. Compiled when it is needed,
- * see copies.py; called through ctypes, which leaves the GIL. */
+/* Limits of the machine that transports are compared with: copies of one process, and the way of a
+ * cache line or of a wake between two processors. Compiled when a run begins, see copies.py; called
+ * through ctypes, which leaves the GIL. */
 #define _GNU_SOURCE
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-
-/* Counts at a steady rate, and is no system call even where all clocks are. */
-uint64_t cycles(void) {
-#if defined(__x86_64__)
-  return __builtin_ia32_rdtsc();
-#else
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-#endif
-}
 
 void copy_plain(void *to, const void *from, size_t size) { memcpy(to, from, size); }
 
@@ -66,49 +58,20 @@ void copy_streaming(void *to, const void *from, size_t size) {
 #endif
 }
 
-/* What stands for the operators of a model is as wide as these are where it runs. */
-#if defined(__x86_64__) && defined(__gnu_linux__)
-#define AS_WIDE_AS_HERE __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define AS_WIDE_AS_HERE
-#endif
-
-/* Reads everything; the result keeps the compiler from leaving that out. */
-AS_WIDE_AS_HERE uint64_t read_all(const void *from, size_t size) {
-  const uint64_t *words = from;
-  uint64_t sums[8] = {0};
-  size_t at = 0;
-  for (; at + 8 <= size / 8; at += 8) {
-    for (int lane = 0; lane < 8; ++lane) {
-      sums[lane] += words[at + lane];
-    }
-  }
-  for (int lane = 1; lane < 8; ++lane) {
-    sums[0] += sums[lane];
-  }
-  return sums[0];
-}
-
-/* Writes everything with plain stores, as a kernel that computes does: the values differ, else the
- * compiler would make it a memset, which has stores of its own choice for large sizes. */
-AS_WIDE_AS_HERE void write_all(void *to, size_t size, uint64_t seed) {
-  uint64_t *words = to;
-  for (size_t at = 0; at < size / 8; ++at) {
-    words[at] = seed + at;
-  }
-}
-
 static double now_ns(void) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return 1e9 * (double)now.tv_sec + (double)now.tv_nsec;
 }
 
+#define AWAKE_NS 30000.0
+
 struct side {
   _Atomic(uint32_t) *line;
   int cpu;
   uint32_t first;
   uint32_t rounds;
+  int sleeps;
 };
 
 static int pin(int cpu) {
@@ -122,18 +85,33 @@ static void *answer(void *argument) {
   struct side *side = argument;
   pin(side->cpu);
   for (uint32_t turn = side->first; turn < 2 * side->rounds; turn += 2) {
-    while (atomic_load_explicit(side->line, memory_order_acquire) != turn) {
+    uint32_t now = atomic_load_explicit(side->line, memory_order_acquire);
+    while (now != turn) {
+      if (side->sleeps) {
+        syscall(SYS_futex, side->line, FUTEX_WAIT_PRIVATE, now, NULL, NULL, 0);
+      }
+      now = atomic_load_explicit(side->line, memory_order_acquire);
+    }
+    if (side->sleeps) {
+      /* The other thread falls asleep meanwhile. */
+      const double until = now_ns() + AWAKE_NS;
+      while (now_ns() < until) {
+      }
     }
     atomic_store_explicit(side->line, turn + 1, memory_order_release);
+    if (side->sleeps) {
+      syscall(SYS_futex, side->line, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+    }
   }
   return NULL;
 }
 
-/* Nanoseconds that a cache line takes there and back between two processors; negative where the
- * threads cannot be started. */
-double cache_line_ns(int first_cpu, int second_cpu, uint32_t rounds) {
+/* Nanoseconds from one thread to another on two processors and back: of a cache line, or of two
+ * wakes if the threads sleep. Negative if the threads cannot be started. */
+double round_trip_ns(int first_cpu, int second_cpu, uint32_t rounds, int sleeps) {
   static _Alignas(256) _Atomic(uint32_t) line;
-  struct side one = {&line, first_cpu, 0, rounds}, other = {&line, second_cpu, 1, rounds};
+  struct side one = {&line, first_cpu, 0, rounds, sleeps};
+  struct side other = {&line, second_cpu, 1, rounds, sleeps};
   pthread_t threads[2];
   atomic_store(&line, UINT32_MAX);
   if (pthread_create(&threads[0], NULL, answer, &one) != 0) {
@@ -147,7 +125,8 @@ double cache_line_ns(int first_cpu, int second_cpu, uint32_t rounds) {
   }
   const double start = now_ns();
   atomic_store(&line, 0);
+  syscall(SYS_futex, &line, FUTEX_WAKE_PRIVATE, 2, NULL, NULL, 0);
   pthread_join(threads[0], NULL);
   pthread_join(threads[1], NULL);
-  return (now_ns() - start) / rounds;
+  return (now_ns() - start) / rounds - (sleeps ? 2 * AWAKE_NS : 0);
 }

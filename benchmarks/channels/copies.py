@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import statistics
 import subprocess
+import time
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("copies.c")
@@ -54,19 +56,27 @@ class Copies:
         self.streaming = found.copy_streaming
         self.plain.argtypes = self.streaming.argtypes = [address, address, size]
         self.plain.restype = self.streaming.restype = None
-        self.read = found.read_all
-        self.read.argtypes, self.read.restype = [address, size], ctypes.c_uint64
-        self.write = found.write_all
-        self.write.argtypes, self.write.restype = [address, size, ctypes.c_uint64], None
-        self.cycles = found.cycles
-        self.cycles.argtypes, self.cycles.restype = [], ctypes.c_uint64
-        self._line_ns = found.cache_line_ns
-        self._line_ns.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint32]
-        self._line_ns.restype = ctypes.c_double
+        self._round_trip_ns = found.round_trip_ns
+        self._round_trip_ns.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint32, ctypes.c_int]
+        self._round_trip_ns.restype = ctypes.c_double
 
-    def cache_line_ns(self, first: int, second: int, attempts: int = 40) -> float:
-        """Nanoseconds that a cache line takes from one processor to another and back.
+    def cache_line_s(self, first: int, second: int) -> float:
+        """Returns the seconds that a cache line takes from one processor to another.
 
-        The least of short attempts: other programs only ever make it longer.
+        It is the least of short attempts, because other programs only make it longer.
         """
-        return float(min(self._line_ns(first, second, 2000) for _ in range(attempts)))
+        return float(min(self._round_trip_ns(first, second, 2000, 0) for _ in range(40))) / 2e9
+
+    def wake_s(self, first: int, second: int) -> float:
+        """Returns the seconds in which a thread wakes one that sleeps on another processor."""
+        samples = [self._round_trip_ns(first, second, 200, 1) for _ in range(15)]
+        return float(statistics.median(samples)) / 2e9
+
+    def copy_s(self, nbytes: int) -> float:
+        """Returns the seconds of a plain copy, all memory cold."""
+        count = max(8, (128 << 20) // nbytes)
+        buffers = [ctypes.create_string_buffer(b"1" * nbytes, nbytes) for _ in range(2 * count)]
+        start_s = time.perf_counter()
+        for target, source in zip(buffers[:count], buffers[count:], strict=True):
+            self.plain(target, source, nbytes)
+        return (time.perf_counter() - start_s) / count

@@ -1,203 +1,186 @@
-"""Two processes that take commands, see ``worker.py``, and the libraries that can start such."""
+"""Measures links in two processes, each on a processor of its own, in turns with copies.
+
+The first process sends and keeps the times. ``run_rank`` is a process with torch, over gloo and our
+transports; as a program, started by ``mpiexec``, this is a process with an MPI library.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from multiprocessing.connection import Connection, Listener, wait
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT
-from tests.multiprocess.launch import environment
+from .copies import Copies
+from .links import Link, TransportLink, open_gloo, open_mpi
 
-START_S = 120.0
-INSTALL = "bash prerequisite.sh --benchmarks"
-# `any`: by itself Open MPI takes UCX only where there is an RDMA device.
-_UCX = "--mca opal_common_ucx_tls any --mca opal_common_ucx_devices any"
-PEERS = {"mpi": "--mca pml ob1 --mca btl self,vader", "ucx": f"--mca pml ucx {_UCX}"}
-"""Open MPI's ways through shared memory, by the options that choose them."""
-
-
-class PairError(RuntimeError):
-    """A process of a pair failed, or did not answer in time."""
-
-
-def find_peers() -> tuple[dict[str, list[str]], str]:
-    """Return commands that start two processes of each peer, and why others cannot."""
-    mpiexec = shutil.which("mpiexec")
-    if mpiexec is None:
-        return {}, f"no mpiexec: {INSTALL}"
-    if importlib.util.find_spec("mpi4py") is None:
-        return {}, f"no mpi4py: {INSTALL}"
-    said = subprocess.run(
-        [mpiexec, "--version"], capture_output=True, text=True, check=False, timeout=30
-    ).stdout
-    if "Open MPI" not in said and "OpenRTE" not in said:
-        return {}, f"{mpiexec} is not Open MPI, which this benchmark knows: {INSTALL}"
-    start = [mpiexec, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-    start += "--oversubscribe --bind-to none -n 2".split()
-    start += "--mca btl_base_warn_component_unused 0".split()
-    return {name: [*start, *words.split()] for name, words in PEERS.items()}, ""
+POOL_BYTES = 128 << 20
+"""Memory of the payloads of a size: more than the caches hold."""
+PING_BYTES = 1 << 10
+ROUNDS, WARMUPS = 2000, 20
+_TOKEN_BYTES = 8
+_CHANNEL_BYTES = 256 << 20
+_LEAST_MESSAGES = 16
+"""Least messages of a stream: in fewer, the first and the last weigh too much."""
+COPIES = ("plain", "streaming")
 
 
-class Pair:
-    """Two processes of one library.
+class Process:
+    """One of the two processes.
 
     Args:
-        name: for messages.
-        cores: their processors.
-        copies: compiled ``copies.c``, if there is one.
-        pool_bytes: least size of a pool of cold memory.
-        launcher: command that starts the two processes with MPI; without one they are started here
-            with torch.
+        rank: Number of the process; the first sends.
+        make_buffer: Function that makes a payload of so many bytes.
+        address: Function that returns the address of a payload.
+        plan: Sizes, repetitions, processors, and the path of the compiled copies.
     """
 
     def __init__(
         self,
-        name: str,
-        *,
-        cores: tuple[int, int],
-        copies: Path | None,
-        pool_bytes: int,
-        launcher: Sequence[str] = (),
+        rank: int,
+        make_buffer: Callable[[int], Any],
+        address: Callable[[Any], int],
+        plan: dict[str, Any],
     ) -> None:
-        self.name = name
-        self._folder = tempfile.TemporaryDirectory(prefix="transport-benchmark-")
-        address = f"{self._folder.name}/socket"
-        self._log = Path(self._folder.name, "log")
-        command = [
-            *(sys.executable, "-m", "benchmarks.channels.worker", "--address", address),
-            *("--family", "mpi" if launcher else "torch", "--cpus", *map(str, cores)),
-            *("--pool-bytes", str(pool_bytes)),
-            *(("--copies", str(copies)) if copies else ()),
+        self._rank = rank
+        self._make_buffer = make_buffer
+        self._address = address
+        self._plan = plan
+        self._copies = Copies(plan["copies"])
+        self._token = make_buffer(_TOKEN_BYTES)
+        self.samples: dict[str, list[float]] = defaultdict(list)
+
+    def measure(self, open_links: Callable[[int], dict[str, Link]]) -> dict[str, list[float]]:
+        """Measures all sizes; returns seconds per message by name, size and repetition.
+
+        Args:
+            open_links: Function that opens the links for messages of a size.
+        """
+        for nbytes in self._plan["sizes"]:
+            links = open_links(nbytes)
+            count = max(2, POOL_BYTES // nbytes)
+            sources = [self._make_buffer(nbytes) for _ in range(count)]
+            targets = [self._make_buffer(nbytes) for _ in range(0 if self._rank else count)]
+            for repetition in range(-1, self._plan["repetitions"]):
+                for name, link in links.items():
+                    self._keep(f"{name} {nbytes}", repetition, self._stream(link, sources))
+                for kind in COPIES if not self._rank else ():
+                    seconds = self._copy(kind, targets, sources)
+                    self._keep(f"memcpy {kind} {nbytes}", repetition, seconds)
+            self._close(links)
+        links = open_links(PING_BYTES)
+        for repetition in range(-1, self._plan["repetitions"]):
+            for name, link in links.items():
+                self._keep(f"{name} ping", repetition, self._half_round_trip(name, link))
+        self._close(links)
+        return self.samples
+
+    def _keep(self, name: str, repetition: int, seconds: float) -> None:
+        if repetition >= 0:  # the first one touches memory and connects
+            self.samples[name].append(seconds)
+
+    @staticmethod
+    def _close(links: dict[str, Link]) -> None:
+        for link in links.values():
+            link.close()
+
+    def _copy(self, kind: str, targets: Sequence[Any], sources: Sequence[Any]) -> float:
+        """Returns the seconds of a copy within this process, all memory cold."""
+        function, nbytes = getattr(self._copies, kind), sources[0].nbytes
+        addresses = [
+            (self._address(target), self._address(source))
+            for target, source in zip(targets, sources, strict=True)
         ]
-        jobs = [[*launcher, *command]] if launcher else [[*command, "--rank", r] for r in "01"]
-        self._members: dict[int, Connection] = {}
-        self.pids: dict[int, int] = {}
-        with (
-            Listener(address, family="AF_UNIX", backlog=2) as listener,
-            self._log.open("wb") as log,
-        ):
-            self._processes = [
-                subprocess.Popen(
-                    job,
-                    cwd=ROOT,
-                    env=environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-                for job in jobs
-            ]
-            try:
-                self._accept(listener)
-            except BaseException:
-                self.kill()
-                raise
+        start_s = time.perf_counter()
+        for target, source in addresses:
+            function(target, source, nbytes)
+        return (time.perf_counter() - start_s) / len(addresses)
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the processes have ended."""
-        return not self._members
+    def _stream(self, link: Link, sources: Sequence[Any]) -> float:
+        """Returns the seconds per message of a one-way stream of cold payloads."""
+        messages = max(_LEAST_MESSAGES, len(sources))
+        if self._rank:
+            link.expect(sources[0].nbytes, messages)
+            link.send(self._token)
+            for _ in range(messages):
+                link.receive()
+            link.send(self._token)
+            link.settle()
+            return 0.0
+        link.expect(_TOKEN_BYTES, 2)
+        link.receive()
+        start_s = time.perf_counter()
+        for number in range(messages):
+            link.send(sources[number % len(sources)])
+        link.receive()
+        seconds = (time.perf_counter() - start_s) / messages
+        link.settle()
+        return seconds
 
-    def call(
-        self, module: str, function: str, *, limit_s: float = 120.0, **arguments: Any
-    ) -> list[Any]:
-        """Run a function in both processes; returns what each returned.
+    def _half_round_trip(self, name: str, link: Link) -> float:
+        """Returns the seconds of a small message from one process to the other."""
+        rounds = ROUNDS if name in ("shm", "mpi", "ucx") else ROUNDS // 10
+        payload = self._make_buffer(PING_BYTES)
+        link.expect(PING_BYTES, WARMUPS + rounds)
+        start_s = 0.0
+        for number in range(WARMUPS + rounds):
+            if number == WARMUPS:
+                start_s = time.perf_counter()
+            if not self._rank:
+                link.send(payload)
+            link.receive()
+            if self._rank:
+                link.send(payload)
+        seconds = (time.perf_counter() - start_s) / rounds / 2
+        link.settle()
+        return seconds
 
-        Raises:
-            PairError: it failed in one, or took too long; the pair is gone then.
-        """
-        try:
-            for member in self._members.values():
-                member.send((module, function, arguments))
-        except OSError as error:
-            raise self._failed(f"a process is gone ({error})") from error
-        return self._answers(f"{module}.{function}", limit_s)
 
-    def close(self) -> None:
-        """End the processes in order.
+def slots_of(nbytes: int) -> dict[str, int]:
+    """Returns size and number of slots that hold a message of a size whole."""
+    return {"slot_bytes": max(4096, nbytes), "slots": max(2, min(8, _CHANNEL_BYTES // nbytes))}
 
-        Raises:
-            PairError: they did not end.
-        """
-        if not self._members:
-            return
-        for member in self._members.values():
-            member.send(None)
-        self._answers("close", 60.0)
-        for process in self._processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                raise self._failed("a process did not end") from None
-        self.kill()
 
-    def kill(self) -> None:
-        """End the processes now."""
-        for member in self._members.values():
-            member.close()
-        self._members = {}
-        for process in self._processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        self._folder.cleanup()
+def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
+    """Is a process with torch; returns its samples."""
+    import torch
 
-    def _accept(self, listener: Listener) -> None:
-        """Wait for both; a process that has connected answers when the other one has, too."""
-        end = time.monotonic() + START_S
-        while len(self._members) < 2:
-            # Listener has no deadline of its own.
-            if not wait([listener._listener._socket], 1.0):  # type: ignore[attr-defined]
-                if any(process.poll() is not None for process in self._processes):
-                    raise self._failed("a process ended at once")
-                if time.monotonic() > end:
-                    raise self._failed(f"no answer within {START_S:g} s")
-                continue
-            connection = listener.accept()
-            if not connection.poll(max(0.0, end - time.monotonic())):
-                raise self._failed(f"no answer within {START_S:g} s")
-            try:
-                rank, pid, error = connection.recv()
-            except EOFError:
-                raise self._failed("a process ended at once") from None
-            if error is not None:
-                raise self._failed(error.strip().splitlines()[-1])
-            self._members[rank], self.pids[rank] = connection, pid
+    os.sched_setaffinity(0, {plan["cpus"][rank]})
 
-    def _answers(self, what: str, limit_s: float) -> list[Any]:
-        end = time.monotonic() + limit_s
-        waiting = {connection: rank for rank, connection in self._members.items()}
-        answers: dict[int, Any] = {}
-        while waiting:
-            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
-            if not ready:
-                raise self._failed(f"{what} took more than {limit_s:g} s")
-            for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[call-overload]
-                try:
-                    fine, answer = self._members[rank].recv()
-                except (EOFError, OSError):
-                    raise self._failed(f"rank {rank} ended in {what}") from None
-                if not fine:
-                    print(answer, file=sys.stderr)
-                    why = answer.strip().splitlines()[-1]
-                    raise self._failed(f"{what} failed on rank {rank}: {why}")
-                answers[rank] = answer
-        return [answers[0], answers[1]]
+    def make_buffer(nbytes: int) -> torch.Tensor:
+        return torch.ones(nbytes, dtype=torch.uint8)
 
-    def _failed(self, reason: str) -> PairError:
-        """Kill what is left; returns the error to raise."""
-        said = self._log.read_text(errors="replace")[-2000:].strip() if self._log.exists() else ""
-        self.kill()
-        return PairError(f"{self.name}: {reason}" + (f"; it said: {said}" if said else ""))
+    def open_links(nbytes: int) -> dict[str, Link]:
+        links: dict[str, Link] = {
+            name: TransportLink(name, rank, **slots_of(nbytes)) for name in ("shm", "tcp")
+        }
+        return {**links, "gloo": open_gloo(1 - rank, make_buffer)}
+
+    process = Process(rank, make_buffer, torch.Tensor.data_ptr, plan)
+    return process.measure(open_links)
+
+
+def main() -> None:
+    """Is a process of an MPI library; the first one writes its samples into a file."""
+    import numpy
+    from mpi4py import MPI
+
+    name, plan, output = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+    rank = MPI.COMM_WORLD.Get_rank()
+    os.sched_setaffinity(0, {plan["cpus"][rank]})
+
+    def make_buffer(nbytes: int) -> Any:
+        return numpy.ones(nbytes, dtype=numpy.uint8)
+
+    process = Process(rank, make_buffer, lambda payload: payload.ctypes.data, plan)
+    samples = process.measure(lambda nbytes: {name: open_mpi(1 - rank, make_buffer)})
+    if rank == 0:
+        output.write_text(json.dumps(samples), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -73,13 +73,20 @@ _RULE: dict[str, Any] = {"is_policy": True}
 # A rule may cut a weight gradient; each cut costs an emulated rank a sleep more.
 _V_RULE: dict[str, Any] = {**_V, **_RULE, "weight_pieces": 2}
 
+BASELINE = "megatron 1f1b"
+"""Competitor that the speed of the others is relative to."""
+INTERLEAVED = "megatron interleaved"
+ADAPTIVE = "adaptive, V"
+"""Policy of the goals about speed."""
+TIGHT = "hinted, V, memory p"
+"""Policy for the memory of 1F1B."""
 PLUG_IN = "plug-in: adaptive, V"
 
 COMPETITORS: dict[str, Competitor] = {
     competitor.name: competitor
     for competitor in (
-        Competitor(name="megatron 1f1b", engine="megatron", schedule="1f1b"),
-        Competitor(name="megatron interleaved", engine="megatron", schedule="interleaved", **_LOOP),
+        Competitor(name=BASELINE, engine="megatron", schedule="1f1b"),
+        Competitor(name=INTERLEAVED, engine="megatron", schedule="interleaved", **_LOOP),
         Competitor(name="torch 1f1b", engine="torch", schedule="1f1b"),
         Competitor(name="torch interleaved", engine="torch", schedule="interleaved", **_LOOP),
         Competitor(
@@ -102,20 +109,14 @@ COMPETITORS: dict[str, Competitor] = {
         _ours("adaptive, 1 chunk", "adaptive", **_RULE),
         _ours("adaptive, loop", "adaptive", **_LOOP, **_RULE),
         _ours("adaptive, loop, split", "adaptive", weight_pieces=1, **_LOOP, **_RULE),
-        _ours("adaptive, V", "adaptive", **_V_RULE),
+        _ours(ADAPTIVE, "adaptive", **_V_RULE),
         _ours("adaptive, V, memory p", "adaptive", cap=1.0, **_V_RULE),
         Competitor(name=PLUG_IN, engine="plug-in", schedule="adaptive", **_V_RULE),
         _ours("hinted, V", "hinted", **_V_RULE),
-        _ours("hinted, V, memory p", "hinted", cap=1.0, **_V_RULE),
+        _ours(TIGHT, "hinted", cap=1.0, **_V_RULE),
     )
 }
-
-BASELINE = "megatron 1f1b"
-"""What the others' speed is told in."""
-
-QUICK = (
-    *(BASELINE, "megatron interleaved", "torch zb-v", "1f1b", "interleaved", "zb-v"),
-    *("adaptive, loop", "adaptive, V", "adaptive, V, memory p", "hinted, V, memory p"),
-    PLUG_IN,
-)
-"""Those that the short form of the benchmark is about."""
+QUICK = (BASELINE, INTERLEAVED, "torch zb-v", "zb-v", ADAPTIVE, TIGHT, PLUG_IN)
+"""Competitors of the short form."""
+USUAL = (*QUICK, "1f1b", "interleaved", "adaptive, loop", "adaptive, V, memory p")
+"""Competitors unless others are asked for."""

@@ -5,22 +5,18 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
-from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import (
     Arrival,
     CompletionQueue,
-    Completions,
     HeldArrival,
     Item,
     delivered,
@@ -96,52 +92,27 @@ class EmulatedStages(IdleStages):
 
 
 class Channels:
-    """Executor and transport of one placement; shared by all competitors that have it.
+    """Executor and transport of one placement, shared by all competitors that have it.
 
     Collective: all ranks make theirs at the same point.
 
     Args:
-        placement: where stages live.
-        position: of this rank in the pipeline; its replicas are next to each other.
-        replica: which pipeline it belongs to.
-        replicas: pipelines.
-        recorder: of the executor.
-        agree: makes this rank's side of an agreement, given where its inputs arrive.
+        placement: Placement of the stages.
+        rank: Number of this rank.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        position: int,
-        *,
-        replica: int = 0,
-        replicas: int = 1,
-        recorder: Recorder | None = None,
-        agree: Callable[[Completions], Agreement] | None = None,
-    ) -> None:
-        everywhere = range(placement.num_ranks)
-        groups = [
-            dist.new_group([p * replicas + one for p in everywhere], backend="gloo")
-            for one in range(replicas)
-        ]
+    def __init__(self, placement: Placement, rank: int) -> None:
         self._transport = GlooTransport(
-            groups[replica],
-            peers=[p * replicas + replica for p in placement.neighbours_of(position)],
+            dist.new_group(list(range(placement.num_ranks)), backend="gloo"),
+            peers=placement.neighbours_of(rank),
             device=torch.device("cpu"),
             payload_shape=(WIDTH,),
             dtype=DTYPE,
             timeout_s=_TIMEOUT_S,
         )
         self._plain = self._transport.completions
-        self.agreement = Agreement() if agree is None else agree(self._plain)
         self.executor = Executor(
-            placement=placement,
-            pp_rank=position,
-            route=lambda position, microbatch: (position * replicas + replica, microbatch),
-            transport=self._transport,
-            agreement=self.agreement,
-            recorder=recorder,
-            timeout_s=_TIMEOUT_S,
+            placement=placement, pp_rank=rank, transport=self._transport, timeout_s=_TIMEOUT_S
         )
 
     def delay(self, delays_s: dict[int, float]) -> None:
@@ -151,7 +122,6 @@ class Channels:
 
     def close(self) -> None:
         """Close the transport; collective."""
-        self.agreement.close()
         self._transport.close()
 
 

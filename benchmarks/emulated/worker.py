@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from dataclasses import asdict
 from typing import Any
 
 from megatron.adaptive import accelerator
@@ -22,7 +21,6 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks.emulated.competitors import COMPETITORS, Competitor  # noqa: E402
 from benchmarks.emulated.ours import Channels, OurRunner  # noqa: E402
-from benchmarks.emulated.overhead import overhead  # noqa: E402
 from benchmarks.emulated.peers_megatron import MegatronRunner  # noqa: E402
 from benchmarks.emulated.peers_torch import TorchRunner  # noqa: E402
 from benchmarks.emulated.plugged import PluggedRunner  # noqa: E402
@@ -114,8 +112,6 @@ class Rank:
         return [
             {
                 "competitor": name,
-                "num_ranks": self._num_ranks,
-                "num_microbatches": num_microbatches,
                 "scenario": scenario,
                 "repetition": repetition,
                 **self._step(name, draws),
@@ -144,12 +140,7 @@ class Rank:
         runner.finish()
         work.check_complete()
         last_end, peak = self._latest(end, work.peak)
-        found: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(found, (runner.position, work.spans), group=self._control)
-        spans = [of_rank for _, of_rank in sorted(found, key=lambda each: each[0])]
-        split = COMPETITORS[name].weight_pieces > 0
-        added = overhead(runner.placement, draws, spans, split=split)
-        return {"makespan_s": last_end - start, "peak": peak, **asdict(added)}
+        return {"makespan_s": last_end - start, "peak": peak}
 
     def _latest(self, *values: float) -> list[float]:
         """Return the largest of all ranks' values, one by one; also a barrier."""

@@ -1,5 +1,5 @@
 // Latency of a channel between two ranks of tests/labs/rdma_lab, to be compared with ib_write_lat;
-// benchmarks/channels/lab_rank.py runs it. Rank 0 prints one line:
+// tests/labs/rdma_speed_rank.py runs it. Rank 0 prints one line:
 //
 //   rdma_measure SIZE COUNT SLOTS SLOT_BYTES
 #include <algorithm>

@@ -1,10 +1,10 @@
 """Adaptive pipeline-parallel training on top of megatron-core.
 
-:func:`install` puts the pipeline engine of this package into a Megatron-LM that is used as it is,
-:func:`add_arguments` gives it flags; see ``docs/plugin.md``. Importing this module costs nothing:
-what it names is loaded when it is first used. :class:`Pipeline` trains any module in which
-:class:`CutPoint` marks where it may be cut, :class:`Profiler` measures such a module; see
-``docs/cutpoint.md``. :func:`record_trace` records any loop for the what-if; see ``docs/traces.md``.
+:func:`install` puts the pipeline engine of this package into an unmodified Megatron-LM, and
+:func:`add_arguments` adds its flags; see ``docs/plugin.md``. :class:`Pipeline` trains any module
+in which :class:`CutPoint` marks where it may be cut, and :class:`Profiler` measures such a module;
+see ``docs/cutpoint.md``. :func:`record_trace` records any loop for the what-if analysis; see
+``docs/traces.md``. Importing this module is cheap: each name is loaded at its first use.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("add_arguments", "install", "uninstall"), "plugin"),
-    **dict.fromkeys(("CutPoint", "Pipeline", "Profiler"), "modules"),
+    "CutPoint": "modules",
+    "Pipeline": "modules",
+    "Profiler": "modules",
+    "add_arguments": "plugin",
+    "install": "plugin",
     "record_trace": "engine.tracing",
+    "uninstall": "plugin",
 }
 
 

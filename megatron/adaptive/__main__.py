@@ -1,4 +1,4 @@
-"""``python -m megatron.adaptive <subcommand>``."""
+"""Runs ``python -m megatron.adaptive <subcommand>``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron.adaptive.cli.common import (
 from megatron.adaptive.config.input_files import say
 
 _SUBCOMMANDS = {
-    "checkpoint": ("checkpoint", "list checkpoints, and check that they are what was written"),
-    "doctor": ("doctor", "check whether this node, and the way to another, is fit for a run"),
+    "checkpoint": ("checkpoint", "list checkpoints, and check them for damage"),
+    "doctor": ("doctor", "check whether this node, and its link to another, is ready for a run"),
     "evaluate": ("pretrain_gpt.evaluate", "perplexity of a model over a text, and a sample of it"),
     "export-hf": ("checkpoint.export_hf", "write a checkpoint as a Hugging Face folder"),
     "flags": ("pretrain_gpt.flags", "print every flag of the trainer as Markdown"),
     "import-hf": ("checkpoint.import_hf", "make a checkpoint of a Hugging Face folder"),
-    "launch": ("launch", "torchrun with checks before it starts and short messages at its end"),
+    "launch": ("launch", "torchrun with checks before the start and short messages at the end"),
     "make-corpus": (
         "preprocess_data.make_corpus_main",
         "make training data from Python's own sources",
@@ -30,41 +30,41 @@ _SUBCOMMANDS = {
     "node": ("node", "one node of a run; run_master.sh, run_worker.sh and Slurm call it"),
     "plan": ("plan", "find the best ways to train a model on a cluster"),
     "preprocess-data": ("preprocess_data", "turn JSON lines into Megatron's .bin and .idx"),
-    "pretrain": ("pretrain", "Megatron-LM's own trainer, from megatron-core 0.17 on"),
+    "pretrain": ("pretrain", "Megatron-LM's own trainer (megatron-core 0.17 or later)"),
     "pretrain-gpt": ("pretrain_gpt.run", "one process of a GPT training run"),
     "profile": ("profile", "measure layers and links for the planner"),
     "process-trace": ("trace.process", "aggregate a run's traces"),
     "report": ("report", "write one page about a job after its run"),
-    "run": ("run", "a job that goes on in another shape when machines come and go"),
+    "run": ("run", "a job that changes its shape when machines join or leave"),
     "run-single": ("run_single", "train a small GPT on this machine"),
     "simulate": ("simulate", "compare schedules on simulated work"),
     "status": ("status", "report the state of a job; get_result.sh calls it"),
-    "submit": ("submit", "give a run to Slurm as conf.sh says"),
-    "top": ("top", "show what a run does at this moment"),
-    "trace": ("trace", "figures and views of a run's traces; trace diagnose says what is slow"),
-    "train": ("pretrain_gpt.train", "train as a recipe says (examples/recipes)"),
+    "submit": ("submit", "submit a run to Slurm with the settings of conf.sh"),
+    "top": ("top", "show what a run is doing now"),
+    "trace": ("trace", "figures and views of a run's traces; trace diagnose finds what is slow"),
+    "train": ("pretrain_gpt.train", "train with the settings of a recipe (examples/recipes)"),
     "transport": ("transport", "check what can connect two nodes, and how fast"),
-    "validate": ("validate", "how well the planner predicts runs that were measured"),
+    "validate": ("validate", "compare the planner's predictions with measured runs"),
     "visualize-trace": ("trace.visualize", "draw a run's pipeline"),
 }
 
 
-def _print_help(words: Sequence[str]) -> None:
+def _print_help(_arguments: Sequence[str]) -> None:
     print("usage: python -m megatron.adaptive SUBCOMMAND [OPTIONS]\n")
-    for known, (_, summary) in _SUBCOMMANDS.items():
-        print(f"  {known:16} {summary}")
+    for name, (_, summary) in _SUBCOMMANDS.items():
+        print(f"  {name:16} {summary}")
 
 
 def main() -> int:
-    """Run the subcommand that the first argument names; returns its exit status."""
+    """Runs the subcommand that the first argument names and returns its exit status."""
     open_streams()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         return run_cli(_print_help, [])
     if name not in _SUBCOMMANDS:
-        known = ", ".join(_SUBCOMMANDS)
+        subcommands = ", ".join(_SUBCOMMANDS)
         nearest = difflib.get_close_matches(name, list(_SUBCOMMANDS), n=1)
-        hint = f"did you mean {nearest[0]}" if nearest else f"choose one of {known}"
+        hint = f"did you mean {nearest[0]}" if nearest else f"choose one of {subcommands}"
         say(f"error: unknown subcommand {name!r}: {hint}")
         return EXIT_EXPECTED_ERROR
     module, _, function = _SUBCOMMANDS[name][0].partition(".")

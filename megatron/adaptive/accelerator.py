@@ -1,7 +1,7 @@
-"""The one place that knows which device the process runs on.
+"""Chooses the device that this process computes on.
 
 :class:`Accelerator` is the device of this process, with the few helpers that differ between CUDA
-and CPU (memory, synchronization, backend). :func:`install`, by which megatron-core runs without
+and CPU (memory, synchronization, backend). :func:`install`, which lets megatron-core run without
 CUDA, comes from :mod:`~megatron.adaptive.without_cuda`.
 """
 
@@ -49,26 +49,30 @@ __all__ = [
 
 _CPU = torch.device("cpu")
 
-# Of <malloc.h>; the second is the largest value that glibc takes.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_HEAP_KEPT_BYTES, _MAPPED_FROM_BYTES = 1 << 30, 32 << 20
+# Parameters of mallopt from <malloc.h>.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_HEAP_KEPT_BYTES = 1 << 30
+_MAPPED_FROM_BYTES = 32 << 20  # glibc accepts no larger value
 
-# How long a CUDA event serves as anchor of others, and how far clocks may have drifted meanwhile.
-_ANCHOR_FOR_NS, _MOST_DRIFT_NS = 1_000_000_000, 2_000_000
+_ANCHOR_FOR_NS = 1_000_000_000
+"""Nanoseconds after which a CUDA event is replaced as the anchor of later events."""
+_MOST_DRIFT_NS = 2_000_000
+"""Largest drift between the clocks of host and device, in nanoseconds, during that time."""
 _NO_DELAY_NS = 1 << 62
 
-_PORTABLE = 1  # of cudaHostRegister: for all contexts of the process
+_PORTABLE = 1  # cudaHostRegisterPortable: pages are locked for all contexts of the process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """The device that this process computes on.
+    """Describes the device that this process computes on.
 
     Attributes:
-        device: the ``torch.device`` of parameters and activations.
-        backend: the ``torch.distributed`` backend of collectives, ``nccl`` or ``gloo``.
-        name: the part's marketing name, ``CPU`` without CUDA.
-        shares: Number of ranks that compute on the GPU, 1 on a CPU.
+        device: The ``torch.device`` of parameters and activations.
+        backend: The ``torch.distributed`` backend of collectives, ``nccl`` or ``gloo``.
+        name: Product name of the GPU; ``CPU`` without CUDA.
+        shares: Number of ranks that compute on this GPU; 1 on a CPU.
         asked_backend: Backend that the user asked for, ``None`` without one.
     """
 
@@ -80,7 +84,7 @@ class Accelerator:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks compute on the same GPU; times then include their turns."""
+        """True if other ranks use the same GPU; measured times then include their work."""
         return self.shares > 1
 
     @property
@@ -93,68 +97,71 @@ class Accelerator:
         make_current(self.device)
 
     def synchronize(self) -> None:
-        """Wait until all work queued on the device is done; does nothing on a CPU."""
+        """Waits until all work queued on the device is done; does nothing on a CPU."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
     def memory_in_use_bytes(self) -> int:
-        """Bytes that tensors hold on the GPU; on a CPU the resident size of the process."""
+        """Returns the bytes of all tensors on the GPU; on a CPU the process's resident size."""
         if self.is_cuda:
             return torch.cuda.memory_allocated(self.device)
         return int(psutil.Process().memory_info().rss)
 
     def peak_memory_bytes(self) -> int:
-        """The largest value so far of what :meth:`memory_in_use_bytes` counts."""
+        """Returns the largest value of :meth:`memory_in_use_bytes` so far."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
-        # The kernel counts the two at different times.
+        # The kernel updates the peak later than the resident size, so it can be the smaller one.
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return max(peak_bytes, self.memory_in_use_bytes())
 
     def clock(self) -> CpuClock | CudaClock:
-        """Return the clock that times work on this device."""
+        """Returns the clock that times work on this device."""
         return CudaClock() if self.is_cuda else CpuClock()
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on this device, copied without blocking where it is pinned."""
+        """Returns the tensor on this device; the copy does not block if the tensor is pinned."""
         return tensor.to(self.device, non_blocking=True)
 
 
 class CpuClock:
-    """Marks are nanoseconds of ``time.monotonic_ns``: CPU work is done when the call returns."""
+    """Times work of a CPU, with the interface of :class:`CudaClock`.
+
+    A mark is a time of ``time.monotonic_ns``, because CPU work is done when the call returns.
+    """
 
     def mark(self) -> int:
-        """Return the present moment."""
+        """Returns the current time."""
         return time.monotonic_ns()
 
     def resolve_ns(self, mark: int) -> int:
-        """Return ``mark``."""
+        """Returns ``mark``."""
         return mark
 
     def is_passed(self, mark: int) -> bool:
-        """Whether the work before ``mark`` is done: it is."""
+        """Returns True, because the work before ``mark`` is done."""
         return True
 
     def wait(self, mark: int) -> None:
-        """Return at once: the work before ``mark`` is done."""
+        """Returns at once, because the work before ``mark`` is done."""
 
 
 class CudaMark(NamedTuple):
-    """A place in a CUDA stream, and the host's time when it was put there."""
+    """Pairs an event in a CUDA stream with the host's time when the event was recorded."""
 
     event: torch.cuda.Event
     host_ns: int
 
 
 class CudaClock:
-    """Marks are events in the current CUDA stream; nothing is synchronized to take one.
+    """Times work of a GPU by events in the current CUDA stream, without synchronizing.
 
-    An event is placed on the host's clock by its distance from an anchor, at first one taken while
-    the device was idle together with the host's time. CUDA gives distances as 32-bit milliseconds,
-    coarser than a kernel after some minutes, so about every second a mark becomes the new anchor.
-    The clocks of device and host drift apart; but the device passes no mark before the host has
-    put it there, and some soon after: the least delay of the last second says how far they have
-    come apart.
+    An event's host time is that of an anchor plus the time elapsed between the two events. The
+    first anchor is recorded while the device is idle. CUDA returns elapsed times as 32-bit
+    milliseconds, which become coarser than a kernel after some minutes, so about every second a
+    mark becomes the new anchor. The clocks of device and host drift apart. The device passes no
+    mark before the host has recorded it, and passes some right afterwards, so the least delay
+    during the last second measures the drift.
     """
 
     def __init__(self) -> None:
@@ -166,55 +173,58 @@ class CudaClock:
         self._least_delay_ns = _NO_DELAY_NS
 
     def mark(self) -> CudaMark:
-        """Record an event in the current stream."""
-        # Blocking: who waits for it sleeps, and leaves the processor to threads that receive.
+        """Records an event in the current stream and returns it as a mark."""
+        # A thread that waits for a blocking event sleeps and leaves the core to receiving threads.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         host_ns = time.monotonic_ns()
         event.record()
         return CudaMark(event, host_ns)
 
     def resolve_ns(self, mark: CudaMark) -> int:
-        """Return the host time at which the device passed ``mark``; it must have passed it."""
+        """Returns the host time at which the device passed ``mark``; it must have passed it."""
         passed_ns = int(self._anchor.elapsed_time(mark.event) * 1e6)
         time_ns = self._anchor_ns + passed_ns
         self._least_delay_ns = min(self._least_delay_ns, time_ns - mark.host_ns)
         if passed_ns > _ANCHOR_FOR_NS:
-            if abs(self._least_delay_ns) < _MOST_DRIFT_NS:  # else the device was never idle
+            # A larger delay is no drift: the device was never idle during this time.
+            if abs(self._least_delay_ns) < _MOST_DRIFT_NS:
                 time_ns -= self._least_delay_ns
-            self._anchor, self._anchor_ns = mark.event, time_ns
+            self._anchor = mark.event
+            self._anchor_ns = time_ns
             self._least_delay_ns = _NO_DELAY_NS
         return time_ns
 
     def is_passed(self, mark: CudaMark) -> bool:
-        """Whether the device has passed ``mark``."""
+        """Returns whether the device has passed ``mark``."""
         return mark.event.query()
 
     def wait(self, mark: CudaMark) -> None:
-        """Sleep until the device has passed ``mark``, without the GIL."""
+        """Sleeps until the device has passed ``mark``; releases the GIL."""
         mark.event.synchronize()
 
 
 def lock_pages(address: int, size_bytes: int, device: torch.device) -> bool:
-    """Lock memory of the host, so that a GPU copies to and from it by itself.
+    """Locks pages of host memory, so that a GPU can copy to and from them without the CPU.
 
     Args:
-        address: of the memory; ``torch.cuda.cudart().cudaHostUnregister`` unlocks it.
-        size_bytes: its size.
-        device: the GPU, which must be current.
+        address: Address of the memory. ``torch.cuda.cudart().cudaHostUnregister`` unlocks it.
+        size_bytes: Size of the memory in bytes.
+        device: The GPU, which must be current.
 
     Returns:
-        Whether the driver did; it refuses beyond the limit on locked memory.
+        Whether the pages are locked. The driver refuses beyond the limit on locked memory.
     """
     if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE)) == 0:
         return True
-    # CUDA reports a refusal once more, with the next kernel: not with one that matters.
+    # CUDA raises the refusal again at the next kernel. Launch one here, so that no other kernel
+    # fails with it.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
     return False
 
 
 class _LockedMemory(mmap.mmap):
-    """Memory of the host whose pages are locked until nothing refers to it."""
+    """Owns host memory and unlocks its pages once nothing refers to it."""
 
     address = 0  # 0 while nothing is locked
 
@@ -260,14 +270,14 @@ def make_current(device: torch.device) -> None:
 
 
 def current_device() -> torch.device:
-    """Return the device that this process computes on, as megatron-core sees it."""
+    """Returns the device that this process computes on, as megatron-core sees it."""
     if not torch.cuda.is_available():
         return _CPU
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that torch uses by default for a device."""
+    """Returns the generator that torch uses by default for a device."""
     if device.type != "cuda":
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -275,19 +285,19 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
-    """Pick the device of this process and make it current.
+    """Picks the device of this process and makes it current.
 
-    If there are more processes than GPUs, they share them in turn. Two pipeline stages on one GPU
-    then talk over gloo, because NCCL refuses two ranks on one device. Which ranks share a GPU is
-    only known once all ranks have met, so :func:`agree_on_sharing` makes the final choice.
+    If a node has more processes than GPUs, several processes share a GPU. They then communicate
+    over gloo, because NCCL refuses two ranks on one device. Which ranks share a GPU is only known
+    once all ranks have met, so :func:`agree_on_sharing` makes the final choice.
 
     Args:
-        local_rank: index of the process on its node.
-        backend: ``nccl`` or ``gloo``; chosen from the hardware where ``None``.
+        local_rank: Index of the process on its node.
+        backend: ``nccl`` or ``gloo``; ``None`` chooses by the hardware.
 
     Raises:
         SetupError: ``nccl`` was asked for without a GPU for each rank, or
-            ``CUDA_VISIBLE_DEVICES`` names GPUs and there are none.
+            ``CUDA_VISIBLE_DEVICES`` names GPUs and the machine has none.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     _require_devices(backend, ranks)
@@ -314,36 +324,36 @@ def agree_on_sharing(
     """Counts the ranks on this rank's GPU and picks the job's backend. Collective over all ranks.
 
     A launcher may show each rank only one GPU, as Slurm does with ``--gpus-per-task``. A rank then
-    cannot know by itself whether another rank has the same one.
+    cannot know by itself whether another rank has the same GPU.
 
     Args:
         accelerator: Device of this rank, from :func:`detect`.
-        store: The job's store, with its time limit for waits.
+        store: The job's key-value store; its time limit applies to the waits here.
         rank: Global rank of this process.
         world_size: Number of ranks of the job.
 
     Raises:
         SetupError: ``nccl`` was asked for and two ranks share a GPU. All ranks raise it.
     """
-    own = _identity(accelerator.device) if accelerator.is_cuda else f"no GPU at rank {rank}"
+    identity = _identity(accelerator.device) if accelerator.is_cuda else f"no GPU at rank {rank}"
     keys = [f"gpu-of-rank/{other}" for other in range(world_size)]
-    store.set(keys[rank], own)
+    store.set(keys[rank], identity)
     if not accelerator.is_cuda:
         return accelerator
     owners: dict[str, list[int]] = {}
-    for other, gpu in enumerate(store.multi_get(keys)):  # waits for all of them
+    for other, gpu in enumerate(store.multi_get(keys)):  # waits for all ranks
         owners.setdefault(gpu.decode(), []).append(other)
     shared = next((ranks for ranks in owners.values() if len(ranks) > 1), None)
     if shared is not None and accelerator.asked_backend == "nccl":
         raise SetupError(
-            f"--distributed-backend nccl: ranks {', '.join(map(str, shared))} have one GPU, and "
+            f"--distributed-backend nccl: ranks {', '.join(map(str, shared))} share a GPU, and "
             f"NCCL refuses two ranks on one: start {len(owners)} ranks, or leave the flag out or "
-            "use gloo, with which ranks share"
+            "use gloo, with which ranks can share a GPU"
         )
-    chosen = accelerator.asked_backend or ("nccl" if shared is None else "gloo")
-    if chosen == "gloo":
+    backend = accelerator.asked_backend or ("nccl" if shared is None else "gloo")
+    if backend == "gloo":
         device_collectives.install()
-    return dataclasses.replace(accelerator, backend=chosen, shares=len(owners[own]))
+    return dataclasses.replace(accelerator, backend=backend, shares=len(owners[identity]))
 
 
 def _identity(device: torch.device) -> str:
@@ -351,34 +361,37 @@ def _identity(device: torch.device) -> str:
     properties: Any = torch.cuda.get_device_properties(device)
     if hasattr(properties, "uuid"):
         return str(properties.uuid)
-    place = [getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")]
-    return f"{socket.gethostname()} {place}"
+    bus_address = [
+        getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")
+    ]
+    return f"{socket.gethostname()} {bus_address}"
 
 
 def _require_devices(backend: str | None, ranks: int) -> None:
-    """Checks that the machine has the GPUs that were asked for.
+    """Checks that the machine has the GPUs that the user asked for.
 
     Args:
-        backend: Backend that the user asked for, ``None`` without one.
+        backend: Backend that the user asked for; ``None`` if the user named none.
         ranks: Number of this node's ranks.
 
     Raises:
-        SetupError: The machine has too few.
+        SetupError: The machine has too few GPUs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    why = None if torch.cuda.is_available() else why_no_gpu()
+    reason = None if torch.cuda.is_available() else why_no_gpu()
     names_gpus = torch.version.cuda is not None and (visible or "").strip() not in ("", "-1")
-    if why is not None and (backend == "nccl" or names_gpus):
-        asked = f"CUDA_VISIBLE_DEVICES={visible}"
+    if reason is not None and (backend == "nccl" or names_gpus):
+        setting = f"CUDA_VISIBLE_DEVICES={visible}"
         if backend == "nccl":
-            asked = "--distributed-backend nccl"
-        raise SetupError(f"{asked}: there is no GPU to use here: {why}")
-    count = torch.cuda.device_count() if why is None else 0
+            setting = "--distributed-backend nccl"
+        raise SetupError(f"{setting}: there is no GPU to use here: {reason}")
+    count = torch.cuda.device_count() if reason is None else 0
     if backend == "nccl" and ranks > count and visible is None:  # every rank sees all GPUs
         raise SetupError(
             f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
             f"GPU{'' if count == 1 else 's'}, and NCCL refuses two ranks on one: start at most "
-            f"{count} ranks per node, or leave the flag out or use gloo, with which ranks share"
+            f"{count} ranks per node, or leave the flag out or use gloo, with which ranks can "
+            "share a GPU"
         )
 
 
@@ -397,17 +410,17 @@ def why_no_gpu() -> str:
     try:
         torch.cuda.init()
     except RuntimeError as error:
-        said = str(error).splitlines()[0]
-        if "driver" in said and ("too old" in said or "insufficient" in said):
+        cause = str(error).splitlines()[0]
+        if "driver" in cause and ("too old" in cause or "insufficient" in cause):
             return (
                 f"the NVIDIA driver is older than CUDA {torch.version.cuda}, which torch "
-                f"{torch.__version__} was built with ({said}): update the driver, or install a "
+                f"{torch.__version__} was built with ({cause}): update the driver, or install a "
                 "torch for an older CUDA"
             )
-        if "driver" in said or "NVML" in said:
-            return f"no NVIDIA driver answers ({said}): see whether nvidia-smi lists a GPU"
+        if "driver" in cause or "NVML" in cause:
+            return f"no NVIDIA driver answers ({cause}): see whether nvidia-smi lists a GPU"
         if visible is None:
-            return f"{said}: see whether nvidia-smi lists a GPU"
+            return f"{cause}: see whether nvidia-smi lists a GPU"
     if visible is not None:
         return (
             f"CUDA_VISIBLE_DEVICES={visible} names no GPU of this machine: give numbers that "
@@ -417,7 +430,7 @@ def why_no_gpu() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep memory that tensors free, as a device's allocator does; not with CUDA.
+    """Lets the C library keep freed memory for later tensors; does nothing with CUDA.
 
     Otherwise it returns the top of the heap to the system in nearly every backward and gets it back
     page by page: 2,000 faults and 3-5% of a backward's time in a GPT of hidden size 256. The
@@ -432,10 +445,11 @@ def keep_freed_memory() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence warnings about optional GPU packages and torch's internals: users cannot act on them.
+    """Silences warnings that users cannot act on: optional GPU packages, torch's internals.
 
     Use it in this project's own processes, such as the trainer; in a user's process use
-    :func:`quiet_imports`. Call it before megatron-core is imported: most warnings come then.
+    :func:`quiet_imports`. Call it before megatron-core is imported, because most warnings come
+    during that import.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*")
@@ -445,7 +459,7 @@ def quiet_libraries() -> None:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Silence the warnings of :func:`quiet_libraries`, but only within the block."""
+    """Silences the warnings of :func:`quiet_libraries`, but only within the block."""
     logger = logging.getLogger("megatron.core")
     level = logger.level
     with warnings.catch_warnings():

@@ -1,12 +1,12 @@
-"""Makes collectives over gloo take tensors of a GPU.
+"""Makes collectives over gloo accept GPU tensors.
 
-Ranks that share a GPU talk over gloo, because NCCL refuses two ranks on one device. gloo copies
-device tensors through the host in some of its collectives and refuses them in others. In the rest
-it passes their addresses to its sockets, which then read the host's memory at those addresses.
+Ranks that share a GPU communicate over gloo, because NCCL refuses two ranks on one device. Some
+of gloo's collectives copy device tensors through the host, and some refuse them. The others pass
+the tensors' device addresses to sockets, which then read host memory at those addresses.
 :data:`TREATMENTS` lists the kind of each; :func:`install` replaces the last two kinds.
 
-It replaces methods of ``torch.distributed.ProcessGroup``, through which all functions of
-``torch.distributed`` go, however megatron-core has imported them.
+The replaced functions are methods of ``torch.distributed.ProcessGroup``, because all functions of
+``torch.distributed`` call these, no matter how megatron-core has imported them.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _Method = Callable[..., Any]
 
 
 class _AllWorks:
-    """Waits for several calls that replace one.
+    """Waits for several collectives that together replace one.
 
     Args:
-        works: The calls' own handles.
+        works: Handles of these collectives.
     """
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
     def wait(self, *limit: datetime.timedelta) -> bool:
-        """Waits for all calls. The limit applies to each one separately."""
+        """Waits for all collectives. The limit applies to each of them separately."""
         for work in self._works:
             work.wait(*limit)
         return True
 
     def is_completed(self) -> bool:
-        """Whether all calls have ended."""
+        """Returns whether all collectives have ended."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -47,28 +47,32 @@ class _Receive:
     """Waits for a message in the host's memory and copies it to the device.
 
     Args:
-        work: The receive's own handle.
+        work: Handle of the receive.
         host: Tensors on the host that receive the message.
         tensors: The caller's tensors on the device.
     """
 
     def __init__(self, work: Any, host: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        self._work, self._host, self._tensors = work, host, tensors
+        self._work = work
+        self._host = host
+        self._tensors = tensors
 
     def wait(self, *limit: datetime.timedelta) -> bool:
         """Waits for the message and copies it to the device in the current stream."""
         answer = bool(self._work.wait(*limit))
         for tensor, host in zip(self._tensors, self._host, strict=True):
             tensor.copy_(host)
-        self._host, self._tensors = [], []  # a second call has nothing to do
+        # a second call copies nothing
+        self._host = []
+        self._tensors = []
         return answer
 
     def is_completed(self) -> bool:
-        """Whether the message has been copied: only :meth:`wait` does that."""
+        """Returns whether the message has been copied, which only :meth:`wait` does."""
         return not self._tensors
 
     def _source_rank(self) -> int:
-        """Returns the sender's rank in the group, for a receive from anybody."""
+        """Returns the sender's rank in the group, for a receive from any rank."""
         return int(self._work._source_rank())
 
 
@@ -103,7 +107,7 @@ def _gather_lists_one_by_one(
 ) -> _AllWorks:
     lists = zip(*outputs, strict=True)  # for each input, the outputs from all ranks
     pairs = zip(lists, inputs, strict=True)
-    return _AllWorks([group.allgather([list(parts)], [own], *options) for parts, own in pairs])
+    return _AllWorks([group.allgather([list(parts)], [part], *options) for parts, part in pairs])
 
 
 def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any) -> Any:
@@ -158,7 +162,7 @@ def _differ(parts: Sequence[torch.Tensor]) -> bool:
 
 
 TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
-    # gloo copies these through pinned memory of the host by itself.
+    # gloo itself copies these through pinned memory of the host.
     "allreduce": None,
     "broadcast": None,
     "reduce": None,
@@ -190,10 +194,10 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "barrier": None,
     "monitored_barrier": None,
 }
-"""By method of a process group, what stands for it over gloo with tensors of a GPU.
+"""Replacement of each process group method, for gloo with GPU tensors.
 
-``None`` leaves the method as it is. Read in torch's ``ProcessGroupGloo.cpp`` of 2.6 to 2.11; torch
-2.13 has further names for the same methods.
+``None`` leaves the method unchanged. The list follows ``ProcessGroupGloo.cpp`` of torch 2.6 to
+2.11, and has the further names that torch 2.13 gives to the same methods.
 """
 
 
@@ -211,18 +215,18 @@ def install() -> None:
 
 def _treated(original: _Method, treatment: Callable[..., Any]) -> _Method:
     @functools.wraps(original)
-    def call(group: Any, *given: Any, **named: Any) -> Any:
-        tensor = next((one for one in _tensors(given) if one.is_cuda), None)
-        if tensor is None or group._get_backend(tensor.device).name() != "gloo":
-            return original(group, *given, **named)
-        return treatment(group, original, *given, **named)
+    def call(group: Any, *arguments: Any, **named: Any) -> Any:
+        gpu_tensor = next((tensor for tensor in _tensors(arguments) if tensor.is_cuda), None)
+        if gpu_tensor is None or group._get_backend(gpu_tensor.device).name() != "gloo":
+            return original(group, *arguments, **named)
+        return treatment(group, original, *arguments, **named)
 
     return call
 
 
-def _tensors(given: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for one in given:
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            yield from _tensors(one)
+def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)

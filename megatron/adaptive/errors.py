@@ -1,4 +1,4 @@
-"""Every exception this package raises on purpose.
+"""Defines every exception that this package raises on purpose.
 
 ::
 
@@ -7,7 +7,7 @@
     ├── SetupError           the machine lacks something (device, port, permission, package)
     ├── DataError            corpus, vocabulary or indexed dataset is missing, broken or foreign
     ├── CheckpointError      a checkpoint is missing, incomplete, newer or of another model
-    │   └── DamagedCheckpointError   it is not what was written
+    │   └── DamagedCheckpointError   its content differs from what was written
     ├── ScheduleError        a schedule or a policy breaks the rules of the pipeline
     ├── TraceError           trace files are missing, mixed or of a newer format
     ├── DeviceMemoryError    the accelerator ran out of memory
@@ -45,7 +45,7 @@ class CheckpointError(AdaptiveError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not, or not all of, what was written; another one may be whole."""
+    """A checkpoint is damaged or incomplete; another checkpoint of the run may be intact."""
 
 
 class ScheduleError(AdaptiveError):

@@ -1,6 +1,6 @@
-"""Lets processes of a job prove its secret to each other, before either reads what the other says.
+"""Lets two processes of a job prove to each other that both know the job's secret.
 
-::
+Neither side reads a message before it has checked the other side's proof::
 
     visitor                                     listener
       magic, nonce a         ────────────────────>
@@ -8,13 +8,13 @@
       the visitor's proof    ────────────────────>
       length, MAC, payload   <───────────────────>  length, MAC, payload
 
-Proofs and keys are HMAC-SHA256 under the secret over the purpose of the connection and both nonces:
-what one connection has shown is worth nothing in another, and an answer sent back proves nothing.
-The MAC of a message also covers its number, so that none can be repeated, dropped or moved. Nothing
-is encrypted: secrets do not belong into messages.
+Proofs and keys are HMAC-SHA256 under the secret over the purpose of the connection and both nonces.
+A proof is therefore useless in another connection, and sending the other side's proof back proves
+nothing. The MAC of a message also covers its number, so that no message can be repeated, dropped or
+reordered. Nothing is encrypted, so messages must not contain secrets.
 
 :class:`Handshake` and :class:`Session` do no input or output. :class:`Gate` is the only place where
-this package accepts TCP connections from Python; what it lets through has proved the secret.
+this package's Python code accepts TCP connections; it returns only peers that proved the secret.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ _HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
 _LENGTH = struct.Struct("!I")
 _COUNT = struct.Struct("!Q")
 HEAD_BYTES = _LENGTH.size + _MAC_BYTES
-"""Bytes of a message before its payload."""
+"""Size in bytes of the length and MAC before each payload."""
 LONGEST = 1 << 22
-"""Bytes of the longest payload."""
+"""Size in bytes of the longest payload."""
 _Payload = TypeVar("_Payload", bytes, memoryview)
 
 
 class StrangerError(ConnectionError):
-    """Says that the other side did not prove the secret; its text says how."""
+    """The other side did not prove the secret; the text says how the proof failed."""
 
 
 def new_secret() -> str:
-    """Returns a new secret, 256 bits as text."""
+    """Returns a new random secret, 256 bits as hexadecimal text."""
     return secrets.token_hex(32)
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a new file, whole at any moment, that only this user may read from its first on.
+    """Writes a file atomically; only this user may read it, from its creation on.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
@@ -75,54 +75,57 @@ def write_private(path: Path, text: str) -> None:
 
 
 class Session:
-    """Holds the keys of a connection whose sides know each other; one thread in each direction.
+    """Signs and checks the messages of a connection whose sides have proved the secret.
+
+    One thread may send while another receives.
 
     Args:
-        sending: key of messages to the other side.
-        receiving: key of messages from there.
+        sending: Key of messages to the other side.
+        receiving: Key of messages from the other side.
     """
 
     def __init__(self, sending: bytes, receiving: bytes) -> None:
-        self._sending, self._receiving = sending, receiving
+        self._sending = sending
+        self._receiving = receiving
         self._sent = self._received = 0
 
     def head(self, payload: bytes | memoryview) -> bytes:
-        """Returns what goes to the other side before a payload.
+        """Returns the length and MAC to send before a payload.
 
         Raises:
-            ValueError: it is longer than :data:`LONGEST`.
+            ValueError: The payload is longer than :data:`LONGEST`.
         """
         if len(payload) > LONGEST:
-            raise ValueError(f"a message of {len(payload)} bytes: {LONGEST} are the most")
+            raise ValueError(f"a message of {len(payload)} bytes is above the limit of {LONGEST}")
         self._sent += 1
         return _LENGTH.pack(len(payload)) + _mac(self._sending, self._sent, payload)
 
     def seal(self, payload: bytes) -> bytes:
-        """Returns the bytes that carry a payload; raises as :meth:`head` does."""
+        """Returns a payload with its :meth:`head` in front; raises like that method."""
         return self.head(payload) + payload
 
     @staticmethod
     def length(head: bytes) -> int:
-        """Returns the bytes of the payload that follows a head of :data:`HEAD_BYTES`.
+        """Returns the size in bytes of the payload that follows ``head``.
 
         Raises:
-            StrangerError: no message is so long.
+            StrangerError: The size is above :data:`LONGEST`.
         """
         (length,) = _LENGTH.unpack_from(head)
         if length > LONGEST:
-            raise StrangerError(f"a message of {length} bytes: {LONGEST} are the most")
+            raise StrangerError(f"a message of {length} bytes is above the limit of {LONGEST}")
         return int(length)
 
     def open(self, head: bytes, payload: _Payload) -> _Payload:
-        """Returns a payload that is what the other side sent next.
+        """Checks that a payload is the next message of the other side, and returns it.
 
         Raises:
-            StrangerError: it is not.
+            StrangerError: The message was changed, repeated or reordered.
         """
         self._received += 1
         expected = _mac(self._receiving, self._received, payload)
         if not hmac.compare_digest(expected, head[_LENGTH.size :]):
-            raise StrangerError("a message came changed, twice or out of order")
+            raise StrangerError("a message was changed, repeated or reordered on its way")
         return payload
 
 
@@ -133,15 +136,20 @@ def _mac(key: bytes, number: int, payload: bytes | memoryview) -> bytes:
 
 
 class Handshake:
-    """Proves a secret to the other side and has it proved; use once.
+    """Proves the secret to the other side and checks the other side's proof; used once.
 
-    Send :attr:`first`; then, while :attr:`wanted` is not 0, give :meth:`advance` so many bytes and
-    send what it returns. Then :attr:`session` is there.
+    Send :attr:`first`. While :attr:`wanted` is not 0, read that number of bytes, pass them to
+    :meth:`advance` and send the bytes that it returns. Then :attr:`session` is set.
 
     Args:
-        secret: of the job; nobody proves an empty one.
-        purpose: of the connection, the same on both sides.
-        visiting: whether this side connected.
+        secret: The job's secret. An empty one is never accepted.
+        purpose: Purpose of the connection, the same on both sides.
+        visiting: Whether this side connected to the other.
+
+    Attributes:
+        first: Bytes to send first; empty for the listener.
+        wanted: Number of bytes that the next :meth:`advance` takes; 0 after the handshake.
+        session: Keys of the connection, ``None`` until the handshake is complete.
     """
 
     def __init__(self, secret: str, purpose: str, *, visiting: bool) -> None:
@@ -155,16 +163,16 @@ class Handshake:
         self.session: Session | None = None
 
     def advance(self, data: bytes) -> bytes:
-        """Takes the :attr:`wanted` bytes and returns those to send.
+        """Takes the :attr:`wanted` bytes from the other side and returns the bytes to send.
 
         Raises:
-            StrangerError: the other side is none of the job.
+            StrangerError: The other side did not prove the job's secret.
         """
         if len(data) != self.wanted:
             raise StrangerError("the connection ended before the job's secret was proved")
         if not self._key:
             if data[: len(_MAGIC)] != _MAGIC:
-                raise StrangerError("what came is not of this program")
+                raise StrangerError("the data received does not come from this program")
             self._derive(data[len(_MAGIC) : _HELLO_BYTES])
             if not self._visiting:
                 self.wanted = _MAC_BYTES
@@ -173,7 +181,8 @@ class Handshake:
         if not self._secret or not hmac.compare_digest(self._prove(other), data[-_MAC_BYTES:]):
             raise StrangerError("it does not know the job's secret")
         self.wanted = 0
-        to_listener, to_visitor = (self._expand(f"to the {one}") for one in ("listener", "visitor"))
+        to_listener = self._expand("to the listener")
+        to_visitor = self._expand("to the visitor")
         if self._visiting:
             self.session = Session(to_listener, to_visitor)
             return self._prove("visitor")
@@ -181,22 +190,22 @@ class Handshake:
         return b""
 
     def _derive(self, other: bytes) -> None:
-        both = self._nonce + other if self._visiting else other + self._nonce
-        self._key = hmac.digest(self._secret, self._purpose + b"\0" + both, "sha256")
+        nonces = self._nonce + other if self._visiting else other + self._nonce
+        self._key = hmac.digest(self._secret, self._purpose + b"\0" + nonces, "sha256")
 
-    def _prove(self, who: str) -> bytes:
-        return self._expand(f"proof of the {who}")
+    def _prove(self, side: str) -> bytes:
+        return self._expand(f"proof of the {side}")
 
     def _expand(self, label: str) -> bytes:
         return hmac.digest(self._key, label.encode(), "sha256")
 
 
 class SealedSocket:
-    """Carries messages over a blocking socket whose other side has proved the secret.
+    """Sends and receives messages over a blocking socket whose peer has proved the secret.
 
     Args:
-        connection: the socket.
-        session: of it.
+        connection: The connected socket.
+        session: Session of the finished handshake on this socket.
     """
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
@@ -208,7 +217,7 @@ class SealedSocket:
         """Sends a message.
 
         Raises:
-            OSError: it cannot be sent.
+            OSError: The message cannot be sent.
         """
         self.socket.sendall(self.session.seal(payload))
 
@@ -216,28 +225,30 @@ class SealedSocket:
         """Waits for the next message, as long as the socket's timeout allows.
 
         Args:
-            most: bytes that it may have.
+            most: Largest size of the message in bytes.
 
         Raises:
-            OSError: the connection ended, or what came is not of the other side.
+            OSError: The connection ended, or the message is too long or was not sent by the peer.
         """
         head = read_exactly(self.socket, HEAD_BYTES)
         length = self.session.length(head)
         if length > most:
-            raise StrangerError(f"a message of {length} bytes: {most} are the most here")
+            raise StrangerError(f"a message of {length} bytes is above the limit of {most} here")
         return self.session.open(head, read_exactly(self.socket, length))
 
     def send_memory(self, *parts: memoryview) -> None:
-        """Sends memory of a size that both sides know, in as many messages as it needs."""
+        """Sends memory whose size both sides know, in messages of at most :data:`LONGEST`."""
         for piece in _pieces(parts):
             self.socket.sendall(self.session.head(piece))
             self.socket.sendall(piece)
 
     def receive_memory(self, *parts: memoryview) -> None:
-        """Fills memory with what :meth:`send_memory` sent; it counts once this has returned.
+        """Fills memory with the bytes that the peer's :meth:`send_memory` sent.
+
+        The memory's content is only verified once this method has returned.
 
         Raises:
-            OSError: the connection ended, or what came is not of the other side.
+            OSError: The connection ended, or a message was not sent by the peer.
         """
         for piece in _pieces(parts):
             head = read_exactly(self.socket, HEAD_BYTES)
@@ -247,47 +258,50 @@ class SealedSocket:
 
 def _pieces(parts: Sequence[memoryview]) -> Iterator[memoryview]:
     for part in parts:
-        yield from (part[at : at + LONGEST] for at in range(0, len(part), LONGEST))
+        yield from (part[start : start + LONGEST] for start in range(0, len(part), LONGEST))
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """Reads ``size`` bytes.
+    """Reads exactly ``size`` bytes.
 
     Raises:
-        OSError: the connection ended before.
+        OSError: The connection ended first.
     """
     data = bytearray(size)
     _fill(connection, memoryview(data))
     return bytes(data)
 
 
-def _fill(connection: socket.socket, place: memoryview) -> None:
-    while place:
-        count = connection.recv_into(place)
+def _fill(connection: socket.socket, rest: memoryview) -> None:
+    while rest:
+        count = connection.recv_into(rest)
         if not count:
             raise ConnectionResetError("the connection ended")
-        place = place[count:]
+        rest = rest[count:]
 
 
 def dial(
-    place: tuple[str, int], secret: str, purpose: str, within_s: float, *, is_early: bool = False
+    address: tuple[str, int], secret: str, purpose: str, within_s: float, *, is_early: bool = False
 ) -> SealedSocket:
-    """Connects to a listener of the job; whoever crowds it may get between for a while.
+    """Connects to a listener of the job and completes the handshake.
+
+    Tries again if the connection is lost, because a listener with too many visitors drops some.
 
     Args:
-        place: host and port.
-        secret: of the job.
-        purpose: of the connection.
-        within_s: for all of it; the socket has it as timeout afterwards.
-        is_early: whether the listener may not know the secret yet.
+        address: Host and port of the listener.
+        secret: The job's secret.
+        purpose: Purpose of the connection, the same on both sides.
+        within_s: Time limit in seconds of the whole call; afterwards the socket's timeout.
+        is_early: Whether the listener may not know the secret yet; if so, also tries again if it
+            does not prove the secret.
 
     Raises:
-        StrangerError: what listens there does not know the secret.
-        OSError: nobody listens there.
+        StrangerError: The listener did not prove the secret.
+        OSError: Nobody listens at this address.
     """
     end_s = time.monotonic() + within_s
     while True:
-        connection = socket.create_connection(place, max(0.01, end_s - time.monotonic()))
+        connection = socket.create_connection(address, max(0.01, end_s - time.monotonic()))
         try:
             shake = Handshake(secret, purpose, visiting=True)
             connection.sendall(shake.first)
@@ -306,70 +320,72 @@ def dial(
 
 
 _AGAIN_S = 0.1
-_NO_PROOF = "what listens there did not prove the job's secret"
+_NO_PROOF = "the listener there did not prove the job's secret"
 
 
 def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
-    """Listens at an address of this machine, at all of them where it has no such address.
+    """Listens at one address of this machine, or at all if ``host`` is no address of it.
 
     Args:
-        host: address or name, empty for all of both versions of IP.
-        port: 0 for one of this machine's own choice.
-        backlog: connections that the kernel keeps until they are accepted.
+        host: Address or host name. If empty, listens at all IPv4 and IPv6 addresses.
+        port: Port; 0 lets the kernel choose one.
+        backlog: Number of connections that the kernel queues until they are accepted.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: The port cannot be used.
     """
-    if host and (own := _own(host)) is not None:
-        kind, address = own
-        return socket.create_server((address, port), family=kind, backlog=backlog)
+    if host and (local := _local_address(host)) is not None:
+        family, address = local
+        return socket.create_server((address, port), family=family, backlog=backlog)
     if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # where it was turned off since
+        with contextlib.suppress(OSError):  # IPv6 may have been turned off at run time
             return socket.create_server(
                 ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
             )
     return socket.create_server(("", port), backlog=backlog)
 
 
-def _own(host: str) -> tuple[socket.AddressFamily, str] | None:
-    """Returns kind and address of a host that is this machine, as others have it."""
+def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
+    """Returns family and address of a host if it is this machine and has one address."""
     with contextlib.suppress(OSError):
         entries = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        found = {(entry[0], str(entry[4][0])) for entry in entries}
-        if len(found) == 1:
-            ((kind, address),) = found
-            if not is_loopback(address) or host in (address, "localhost"):  # as on Debian
-                with socket.socket(kind) as probe:
+        resolved = {(entry[0], str(entry[4][0])) for entry in entries}
+        if len(resolved) == 1:
+            ((family, address),) = resolved
+            # Debian maps a machine's own name to a loopback address, which others cannot reach.
+            if not is_loopback(address) or host in (address, "localhost"):
+                with socket.socket(family) as probe:
                     probe.bind((address, 0))
-                return kind, address
+                return family, address
     return None
 
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""Visitors take no more than one of so many of the files that the process may have open."""
+"""The limit on open files, divided by this number, is the limit on visitors."""
 _PROVE_S = 5.0
 _CLOSE_S = 1.0
 _REPORT_S = 60.0
 
 
 class Gate:
-    """Accepts connections in a thread of its own and lets through who proves the secret.
+    """Accepts connections in a thread and admits visitors that prove the secret.
 
-    A visitor has five seconds and room for some hundred bytes, and nobody waits for another. When
-    too many have not proved the secret yet, one goes.
+    A visitor is a connected peer that has not proved the secret yet. It has five seconds and may
+    send about a hundred bytes. Visitors do not wait for each other; if there are too many, the
+    gate drops one.
 
     Args:
-        listening: socket; owned by this object from here on.
-        secret: returns the job's secret at this moment; nobody is let in while it is empty.
-        purpose: of the connections.
-        admit: takes each connection that is let in, blocking and without timeout; called from the
-            thread, must not wait.
-        report: prints a line about visitors that were refused; once a minute at most.
+        listening: Listening socket. The gate owns it from now on.
+        secret: Returns the job's current secret; while it is empty, nobody is admitted.
+        purpose: Purpose of the connections.
+        admit: Takes each admitted connection, which is blocking and has no timeout. The gate's
+            thread calls it, so it must not wait.
+        report: Prints a line about refused visitors; called at most once a minute.
 
     Attributes:
-        port: where it listens.
-        most: visitors that may be about to prove the secret at once.
+        port: Port of the listening socket.
+        most: Largest number of visitors at one time.
     """
 
     def __init__(
@@ -381,10 +397,13 @@ class Gate:
         report: Callable[[str], None],
     ) -> None:
         self._listening = listening
-        self._secret, self._purpose = secret, purpose
-        self._admit, self._report = admit, report
-        self._waiting: dict[asyncio.Task[Session | None], str] = {}  # addresses, the oldest first
-        self._refused, self._reported_s = 0, float("-inf")
+        self._secret = secret
+        self._purpose = purpose
+        self._admit = admit
+        self._report = report
+        self._waiting: dict[asyncio.Task[Session | None], str] = {}  # address by task, oldest first
+        self._refused = 0
+        self._reported_s = float("-inf")
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = files == resource.RLIM_INFINITY
         self.most = _MOST_WAITING if unlimited else max(1, min(_MOST_WAITING, files // _SHARE))
@@ -395,8 +414,8 @@ class Gate:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening; connections that were let in stay. Idempotent."""
-        with contextlib.suppress(RuntimeError):  # it has ended
+        """Stops listening; admitted connections stay open. Idempotent."""
+        with contextlib.suppress(RuntimeError):  # the loop is already closed
             self._loop.call_soon_threadsafe(self._accepting.cancel)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
@@ -413,7 +432,7 @@ class Gate:
                 try:
                     connection, peer = await self._loop.sock_accept(self._listening)
                 except ConnectionError:
-                    continue  # it went away again
+                    continue  # the visitor has closed the connection already
                 except OSError:  # no descriptor is left
                     self._make_room()
                     await asyncio.sleep(0.01)
@@ -440,7 +459,7 @@ class Gate:
         return None
 
     def _end(self, connection: socket.socket, task: asyncio.Task[Session | None]) -> None:
-        """Lets a visitor in, or ends its connection."""
+        """Admits a visitor, or closes its connection."""
         self._waiting.pop(task, None)
         session = None if task.cancelled() else task.result()
         if session is None:
@@ -450,22 +469,22 @@ class Gate:
             self._admit(SealedSocket(connection, session))
 
     async def _prove(self, connection: socket.socket) -> Session | None:
-        """Returns a visitor's session; ``None`` for who only looks whether somebody listens."""
+        """Returns a visitor's session, or ``None`` if it only probed whether the port is open."""
         shake = Handshake(self._secret(), self._purpose, visiting=False)
         while shake.wanted:
             data = b""
             while len(data) < shake.wanted:
-                came = await self._loop.sock_recv(connection, shake.wanted - len(data))
-                data += came
-                if not came and not data:
+                received = await self._loop.sock_recv(connection, shake.wanted - len(data))
+                data += received
+                if not received and not data:
                     return None
-                if not came:
+                if not received:
                     break
             await self._loop.sock_sendall(connection, shake.advance(data))
         return shake.session
 
     def _make_room(self) -> None:
-        """Ends the oldest visit from where most come, which seldom is the job's own."""
+        """Drops the oldest visitor of the address with the most visitors, seldom the job's own."""
         if self._waiting:
             crowd = Counter(self._waiting.values()).most_common(1)[0][0]
             oldest = next(task for task, address in self._waiting.items() if address == crowd)
@@ -473,19 +492,19 @@ class Gate:
             oldest.cancel()
             self._refuse(crowd, "too many came at once")
 
-    def _refuse(self, address: str, why: str) -> None:
+    def _refuse(self, address: str, reason: str) -> None:
         self._refused += 1
         now_s = time.monotonic()
         if now_s - self._reported_s >= _REPORT_S:
-            more = f"; {self._refused} refused by now" if self._refused > 1 else ""
+            total = f"; {self._refused} refused so far" if self._refused > 1 else ""
             self._reported_s = now_s
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            with contextlib.suppress(OSError, ValueError):  # the output may be closed
                 self._report(
                     f"warning: a visitor from {address} to port {self.port} ({self._purpose}) is"
-                    f" not of this job and was refused: {why}{more}"
+                    f" not of this job and was refused: {reason}{total}"
                 )
 
 
 def to_log(log: Any) -> Callable[[str], None]:
-    """Returns a report of a :class:`Gate` that goes to a logger."""
+    """Returns a ``report`` function for :class:`Gate` that writes to a logger."""
     return lambda text: log.warning("%s", text.removeprefix("warning: "))

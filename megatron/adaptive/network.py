@@ -1,4 +1,4 @@
-"""Finds the addresses of this machine, and which of them others reach it by."""
+"""Finds the addresses of this machine, and the one by which other machines reach it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import psutil
 
 from megatron.adaptive.errors import ConfigError, SetupError
 
-# Reserved for documentation: a socket connected to it finds the default route, nothing is sent.
+# This address is reserved for documentation. A UDP socket that connects to it sends nothing, but
+# the kernel picks the source address of the default route.
 _ANYWHERE = "192.0.2.1"
 _PORT = 9
 
@@ -20,55 +21,61 @@ def is_loopback(address: str) -> bool:
 
 
 def addresses() -> dict[str, list[str]]:
-    """Returns addresses that need no scope by interface, IPv4 first; interfaces that are up."""
+    """Returns the addresses of each interface that is up, IPv4 first.
+
+    Addresses with a scope (``fe80::1%eth0``) are left out.
+    """
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    known = {}
+    by_interface = {}
     for name, entries in psutil.net_if_addrs().items():
-        kinds = (socket.AF_INET, socket.AF_INET6)
-        found = [one.address for kind in kinds for one in entries if one.family == kind]
-        plain = [address for address in found if "%" not in address]
-        if plain and name in up:
-            known[name] = plain
-    return known
+        families = (socket.AF_INET, socket.AF_INET6)
+        listed = [
+            entry.address for family in families for entry in entries if entry.family == family
+        ]
+        without_scope = [address for address in listed if "%" not in address]
+        if without_scope and name in up:
+            by_interface[name] = without_scope
+    return by_interface
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the interface that has ``address``, ``None`` if none has."""
-    return next((name for name, own in addresses().items() if address in own), None)
+    """Returns the interface that has ``address``, or ``None`` if no interface has it."""
+    return next((name for name, listed in addresses().items() if address in listed), None)
 
 
 def own_address(interface: str | None, peer: str | None = None, *, alone: bool = False) -> str:
-    """Returns the address of this node that others reach it by.
+    """Returns the address by which other nodes reach this node.
 
     Args:
-        interface: the network interface to use; by default the one towards ``peer``, or that of
-            the default route, or the first that is up.
-        peer: another node.
-        alone: all is on this machine, so that a loopback address will do.
+        interface: Name of the network interface to use. By default the interface of the route to
+            ``peer``, then that of the default route, then the first that is up.
+        peer: Address or host name of another node.
+        alone: True if the whole job runs on this machine, so that a loopback address suffices.
 
     Raises:
-        ConfigError: there is no such interface, or it has no address.
-        SetupError: the node has no address but the loopback.
+        ConfigError: The interface does not exist or has no address.
+        SetupError: The node has no address except the loopback address.
     """
     if interface is not None:
-        known = addresses()
-        if interface not in known:
+        by_interface = addresses()
+        if interface not in by_interface:
             raise ConfigError(
                 f"network interface {interface} is unknown on {socket.gethostname()} or has no"
-                f" address: name one of {', '.join(sorted(known))}"
+                f" address: name one of {', '.join(sorted(by_interface))}"
             )
-        return known[interface][0]
+        return by_interface[interface][0]
     routed = None
     if peer is not None:
         routed = _source_towards(peer)
         if routed is not None and (alone or is_loopback(peer) or not is_loopback(routed)):
             return routed
-    every = (address for own in addresses().values() for address in own)
-    far = _source_towards() or next((one for one in every if not is_loopback(one)), None)
-    if far is None and alone:
-        far = "127.0.0.1"
-    if found := far or routed:
-        return found
+    all_addresses = (address for group in addresses().values() for address in group)
+    outward = (address for address in all_addresses if not is_loopback(address))
+    reachable = _source_towards() or next(outward, None)
+    if reachable is None and alone:
+        reachable = "127.0.0.1"
+    if address := reachable or routed:
+        return address
     raise SetupError(
         f"{socket.gethostname()} has no network address but the loopback: other nodes cannot reach "
         "it; bring an interface up, or name one with IFNAME or --ifname"
@@ -76,7 +83,7 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
 
 
 def _source_towards(host: str = _ANYWHERE) -> str | None:
-    """Returns the address that packets to ``host`` leave from, ``None`` without a route."""
+    """Returns the source address of packets to ``host``, or ``None`` without a route."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(
             host, _PORT, type=socket.SOCK_DGRAM

@@ -1,22 +1,22 @@
 """Lets an **unmodified** megatron-core run on a machine without CUDA.
 
-megatron-core names the device ``"cuda"`` in tensor factories, asks ``torch.cuda`` for the current
+megatron-core passes the device ``"cuda"`` to tensor factories, asks ``torch.cuda`` for the current
 device and its random state, and compares ``Tensor.type()`` with ``torch.cuda.*`` names. This module
-gives its modules a stand-in for ``torch``, in which each of these names has a substitute. Every
-other name is looked up in torch when it is used::
+gives megatron-core's modules a stand-in for ``torch``, in which each of these names has a
+substitute. Every other name is looked up in torch when it is used::
 
     megatron.core.x    import torch ──> stand-in ── torch.zeros ──> substitute ──> torch.zeros
                                             └────── torch.matmul ────────────────> torch.matmul
     transformers, ...  import torch ─────────────────────────────────────────────> torch
 
-The stand-ins are given at import: a finder at the head of ``sys.meta_path`` gives modules of
-Megatron-LM an ``__import__`` that returns them. torch itself is unchanged for every other library,
-so a program may use both in one process. All modules share the classes of ``Tensor.cuda()`` and
-``Module.cuda()``, so these two look at their caller: only for modules of Megatron-LM they differ
-from torch.
+A finder at the head of ``sys.meta_path`` gives modules of Megatron-LM an ``__import__`` that
+returns the stand-ins. torch itself is unchanged for every other library, so a program may use both
+in one process. All modules share the classes of ``Tensor.cuda()`` and ``Module.cuda()``, so these
+two methods check their caller: they differ from torch's only if a module of Megatron-LM calls them.
 
 Every substitution is a function ``_substitute_*`` with one canary test that fails without it, so
-that a new release of torch or megatron-core shows which of them changed. With CUDA nothing is done.
+the tests show which substitution a new release of torch or megatron-core breaks. With CUDA this
+module changes nothing.
 """
 
 from __future__ import annotations
@@ -41,9 +41,26 @@ from megatron.adaptive.errors import SetupError
 _CPU = torch.device("cpu")
 _OWN_PACKAGE = "megatron.adaptive"
 _FACTORIES = (
-    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like"),
-    *("linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like"),
-    *("randperm", "tensor", "zeros", "zeros_like"),
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randn",
+    "randn_like",
+    "randperm",
+    "tensor",
+    "zeros",
+    "zeros_like",
 )
 # Results of ``Tensor.type()`` for a GPU tensor and for the same tensor on the CPU.
 _TYPE_NAMES = {
@@ -52,10 +69,10 @@ _TYPE_NAMES = {
 
 
 def install() -> bool:
-    """Let megatron-core run without CUDA; a no-op with CUDA or when already installed.
+    """Lets megatron-core run without CUDA; a no-op with CUDA or if already installed.
 
     Must run before the first import of ``megatron.core``. Changes only the names that modules of
-    Megatron-LM find in torch, nothing for other modules.
+    Megatron-LM find in torch; other modules see torch unchanged.
 
     Returns:
         Whether the substitutions are in force.
@@ -89,7 +106,7 @@ def install() -> bool:
 
 
 def install_for_trainer() -> bool:
-    """Let Megatron-LM's own trainer run without CUDA too; a no-op with CUDA.
+    """Lets Megatron-LM's own trainer run without CUDA too; a no-op with CUDA.
 
     Returns:
         Whether the substitutions are in force.
@@ -98,13 +115,13 @@ def install_for_trainer() -> bool:
         return False
     finder = _installed()
     assert finder is not None
-    # Properties of a device for which the trainer asks no special setting to overlap messages.
-    part = types.SimpleNamespace(name="CPU", major=10, minor=0)
-    # Without any device the trainer makes neither process groups nor seeds.
+    # The trainer demands CUDA_DEVICE_MAX_CONNECTIONS=1 only for GPUs below major 10.
+    properties = types.SimpleNamespace(name="CPU", major=10, minor=0)
+    # Without any device the trainer creates neither process groups nor seeds.
     finder.substitutes("torch.cuda").update(
         device_count=lambda: 1,
         set_device=lambda device: None,
-        get_device_properties=lambda device=None: part,
+        get_device_properties=lambda device=None: properties,
     )
     return True
 
@@ -112,13 +129,13 @@ def install_for_trainer() -> bool:
 def include_program(namespace: dict[str, Any]) -> None:
     """Gives the substitutes also to a program that uses Megatron-LM.
 
-    The program is the calling module, the modules in its folder, and those beside Megatron-LM
-    (such as ``gpt_builders.py``). Of these, only modules that have imported something from
-    Megatron-LM get substitutes; see :func:`renew_program`. Does nothing unless :func:`install` has
-    installed the substitutes.
+    The program consists of the calling module, the modules in its folder, and those next to
+    Megatron-LM (such as ``gpt_builders.py``). Of these, only modules that have imported something
+    from Megatron-LM get substitutes; see :func:`renew_program`. Does nothing unless :func:`install`
+    has installed the substitutes.
 
     Args:
-        namespace: Global names of the module that asks.
+        namespace: Global names of the calling module.
     """
     finder = _installed()
     if finder is not None and not _is_own(namespace.get("__name__", "")):
@@ -126,10 +143,10 @@ def include_program(namespace: dict[str, Any]) -> None:
 
 
 def renew_program() -> None:
-    """Updates the modules that a program has imported since; called before its first steps.
+    """Gives the substitutes to modules that a program imported since :func:`include_program`.
 
-    In a module that runs already, global names that came from torch are replaced by the
-    substitutes.
+    Called before the first training step. In a module that already ran, global names that came from
+    torch are replaced by the substitutes.
     """
     finder = _installed()
     if finder is not None:
@@ -137,9 +154,9 @@ def renew_program() -> None:
 
 
 def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a copy of a function whose frame ``warnings`` skips, as frames of Python's import.
+    """Returns a copy of a function whose frame ``warnings`` skips, like frames of Python's import.
 
-    Otherwise a module's warning to its importer would point at this module.
+    Without the copy, a warning that a module addresses to its importer would point at this file.
     """
     code = function.__code__.replace(co_filename="<importlib._bootstrap of megatron.adaptive>")
     return types.FunctionType(
@@ -174,9 +191,9 @@ class Finder(importlib.abc.MetaPathFinder):
     """Finds modules of Megatron-LM and lets them import stand-ins in place of torch's modules.
 
     Attributes:
-        builtins: Built-in names of those modules, with an ``__import__`` of their own. A module is
-            known as one of them by this dictionary.
-        constants: Replacements of strings in their code, by the string.
+        builtins: Built-in names of those modules, with an ``__import__`` that returns stand-ins.
+            This dictionary also identifies the modules: no other module has it.
+        constants: Replacements of string constants in the code of those modules, by the string.
     """
 
     def __init__(self) -> None:
@@ -193,7 +210,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self.substitutes("torch")["distributed"] = self._modules["torch.distributed"]
 
     def substitutes(self, module: str) -> dict[str, Any]:
-        """Returns the substitutes for a module of torch; the caller may add some."""
+        """Returns the substitutes for a module of torch by name; the caller may add to them."""
         return self._substitutes[module]
 
     def add_module(self, module: types.ModuleType) -> None:
@@ -201,7 +218,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self._modules[module.__name__] = module
 
     def remove_module(self, name: str) -> types.ModuleType:
-        """Takes back a module that `add_module` added."""
+        """Removes a module that :meth:`add_module` added, and returns it."""
         return self._modules.pop(name)
 
     def calls_from(self, frame: types.FrameType) -> bool:
@@ -211,10 +228,10 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns how a module of Megatron-LM is loaded, ``None`` for any other module."""
+        """Returns the spec of a module of Megatron-LM, ``None`` for any other module."""
         if not fullname.startswith("megatron.") or _is_own(fullname):
             return None
-        self._replace_in(self._programs)  # their code may run between two imports
+        self._replace_in(self._programs)  # program code may run between two of its imports
         spec = None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -222,14 +239,14 @@ class Finder(importlib.abc.MetaPathFinder):
                 spec = find(fullname, path, target)
             if spec is not None:
                 break
-        # Other loaders are for packages without code and for modules in C.
+        # Other loaders are for namespace packages and for modules in C.
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(self, spec.loader)
         return spec
 
     def include_program(self, namespace: dict[str, Any]) -> None:
-        """Records a module that runs already; see the function of this name."""
-        if not any(known is namespace for known in self._programs):
+        """Records a module that already runs; see the function :func:`include_program`."""
+        if not any(program is namespace for program in self._programs):
             self._programs.append(namespace)
         self.renew_program()
 
@@ -247,7 +264,7 @@ class Finder(importlib.abc.MetaPathFinder):
                     namespace[name] = replaced[id(value)]
 
     def _replacements(self) -> dict[int, Any]:
-        """Returns stand-ins and substitutes by the identity of what they replace."""
+        """Returns stand-ins and substitutes by the ``id`` of the object that each replaces."""
         replaced: dict[int, Any] = {}
         for name, names in self._substitutes.items():
             module = sys.modules[name]
@@ -262,19 +279,19 @@ class Finder(importlib.abc.MetaPathFinder):
         """Returns the global names of all modules that may belong to a program."""
         if not self._programs:
             return []
-        files = [file for known in self._programs if (file := known.get("__file__")) is not None]
-        folders = {Path(file).resolve().parent for file in files}
+        files = [program.get("__file__") for program in self._programs]
+        folders = {Path(file).resolve().parent for file in files if file is not None}
         for folder in map(Path, sys.modules["megatron"].__path__):
             if (folder / "core").is_dir() or (folder / "training").is_dir():
                 folders.add(folder.resolve().parent)
-        parts = tuple(f"{folder}{os.sep}" for folder in folders)
-        found = list(self._programs)
+        prefixes = tuple(f"{folder}{os.sep}" for folder in folders)
+        namespaces = list(self._programs)
         for module in list(sys.modules.values()):
             namespace = getattr(module, "__dict__", {})
             file = namespace.get("__file__")
-            if isinstance(file, str) and file.startswith(parts) and not _is_installed(file):
-                found.append(namespace)
-        return found
+            if isinstance(file, str) and file.startswith(prefixes) and not _is_installed(file):
+                namespaces.append(namespace)
+        return namespaces
 
     @_as_part_of_import
     def _import(
@@ -286,24 +303,24 @@ class Finder(importlib.abc.MetaPathFinder):
         level: int = 0,
     ) -> Any:
         """Imports as ``__import__`` does, but returns the stand-in if there is one."""
-        # "import a.b", without a list of names, returns a.
-        wanted = name if fromlist else name.partition(".")[0]
-        known = None if level else self._modules.get(wanted)
-        if known is not None and wanted not in self._substitutes:
-            return known  # replaces a package that need not be installed
+        # "import a.b" without a list of names returns a.
+        returned = name if fromlist else name.partition(".")[0]
+        stand_in = None if level else self._modules.get(returned)
+        if stand_in is not None and returned not in self._substitutes:
+            return stand_in  # the real package need not be installed
         module = builtins.__import__(name, globals, locals, fromlist or (), level)
-        return module if known is None else known
+        return module if stand_in is None else stand_in
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module of Megatron-LM with the substitutes."""
+    """Loads a module of Megatron-LM and gives it the substitutes."""
 
     def __init__(self, finder: Finder, plain: SourceFileLoader) -> None:
         super().__init__(plain.name, plain.path)
         self._finder = finder
 
     def get_code(self, fullname: str) -> types.CodeType | None:
-        """Returns the module's code with replacements; ``__pycache__`` keeps it without them."""
+        """Returns the module's code with replaced constants; ``__pycache__`` keeps the original."""
         code = super().get_code(fullname)
         return None if code is None else _with_constants(code, self._finder.constants)
 
@@ -315,7 +332,7 @@ class _Loader(SourceFileLoader):
 
 
 def _with_constants(constant: Any, replacements: dict[Any, Any]) -> Any:
-    """Returns a constant with replacements inside, or the same constant if there are none."""
+    """Replaces strings inside a constant; returns the constant itself if none is replaced."""
     if isinstance(constant, str):
         return replacements.get(constant, constant)
     if isinstance(constant, types.CodeType):
@@ -355,19 +372,19 @@ def _uses_megatron(namespace: dict[str, Any]) -> bool:
 
 
 def _substitute_current_device(finder: Finder) -> None:
-    """``torch.cuda.current_device()`` is passed on as ``device=``: answer with the CPU."""
+    """Makes ``torch.cuda.current_device()`` the CPU: megatron-core passes it on as ``device=``."""
     finder.substitutes("torch.cuda")["current_device"] = lambda: _CPU
 
 
 def _substitute_synchronize(finder: Finder) -> None:
-    """CPU work is done when the call returns: nothing to wait for, no stream to wait on."""
+    """Makes ``torch.cuda.synchronize()`` return at once: CPU work is done when a call returns."""
     finder.substitutes("torch.cuda").update(
         synchronize=lambda device=None: None, empty_cache=lambda: None
     )
 
 
 class _NoStream:
-    """A stream of a device that has done all work when a call returns."""
+    """Stands in for a stream; never waits, because CPU work is done when a call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -383,7 +400,7 @@ class _NoStream:
 
 
 def _substitute_streams(finder: Finder) -> None:
-    """Every request for a stream gets the same one, in which nothing waits."""
+    """Makes every stream a :class:`_NoStream`, on which nothing waits."""
     finder.substitutes("torch.cuda").update(
         Stream=_NoStream,
         current_stream=lambda device=None: _NoStream(),
@@ -398,7 +415,7 @@ def _is_cuda_name(device: Any) -> bool:
 
 
 def _substitute_factories(finder: Finder) -> None:
-    """``torch.zeros(..., device="cuda")`` and its like make CPU tensors."""
+    """Makes ``torch.zeros(..., device="cuda")`` and the other factories create CPU tensors."""
 
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)
@@ -415,9 +432,9 @@ def _substitute_factories(finder: Finder) -> None:
 
 
 def _substitute_tensor_moves(finder: Finder) -> None:
-    """``Tensor.cuda()`` and ``Module.cuda()`` leave tensors where they are, on the CPU.
+    """Makes ``Tensor.cuda()`` and ``Module.cuda()`` leave tensors on the CPU.
 
-    This holds only for calls from modules of Megatron-LM. Other callers get torch's methods, which
+    This applies only to calls from modules of Megatron-LM. Other callers get torch's methods, which
     raise an error without CUDA.
     """
 
@@ -435,23 +452,23 @@ def _substitute_tensor_moves(finder: Finder) -> None:
 
 
 def _substitute_tensor_type(finder: Finder) -> None:
-    """CUDA type names in megatron-core's code are replaced by those of the CPU.
+    """Replaces names of CUDA tensor types in megatron-core's code by those of the CPU.
 
-    Its optimizers sort parameters by ``Tensor.type()`` and refuse any other name.
+    megatron-core's optimizers group parameters by ``Tensor.type()`` and refuse any other name.
     """
     finder.constants.update(_TYPE_NAMES)
 
 
 def _substitute_random_state(finder: Finder) -> None:
-    """The CUDA generator that megatron-core forks, saves and restores is the CPU generator."""
+    """Makes the CUDA generator that megatron-core forks, saves and restores the CPU generator."""
     for module in ("torch.cuda", "torch.cuda.random"):
         finder.substitutes(module).update(
             get_rng_state=lambda device="cuda": torch.get_rng_state(),
             set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
             manual_seed=lambda seed: torch.manual_seed(seed),
         )
-    # megatron-core sets the state through a lazy call on `default_generators[device.index]`, which
-    # would otherwise be queued until CUDA is initialized, that is for ever.
+    # megatron-core sets the state through a lazy call on `default_generators[device.index]`. torch
+    # would queue the call until CUDA is initialized, which never happens here.
     finder.substitutes("torch.cuda").update(
         _lazy_call=lambda call, **kwargs: call(),
         default_generators=_AnyIndex(torch.default_generator),
@@ -459,11 +476,11 @@ def _substitute_random_state(finder: Finder) -> None:
 
 
 def _substitute_compiler(finder: Finder) -> None:
-    """Functions that Megatron-LM asks to be compiled stay as they are.
+    """Makes ``torch.compile`` return the function of Megatron-LM uncompiled.
 
-    The first call of a compiled function takes half a minute on a CPU, and asking alone loads the
-    compiler: a third of a process's start. ``TORCHDYNAMO_DISABLE=0`` in the environment turns
-    compilation on again.
+    The first call of a compiled function takes half a minute on a CPU, and ``torch.compile`` alone
+    loads the compiler, which takes a third of a process's start. ``TORCHDYNAMO_DISABLE=0`` in the
+    environment turns compilation on again.
     """
 
     def compile_if_asked(model: Any = None, **options: Any) -> Any:
@@ -475,9 +492,10 @@ def _substitute_compiler(finder: Finder) -> None:
 
 
 def _substitute_grouped_products(finder: Finder) -> None:
-    """The package of grouped matrix products exists, with the one function that experts call.
+    """Provides a package ``grouped_gemm`` with the one function that experts call.
 
-    One kernel for all experts saves launches, of which a CPU has none.
+    The real package computes all experts in one kernel to save launches. A CPU launches no kernels,
+    so one product per expert costs nothing more.
     """
 
     def products(
@@ -493,7 +511,7 @@ def _substitute_grouped_products(finder: Finder) -> None:
 
 
 def _substitute_exchanged_parts(finder: Finder) -> None:
-    """An all-to-all takes the sizes of its parts as tensors too.
+    """Makes an all-to-all accept the sizes of its parts as tensors too.
 
     megatron-core converts sizes on a GPU to numbers, but leaves those on a CPU as tensors.
     """
@@ -504,44 +522,49 @@ def _substitute_exchanged_parts(finder: Finder) -> None:
     @functools.wraps(dist.all_to_all_single)
     def exchange(output: torch.Tensor, input: torch.Tensor, *rest: Any, **options: Any) -> Any:
         named = {name: number(value) for name, value in options.items()}
-        # Looked up at each call, because it is replaced while a pair of microbatches runs.
+        # The name is looked up at each call, because the function is replaced while a pair of
+        # microbatches runs.
         return dist.all_to_all_single(output, input, *map(number, rest), **named)
 
     finder.substitutes("torch.distributed")["all_to_all_single"] = exchange
 
 
 def _substitute_unequal_parts(finder: Finder) -> None:
-    """Ranks gather parts of different sizes, and add up such parts, which gloo refuses.
+    """Makes all-gather and reduce-scatter accept parts of different sizes, which gloo refuses.
 
-    The dispatchers of experts do so if several ranks share an expert.
+    The dispatchers of experts use such parts if several ranks share an expert.
     """
 
     def differ(parts: list[torch.Tensor], options: dict[str, Any]) -> bool:
         return len({part.shape for part in parts}) > 1 and not options.get("async_op")
 
     @functools.wraps(dist.all_gather)
-    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def all_gather(
+        parts: list[torch.Tensor], local: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
         if not differ(parts, options):
-            return dist.all_gather(parts, own, *args, **options)
-        whole = torch.cat(parts)
-        sent = [len(own)] * len(parts)
-        again = own.repeat(len(parts), *[1] * (own.dim() - 1))
-        dist.all_to_all_single(whole, again, [len(part) for part in parts], sent, *args, **options)
-        for part, received in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            return dist.all_gather(parts, local, *args, **options)
+        gathered = torch.cat(parts)
+        sent = [len(local)] * len(parts)
+        copies = local.repeat(len(parts), *[1] * (local.dim() - 1))
+        sizes = [len(part) for part in parts]
+        dist.all_to_all_single(gathered, copies, sizes, sent, *args, **options)
+        for part, received in zip(parts, gathered.split(sizes), strict=True):
             part.copy_(received)
         return None
 
     @functools.wraps(dist.reduce_scatter)
     def reduce_scatter(
-        own: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
+        output: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
     ) -> Any:
-        if args or not differ(parts, options):  # args name an operation that may not be the sum
-            return dist.reduce_scatter(own, parts, *args, **options)
-        received = own.new_empty(len(parts), *own.shape)
-        lengths = [len(own)] * len(parts)
+        # Positional arguments may name another operation than the sum.
+        if args or not differ(parts, options):
+            return dist.reduce_scatter(output, parts, *args, **options)
+        received = output.new_empty(len(parts), *output.shape)
+        lengths = [len(output)] * len(parts)
         sent = [len(part) for part in parts]
         dist.all_to_all_single(received.flatten(0, 1), torch.cat(parts), lengths, sent, **options)
-        own.copy_(received.sum(dim=0))
+        output.copy_(received.sum(dim=0))
         return None
 
     finder.substitutes("torch.distributed").update(
@@ -550,7 +573,7 @@ def _substitute_unequal_parts(finder: Finder) -> None:
 
 
 class _AnyIndex(tuple):  # type: ignore[type-arg]
-    """A one-element sequence whose element answers to every index, a device included."""
+    """Returns its one element for every index, which may also be a device."""
 
     def __new__(cls, element: Any) -> _AnyIndex:
         return super().__new__(cls, (element,))

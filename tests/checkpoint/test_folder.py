@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trust.damages import Saved, damaged
 from megatron.adaptive.checkpoint.checksums import BLOCK_BYTES, sealed
 from megatron.adaptive.checkpoint.folder import (
     FORMAT_VERSION,
@@ -23,6 +22,7 @@ from megatron.adaptive.checkpoint.folder import (
 )
 from megatron.adaptive.engine.folder_lease import Lease, LeaseTakenError
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
+from tests.soak.damages import Saved, damaged
 
 MANIFEST = {
     "progress": {"iteration": 10},
@@ -153,7 +153,7 @@ def test_a_tracker_without_a_number_is_refused(folder: CheckpointFolder) -> None
         (lambda path: (path / "metadata.json").unlink(), "metadata.json is missing"),
         (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
         (lambda path: (path / "manifest.json").write_text('{"form'), "cannot be read"),
-        (lambda path: (path / "manifest.json").write_text("[]"), "not of a checkpoint of this"),
+        (lambda path: (path / "manifest.json").write_text("[]"), "was not written by this program"),
         (lambda path: (path.parent / TRACKER).write_text("30"), "iter_0000030 does not exist"),
     ],
 )
@@ -352,8 +352,8 @@ def test_a_block_of_a_large_file_is_named(folder: CheckpointFolder) -> None:
 
 def test_a_whole_checkpoint_under_another_ones_name_is_found(folder: CheckpointFolder) -> None:
     write_checkpoint(folder, 10).rename(folder.complete_path(20))
-    assert "manifest.json is that of step 10" in folder.verify(20)[0]
-    with pytest.raises(DamagedCheckpointError, match="is that of step 10"):
+    assert "manifest.json belongs to step 10" in folder.verify(20)[0]
+    with pytest.raises(DamagedCheckpointError, match="belongs to step 10"):
         folder.open(20)
 
 
@@ -383,7 +383,7 @@ def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder
     path = write_checkpoint(folder, 20)
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"version": 2', '"version": 1'))
-    with pytest.raises(DamagedCheckpointError, match="checksum is another"):
+    with pytest.raises(DamagedCheckpointError, match="checksum does not match"):
         folder.open(20, trust=True)
 
 

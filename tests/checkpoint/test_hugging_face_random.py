@@ -24,7 +24,7 @@ from megatron.adaptive.cli.checkpoint import export_hf, import_hf
 
 from ..multiprocess.launch import Ranks, tail
 from . import tiny_models
-from .test_hugging_face import GRADIENTS, LOGITS, WORKER
+from .test_hugging_face_weights import GRADIENTS, LOGITS, WORKER
 
 EXAMPLES = int(os.environ.get("HF_EXAMPLES", "0"))
 LIMIT_S = 60.0

@@ -124,5 +124,7 @@ def test_settings_of_another_version_are_refused() -> None:
     values = {group: dict(content) for group, content in saved["config"].items()}
     values["model"]["new_setting"] = 1
     other = {**saved, "config": values}
-    with pytest.raises(CheckpointError, match="x: saved settings hold the unknown model setting"):
+    with pytest.raises(
+        CheckpointError, match="x: saved settings contain the unknown model setting"
+    ):
         require_same_model(other, settings(), 128, "x")

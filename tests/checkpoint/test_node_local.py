@@ -19,7 +19,7 @@ from megatron.adaptive.checkpoint.node_local import share_out
 from megatron.adaptive.errors import CheckpointError, ConfigError
 
 from ..multiprocess.launch import limited_disk
-from .test_training import TRACKER, ranks
+from .test_trainer_checkpoints import TRACKER, ranks
 
 Make = Callable[..., Any]
 
@@ -74,9 +74,9 @@ def test_a_rank_killed_while_it_copies_costs_nothing_and_a_node_what_was_not_cop
         shutil.rmtree(disks[1])
     status, said = ranks(2, "copy_resumed", tmp_path)
     assert status == 0, said
-    text = "iteration 2 is on the disks of some nodes, and part of it was on others"
+    text = "iteration 2 is not uploaded: the disks of these nodes lack a part of it"
     assert (text in said) == is_lost
-    assert ("going on with the copy of iteration 2 to" in said) == (not is_lost)
+    assert ("continuing the copy of iteration 2 to" in said) == (not is_lost)
     assert shared.latest() == (2 if is_lost else 3)
     shared.open(shared.latest() or 0)
 
@@ -169,7 +169,7 @@ def test_a_former_copy_that_takes_too_long_is_left_out(
     assert again.resume() == worker.progress(1)
     (line,) = warned(caplog)
     assert "the copy of iteration 2 to " in line
-    assert line.endswith("; going on from that of iteration 1")
+    assert line.endswith("; resuming from iteration 1")
     assert not list(saved.glob(".iter*"))
 
 

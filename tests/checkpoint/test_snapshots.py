@@ -142,7 +142,7 @@ def test_too_little_memory_is_told_and_nothing_is_kept(
     assert "warning: no copies of the state are kept in memory: they take" in log.said
     assert log.said.count("warning") == 1
     assert log.reported.startswith("off: they take")
-    assert left_with(*keepers) == SnapshotSource(why="no node that is left keeps copies")
+    assert left_with(*keepers) == SnapshotSource(why="no remaining node has copies")
 
 
 def test_training_goes_on_without_a_buddy_that_is_lost(

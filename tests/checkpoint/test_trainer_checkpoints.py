@@ -222,7 +222,7 @@ def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
         run.checkpoints.save(worker.progress(2), behind=True)
     (text,) = caplog.messages
     assert "iteration 1 was not written to" in text
-    assert text.endswith("training waits until that of iteration 2 is there in its place")
+    assert text.endswith("training waits until that of iteration 2 is written in its place")
     run.checkpoints.saver.finish()
 
     run.checkpoints.save(worker.progress(3), behind=True)
@@ -259,10 +259,10 @@ def test_ranks_that_the_job_went_on_without_save_nothing(
     folder.lease = Lease(saved)
     folder.lease.claim()
     others = folder.begin(2)
-    with pytest.raises(CheckpointError, match="was taken over by .* while this job stood still"):
+    with pytest.raises(CheckpointError, match="was taken over by .* while this job was stopped"):
         run.checkpoints.save(worker.progress(2))
     run.checkpoints.save(worker.progress(2), behind=True)
-    with pytest.raises(CheckpointError, match="was taken over by .* while this job stood still"):
+    with pytest.raises(CheckpointError, match="was taken over by .* while this job was stopped"):
         run.checkpoints.saver.finish()
     assert others.is_dir()
     assert CheckpointFolder(saved).latest() == 1

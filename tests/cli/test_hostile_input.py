@@ -9,10 +9,10 @@ from zipfile import ZipFile
 
 import pytest
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
-from benchmarks.trust.commands import CASES, HOSTILE, complaint, write_files
 from megatron.adaptive import __main__ as program
 from megatron.adaptive.cluster.job_state_file import read_state, render_state
+from tests.soak.commands import CASES, HOSTILE, complaint, write_files
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 # Read where the ranks have met, which they do once in a process.
 LATE = "--replay-schedule"

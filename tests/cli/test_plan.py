@@ -281,7 +281,10 @@ def test_the_front_is_written_and_drawn(
             "layers 6-5 add up to 11, model gpt2 has",
         ),
         ("--model gpt2 --global-batch-size 8 --partition 6-0-6", "stage 1 has no layer"),
-        ("--model gpt2 --global-batch-size 8 --recompute some", "--recompute some: choose of none"),
+        (
+            "--model gpt2 --global-batch-size 8 --recompute some",
+            "--recompute some: choose from none",
+        ),
         (
             "--model gpt2 --global-batch-size 8 --partition 6-6 --pp 3",
             "--partition has 2 stages and --pp is 3: they contradict",
@@ -297,8 +300,11 @@ def test_the_front_is_written_and_drawn(
         ("--model gpt2 --global-batch-size 8 --tp 5", "--tp 5: it does not divide heads"),
         ("--model gpt2 --global-batch-size 8 --tp 0", "--tp 0: write different whole numbers"),
         ("--model gpt2 --global-batch-size 8 --precision bf16", "t4 does not compute in bf16"),
-        ("--model gpt2 --global-batch-size 8 --schedules 2f2b", "--schedules 2f2b: choose of"),
-        ("--model gpt2 --global-batch-size 8 --schedules forward-only", "forward-only: choose of"),
+        ("--model gpt2 --global-batch-size 8 --schedules 2f2b", "--schedules 2f2b: choose from"),
+        (
+            "--model gpt2 --global-batch-size 8 --schedules forward-only",
+            "forward-only: choose from",
+        ),
         ("--model gpt2 --global-batch-size 8 --profile nowhere.json", "No such file"),
         ("--model gpt2 --global-batch-size 8 --objectiv cost --foo", "plan: .*--foo"),
     ],

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli.plan_inputs import add_input_arguments, calibrated
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.model_description import LayerKind, Model
 from megatron.adaptive.trace.read import read_run
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 TOKENS = 32
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trust.commands import HOSTILE, complaint, write_files
 from megatron.adaptive import __main__ as program
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.trainer import groups
+from tests.soak.commands import HOSTILE, complaint, write_files
 
 COUNT = int(os.environ.get("COMMANDS", "150"))
 SEED = int(os.environ.get("SEED", "1"))

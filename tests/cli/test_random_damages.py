@@ -25,7 +25,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive import __main__ as program
 from megatron.adaptive.checkpoint.folder import INDEX, CheckpointFolder, PipelineFolder
 from megatron.adaptive.cli.pretrain_gpt import load_recipe
@@ -43,6 +42,7 @@ from megatron.adaptive.planner.cluster import read_cluster
 from megatron.adaptive.schedule import schedule_file
 from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = int(os.environ.get("DAMAGES", "60"))

@@ -73,3 +73,36 @@ def test_a_profile_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFi
     # The slow rank alone works 8 * 3 * 0.2 * 2 seconds.
     step_s = float(capsys.readouterr().out.splitlines()[-1].split("chunk)")[1].split()[0])
     assert step_s > 9.6
+
+
+def test_a_schedule_that_the_sizes_do_not_allow_is_left_out_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "outcomes.json"
+    assert simulate(f"--stages 8 --microbatches 4 --json {path}") == 0
+    text = capsys.readouterr().out
+    assert text.count("left out: ") == 1
+    assert "left out: interleaved: " in text
+    names = [row["schedule"] for row in json.loads(path.read_text())]
+    assert names == ["1f1b", "zb-v", "adaptive"]
+
+
+def test_sizes_that_allow_no_schedule_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--stages 8 --microbatches 4 --schedules interleaved") == 2
+    error = capsys.readouterr().err
+    assert "--schedules interleaved: " in error
+    assert "at least 8 (the ranks)" in error
+
+
+def test_an_unknown_schedule_is_never_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(f"{SMALL} --schedules 1f1b,fifo") == 2
+    assert "'fifo'" in capsys.readouterr().err
+
+
+def test_help_shows_no_empty_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        simulate("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: 20)" in text
+    assert "default: None" not in text
+    assert "default: []" not in text

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.cli.top import main
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.monitor import LiveRun
 from megatron.adaptive.trace.status_files import NowFile
 from megatron.adaptive.trace.trace_format import trace_file_name
+from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "megatron.adaptive", "top"]
@@ -99,7 +99,7 @@ def test_what_is_missing_is_said(folder: Path, capsys: pytest.CaptureFixture[str
     assert "1 of 4 ranks have no trace" in text
     assert re.search(r"\n +1 +not started", text)
     assert re.search(r"\n +2 +unreadable", text)
-    assert "trace_rank_00002.jsonl:1 stands before the header" in text
+    assert "trace_rank_00002.jsonl:1 is before the header" in text
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

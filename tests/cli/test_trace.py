@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from openpyxl import load_workbook
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.trace.legacy_text import write_legacy
 from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.trace_format import IterationStart, block_text, trace_file_name
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "trace_pipeline_2_model_chunks_1"
@@ -158,14 +158,16 @@ def test_what_is_wrong_with_a_trace_is_said(
         "warning: no trace of ranks 2 in traces",
         "warning: 1 truncated lines at file ends dropped; run killed?",
         "warning: the clock of rank 1 was set back before iterations 6; times across that moment "
-        "mean nothing",
+        "are meaningless",
     ]
     assert "iteration 4: step" in output.out  # the last one that is whole
 
 
 def test_damaged_folders_are_refused(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("empty").mkdir()
-    assert "empty holds no trace: neither traces/trace_rank_*.jsonl nor" in refused(capsys, "empty")
+    assert "empty contains no trace: neither traces/trace_rank_*.jsonl nor" in refused(
+        capsys, "empty"
+    )
     path = traces / trace_file_name(0)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:4], "[0,0,x]\n", *lines[5:]]))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.plan import main as plan_main
 from megatron.adaptive.cli.profile import main as profile_main
 from megatron.adaptive.cli.validate import main
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 TOKENS = 128
 MODEL = f"""\

@@ -89,7 +89,7 @@ def test_mixed_nodes_keep_their_order(write: Write) -> None:
             "HOMOGENEOUS_CLUSTER=false\nNODES='a:1x1 b:1x1'\nSLURM_PARTITION=a=x",
             ["SLURM_PARTITION=a=x", "b is missing"],
         ),
-        ("HOMOGENEOUS_CLUSTER=false\nNODES=a:1x1\nNNODES=2", ["NNODES=2", "are 1"]),
+        ("HOMOGENEOUS_CLUSTER=false\nNODES=a:1x1\nNNODES=2", ["NNODES=2", "adds up to 1"]),
         ('TRAINER_FLAGS="--x \'y"', ["TRAINER_FLAGS", "quot"]),
         ("NNODES=(1 2)", ["NNODES is an array"]),
         ("if true; then", ["conf.sh", "line", "syntax error"]),

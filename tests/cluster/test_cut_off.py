@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elasticity.nodes import Nodes, why_not
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from tests.support.nodes import Nodes, why_not
 
 from ..multiprocess.launch import forking
 from .jobs import FLAGS, TRAINER, JobFolder

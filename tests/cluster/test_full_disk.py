@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elasticity.nodes import fill
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from tests.support.nodes import fill
 
 from ..multiprocess.launch import limited_disk
 from .jobs import ElasticJob

@@ -182,5 +182,5 @@ def test_a_plan_that_takes_too_long_is_done_without(
         layout = chosen("xa")
         assert layout is not None
         assert [name for name, _ in layout.places] == ["a"]
-        assert said().endswith("] warning: left out: x: in no file of --plan-with\n")
+        assert said().endswith("] warning: left out: x: not in the files of --plan-with\n")
         chooser.close()  # idempotent

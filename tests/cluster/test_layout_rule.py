@@ -179,7 +179,7 @@ def test_a_slow_node_is_left_out_where_that_is_faster(capsys: pytest.CaptureFixt
     assert job.handle(slow(2, 4.0)) != ""
     assert job.choose().world_size == 2
     assert job.stragglers.to_dict(job.nodes[2])["why"] == "left out: slow"
-    assert [node.name for node in job.stragglers.wanted(job.nodes)] == ["a", "b"]
+    assert [node.name for node in job.stragglers.included(job.nodes)] == ["a", "b"]
     job.nodes = job.nodes[2:]  # nobody else is left
     assert job.choose().world_size == 1
 

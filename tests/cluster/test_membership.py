@@ -65,7 +65,7 @@ def test_a_missing_file_and_one_that_is_no_text_are_named(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="No such file"):
         read_machines(tmp_path / "none.txt")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="it is no text"):
+    with pytest.raises(ConfigError, match="it is not a text file"):
         read_machines(tmp_path / "binary")
 
 
@@ -153,7 +153,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
         assert question["what"] == "port"
         link.send("answer", number=question["number"], port=7)
         assert (await asked)["port"] == 7
-        with pytest.raises(TimeoutError, match="a did not end in time"):
+        with pytest.raises(TimeoutError, match="a did not answer in time"):
             await members.ask("a", "port", 0.01)
         asked = asyncio.create_task(members.ask("a", "port", 20.0))
         await asyncio.sleep(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elasticity.nodes import Node, Nodes, why_not
+from tests.support.nodes import Node, Nodes, why_not
 
 from ..multiprocess.launch import ROOT, forking, wait_until
 
@@ -141,7 +141,7 @@ def test_a_master_names_who_is_missing_and_a_bad_setting(pods: list[Node], tmp_p
     start(master, "run_master.sh", conf, "--timeout", "1")
     status, said = finish(master)
     assert status == 2
-    assert said.splitlines()[-1].startswith("error: 1 of 2 nodes were there after 1 s")
+    assert said.splitlines()[-1].startswith("error: 1 of 2 nodes had joined after 1 s")
     # Two processes in all, three stages: both hear of it.
     start(worker, "run_worker.sh", "--master-addr", master.address)
     start(master, "run_master.sh", conf)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli import report as command
 from megatron.adaptive.cli.report import MAX_POINTS, gather
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 from ..browser import complaints, opened_browser
 from ..multiprocess.launch import free_port

@@ -138,7 +138,7 @@ def test_the_state_tells_parts_of_a_morph(
         [incarnation.number],
     )
     assert "1 steps lost in 1 morphs" in render_state(read)
-    assert "epochs under managers before: 1" in render_state(read)
+    assert "epochs under earlier managers: 1" in render_state(read)
 
 
 def test_a_state_that_cannot_be_written_is_told_once_until_it_can(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trust import planted_secrets
 from megatron.adaptive.cli.submit import batch_script, settings_text
 from megatron.adaptive.cluster.conf import make_conf
 from megatron.adaptive.errors import ConfigError
+from tests.soak import planted_secrets
 
 
 @pytest.mark.multiprocess

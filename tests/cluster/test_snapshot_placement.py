@@ -45,8 +45,8 @@ def test_the_newest_step_that_is_whole_is_taken() -> None:
     assert found.step == 0
     found = newest_of([own], needs)
     assert (found.step, found.seen) == (0, 7)
-    assert found.why == "no copy is left of what rank 1 held"
-    assert newest([]).why == "no node that is left keeps copies"
+    assert found.why == "no copy is left of the state of rank 1"
+    assert newest([]).why == "no remaining node has copies"
 
 
 def test_what_was_copied_before_a_move_counts_until_there_is_more() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.trust.strangers import measure
 from megatron.adaptive.cli.node import _check_answer, _Hello, _settings
 from megatron.adaptive.cluster.incarnation import NodeWork
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
+from tests.soak.strangers import measure
 
 ANSWER = {
     "conf": {"LR": "1"},

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(280),
 ]
 
-SPEEDS = ROOT / "benchmarks" / "elasticity" / "timed_layers.py"
+SPEEDS = ROOT / "tests" / "support" / "timed_layers.py"
 WIDE = ("--global-batch-size", "16", "--train-iters", "9999", "--save-interval", "1000")
 ENDLESS = ("--train-iters", "9999", "--diagnose-interval", "4", "--trace-dir", "traces")
 

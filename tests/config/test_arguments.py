@@ -155,7 +155,7 @@ NO_LENGTH => --train-iters or --train-samples
     => --log-energy is a flag of Megatron-LM that this trainer refuses | --wandb-project
 --pipeline-model-parallel-layout E|tx|L => E|tx|L | is not a layout | joined by '|'
 --pipeline-model-parallel-layout t|EL => t|EL | E (embedding) comes first
---pipeline-model-parallel-layout |Et|L => E not on the first stage
+--pipeline-model-parallel-layout |Et|L => must have E on the first stage
 --pipeline-model-parallel-layout Et|m|mL => m on several stages
 --pipeline-model-parallel-layout E((t*9999)*9999)*9999L => more than 100000
 --pipeline-model-parallel-layout E(t*9999)*9999L => more than 100000
@@ -253,7 +253,7 @@ def test_an_unreadable_data_args_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert "is empty" in complaint(f"FILES --data-args-path {tmp_path}/empty")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert "not of a text" in complaint(f"FILES --data-args-path {tmp_path}/binary")
+    assert "no valid UTF-8" in complaint(f"FILES --data-args-path {tmp_path}/binary")
 
 
 def test_the_table_has_a_row_for_each_flag() -> None:
@@ -268,6 +268,13 @@ def test_the_table_has_a_row_for_each_flag() -> None:
     assert any(flag.startswith("--partition") for flag, _, _ in group)
     rate = next(default for flag, default, _ in rows if flag.startswith("--lr "))
     assert rate == "required"
+
+
+def test_help_names_a_default_only_if_there_is_one() -> None:
+    text = " ".join(make_parser().format_help().split())
+    assert re.search(r"\(default: none\)", text, re.IGNORECASE) is None
+    assert "Highest learning rate. (required)" in text
+    assert "Lowest learning rate after the warm-up. (default: 0)" in text
 
 
 def test_help_lists_the_flags_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,7 +331,7 @@ def test_a_recipe_is_a_command_line() -> None:
         ({}, ["num_layrs=3"], "the command line: num_layrs is not a setting"),
         ({"yaml_cfg": "x"}, [], "this trainer refuses it"),
         ({"model": {}}, [], "model is not a setting"),
-        ({"seed": {"x": 1}}, [], "seed holds keys"),
+        ({"seed": {"x": 1}}, [], "seed has keys below it"),
         ({"swiglu": 7}, [], "swiglu is 7: it must be true or false"),
         ({}, ["nodes=many"], "nodes is many"),
         ({"variants": []}, [], "variants holds"),

@@ -71,7 +71,7 @@ PP2 --model-chunks 2 --pipeline-placement v --pipeline-schedule megatron @2
 --transport tcp --rdma-device mlx5_0
     => --rdma-device mlx5_0 with --transport tcp | --transport auto, rdma
 --transport gloo --pipeline-schedule megatron
-    => --transport gloo and --pipeline-schedule megatron | megatron-core's own
+    => --transport gloo and --pipeline-schedule megatron | megatron-core sends its messages
 UNEQUAL @4 => --stage-data-parallel-sizes 2-1 | needs 3 processes | has 4
 UNEQUAL --pipeline-model-parallel-size 3 @3
     => --stage-data-parallel-sizes 2-1 | 2 stages | --pipeline-model-parallel-size is 3
@@ -113,7 +113,7 @@ UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 |
 --split 0,0 => --split '0,0'
 --pack-to 64 => --pack-to 64 | --variable-seq-lengths
 --sft => --sft | --variable-seq-lengths
---variable-seq-lengths --reset-position-ids => --reset-position-ids | never glued
+--variable-seq-lengths --reset-position-ids => --reset-position-ids | never joined
 --variable-seq-lengths --pack-to 64 => --micro-batch-size 2 | --pack-to 64 | one row
 --variable-seq-lengths --pack-to 31 --micro-batch-size 1 => --seq-length 32 is above --pack-to 31
 --balance-replicas lengths @2 => --balance-replicas lengths | --variable-seq-lengths | speed
@@ -147,28 +147,28 @@ PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of | siz
 --mtp-num-layers 1 => --position-embedding-type learned_absolute | --mtp-num-layers 1 | rope
 --mtp-num-layers 0 => --mtp-num-layers | at least 1
 --heterogeneous-layers-config-path /no/file => /no/file: No such file | block_configs
---heterogeneous-layers-config-encoded-json {} => layer 1 has another form | KeyError
---heterogeneous-layers-config-encoded-json [ => layer 1 has another form | JSONDecodeError
+--heterogeneous-layers-config-encoded-json {} => layer 1 does not have the format | KeyError
+--heterogeneous-layers-config-encoded-json [ => layer 1 does not have the format | JSONDecodeError
 UNLIKE{"attention":{"num_query_groups":2,"no_op":1},"ffn":{"ffn_hidden_size":8}}]}
-    => layer 1 | num_query_groups 2 of what is replaced
+    => layer 1 | num_query_groups 2 of a replaced block
 UNLIKE{"attention":{"num_query_groups":2},"ffn":{"ffn_hidden_size":8}}]}
     => describes 1 layers | --num-layers 4
 UNLIKE{"attention":{"num_query_groups":1},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1
     --tensor-model-parallel-size 2 @2 => layer 1 has 1 key and value heads | size 2 | equal share
 UNLIKE{"attention":{"num_query_groups":4},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1 MTP
-    => --mtp-num-layers 1 | layers that are alike
+    => --mtp-num-layers 1 | it needs equal layers
 MTP --context-parallel-size 2 @2 => --mtp-num-layers 1 | --calculate-per-token-loss
 PP2 MTP --pipeline-model-parallel-layout Ett|ttL @2 => Ett|ttL | 0 layers | (m) | make them equal
 PP2 --pipeline-model-parallel-layout Ett|ttmL @2 => 1 layers | (m) | make them equal
 PP2 MTP --pipeline-model-parallel-layout Et|t|ttm|L @2
     => Et|t|ttm|L in a v | stage 2 | last stage of all
 PP2 MTP --pipeline-schedule interleaved --pipeline-model-parallel-layout Et|tttm||L @2
-    => in a loop | stage 1 | any rank but the first
+    => in a loop | stage 1 | any rank except the first
 PP2 --pipeline-model-parallel-layout Ett|ttt|L @2 => has 3 stages | pipeline 2 x chunks
 PP2 --model-chunks 2 --pipeline-model-parallel-layout Ett|ttL @2 => 2 stages | pipeline 2 x chunks 2
 PP2 --pipeline-model-parallel-layout Ett|tttL @2 => 5 transformer layers (t) | --num-layers 4
-PP2 --decoder-first-pipeline-num-layers 5 @2 => 5 | --num-layers 4 | do not come out even
-PP2 --account-for-embedding-in-pipeline-split @2 => --account | --num-layers 4 | 5 layers over 2
+PP2 --decoder-first-pipeline-num-layers 5 @2 => 5 | --num-layers 4 | do not divide evenly
+PP2 --account-for-embedding-in-pipeline-split @2 => --account | --num-layers 4 | evenly over 2
 PP2 --model-chunks 2 --decoder-last-pipeline-num-layers 2 @2 => 2 with the stages in a V | loop
 PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --sequence-parallel
 --moe-grouped-gemm => --moe-grouped-gemm needs --num-experts
@@ -176,8 +176,8 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 0 => --num-experts | 0 is too small
 --num-experts 4 --moe-router-topk 5 => --moe-router-topk 5 is above --num-experts 4
 --num-experts 4 --moe-expert-capacity-factor 0 => --moe-expert-capacity-factor 0 | above 0
---num-experts 4 --moe-layer-freq [1]*3 => --moe-layer-freq [1]*3 says of 3 layers | --num-layers 4
---num-experts 4 --moe-layer-freq 0 => --moe-layer-freq 0 | 1 at least
+--num-experts 4 --moe-layer-freq [1]*3 => --moe-layer-freq [1]*3 has 3 entries | --num-layers 4
+--num-experts 4 --moe-layer-freq 0 => --moe-layer-freq 0 | at least 1
 --num-experts 4 --moe-aux-loss-coeff 0.1 0.2 => 0.1 0.2 | as many
 --num-experts 4 --moe-token-dispatcher-type flex => flex needs DeepEP | alltoall
 --num-experts 4 --variable-seq-lengths => allgather | alltoall
@@ -192,13 +192,13 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
     => --expert-tensor-parallel-size 2 | make the first two equal
 --num-experts 4 --overlap-moe-expert-parallel-comm
     => --overlap-moe-expert-parallel-comm with --expert-model-parallel-size 1 | above 1
-SPREAD @2 => --moe-token-dispatcher-type allgather | cannot be left | alltoall
+SPREAD @2 => --moe-token-dispatcher-type allgather | cannot pause | alltoall
 --num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1
     --global-batch-size 8 --balance-replicas speed @2 => global_aux_loss | same number
 EXCHANGE --pipeline-schedule 1f1b @2 => --pipeline-schedule 1f1b | combined-1f1b
 EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
-EXCHANGE PP2 --repartition auto @4 => --repartition auto | runs there meanwhile
-EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | left in a layer
+EXCHANGE PP2 --repartition auto @4 => --repartition auto | other work that runs
+EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | while a forward pauses
 EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
     --disable-bias-linear @2 => --moe-shared-expert-overlap | drop one
 --num-experts 4 --heterogeneous-layers-config-encoded-json {"block_configs":[]}

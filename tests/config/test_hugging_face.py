@@ -197,7 +197,11 @@ def test_what_changes_numbers_stays_refused(keys: dict[str, Any], tmp_path: Path
     ("kind", "keys", "words"),
     [
         ("olmo2", {}, "nearest is llama, which lacks norms over all heads of queries and keys"),
-        ("granite", {"logits_scaling": 8.0}, "lacks factors of embeddings, .*; logits_scaling"),
+        (
+            "granite",
+            {"logits_scaling": 8.0},
+            "lacks scale factors of embeddings, .*; logits_scaling",
+        ),
         ("gpt_oss", {}, "lacks sinks of attention, and experts with biases"),
         ("tomorrow", {"gate_scale": 2.0}, "nearest is llama, which lacks gate_scale"),
         ("tomorrow", {}, "nearest is llama, which has all its keys: write llama if its layers"),
@@ -213,13 +217,13 @@ def test_the_nearest_family_is_named_with_what_it_lacks(
 @pytest.mark.parametrize(
     ("key", "part", "words"),
     [
-        ("text_config", LLAMA, "its text part, llama, can be read: save that alone, with text_co"),
+        ("text_config", LLAMA, "its text part, llama, can be read: save only that, with text_co"),
         ("text_config", GEMMA, "its text part, gemma3_text, can be read"),
-        ("llm_config", QWEN, "its text part, qwen2, can be read: save that alone, with llm_conf"),
+        ("llm_config", QWEN, "its text part, qwen2, can be read: save only that, with llm_conf"),
         (
             "text_config",
             {**LLAMA, "model_type": "t5"},
-            "its text part, t5, is of no family that is read: deepseek_v2",
+            "its text part, t5, is of no supported family: deepseek_v2",
         ),
     ],
 )

@@ -38,7 +38,7 @@ DEEP = "[" * (MAX_LEVELS + 1) + "]" * (MAX_LEVELS + 1)
         ("9" * 30, "more than 64 bits"),
         ("9" * 100_000, "more than 64 bits"),
         ('{"a": 1, "a": 2}', "'a' is given twice"),
-        (b"\xff\xfe{}", "byte 0 is not of a text"),
+        (b"\xff\xfe{}", "byte 0 is no valid UTF-8"),
         ("", "line 1 column 1"),
         ('{"a": 1,\n 2}', "line 2"),
     ],
@@ -67,7 +67,7 @@ def test_a_file_is_named_with_what_to_do(tmp_path: Path) -> None:
         "": "Is a directory",
         "empty.json": r"no JSON \(Expecting value",
         "twice.json": "given twice",
-        "binary.json": "byte 1 is not of a text",
+        "binary.json": "byte 1 is no valid UTF-8",
     }.items():
         with pytest.raises(ScheduleError, match=f"{name}: .*{rule}.*; name a profile$"):
             read_json(tmp_path / name, "name a profile", ScheduleError)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatron.adaptive.data.cache import kept
+from megatron.adaptive.data.cache import cached_arrays
 from megatron.adaptive.errors import DataError
 
 NAMES = ("order", "places")
@@ -32,7 +32,7 @@ class Maker:
         return [np.arange(1000, dtype=np.int32), np.arange(24, dtype=np.int64).reshape(12, 2)]
 
     def arrays(self, folder: Path) -> list[npt.NDArray[Any]]:
-        return kept(str(folder), NAMES, self)
+        return cached_arrays(str(folder), NAMES, self)
 
     def check(self, folder: Path) -> None:
         for array, expected in zip(self.arrays(folder), self(), strict=True):
@@ -100,7 +100,7 @@ def test_damaged_files_are_made_anew(
     else:
         assert len(messages) == 1
         assert "order.npy" in messages[0]
-        assert "made anew" in messages[0]
+        assert "built again" in messages[0]
 
 
 def test_no_random_change_is_taken(tmp_path: Path) -> None:
@@ -129,7 +129,9 @@ def test_no_random_change_is_taken(tmp_path: Path) -> None:
 def test_arrays_that_do_not_suit_the_data_are_made_anew(tmp_path: Path) -> None:
     maker = Maker()
     maker.arrays(tmp_path)
-    kept(str(tmp_path), NAMES, maker, lambda arrays: "a document is none of the data's")
+    cached_arrays(
+        str(tmp_path), NAMES, maker, lambda arrays: "a document does not belong to the data"
+    )
     assert maker.times == 2
 
 
@@ -147,7 +149,7 @@ def test_a_whole_file_is_mapped_and_not_written(tmp_path: Path) -> None:
 def test_arrays_without_elements_are_kept(tmp_path: Path) -> None:
     empty = [np.zeros(0, np.int32), np.zeros(0, np.bool_)]
     for _ in range(2):
-        found = kept(str(tmp_path), NAMES, lambda: empty)
+        found = cached_arrays(str(tmp_path), NAMES, lambda: empty)
         assert [(one.dtype, one.shape) for one in found] == [(np.int32, (0,)), (np.bool_, (0,))]
 
 
@@ -177,8 +179,8 @@ def synced(descriptor):
     fsync(descriptor)
 os.fsync = synced
 sys.addaudithook(watch)
-from megatron.adaptive.data.cache import kept
-kept(sys.argv[1], ["a", "b"], lambda: [np.arange(9), np.arange(3)])
+from megatron.adaptive.data.cache import cached_arrays
+cached_arrays(sys.argv[1], ["a", "b"], lambda: [np.arange(9), np.arange(3)])
 folder = sys.argv[1]
 steps = []
 for event, name in events:
@@ -201,11 +203,11 @@ def test_a_name_stands_for_bytes_that_are_on_the_disk(tmp_path: Path) -> None:
 FULL = """
 import resource, sys
 import numpy as np
-from megatron.adaptive.data.cache import kept
+from megatron.adaptive.data.cache import cached_arrays
 from megatron.adaptive.errors import DataError
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
-    kept(sys.argv[1], ["a"], lambda: [np.arange(100_000)])
+    cached_arrays(sys.argv[1], ["a"], lambda: [np.arange(100_000)])
 except DataError as error:
     print(error)
 """

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron.adaptive.config.data import DataConfig
-from megatron.adaptive.data.cache import kept
+from megatron.adaptive.data.cache import cached_arrays
 from megatron.adaptive.data.corpus import Corpus
 from megatron.adaptive.data.datasets import Blend, Samples, build_datasets, parse_blend
 from megatron.adaptive.data.loader import Batching, MicrobatchLoader
@@ -308,9 +308,9 @@ def test_a_damaged_index_is_made_anew(
 @pytest.mark.parametrize(
     ("part", "change", "rule"),
     [
-        ("shuffle", lambda array: array + 1, "a sample is none of the data's"),
-        ("document", lambda array: array + 40, "a document is none of the data's"),
-        ("sample", lambda array: array[::-1], "samples do not follow each other"),
+        ("shuffle", lambda array: array + 1, "a sample does not belong to the data"),
+        ("document", lambda array: array + 40, "a document does not belong to the data"),
+        ("sample", lambda array: array[::-1], "samples are not in order"),
         ("sample", lambda array: array + np.array([0, 99]), "a sample begins outside the data"),
         ("sample", lambda array: array[1:], "their shapes do not belong together"),
         ("shuffle", lambda array: array * 1.0, "they are not whole numbers"),
@@ -330,7 +330,7 @@ def test_an_index_of_other_data_is_made_anew(
     (path,) = (tmp_path / "cache").glob(f"*-{part}.npy")
     array = change(np.load(path))
     path.unlink()
-    kept(str(path.parent), [path.stem], lambda: [array])
+    cached_arrays(str(path.parent), [path.stem], lambda: [array])
     assert _tokens(_train(prefix, tmp_path, 40)) == expected
     assert rule in caplog.text
 

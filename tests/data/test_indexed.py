@@ -65,7 +65,7 @@ def test_a_prefix_with_suffix_or_cut_short_gets_a_hint(write_tokens: Write) -> N
         (17, b"\x09", "dtype code 9"),
         (17, b"\x07", "dtype code 7"),
         (18, struct.pack("<Q", 2**60), "is truncated"),
-        (18, struct.pack("<Q", 2), "bytes too many"),
+        (18, struct.pack("<Q", 2), "too many bytes"),
         (34, struct.pack("<i", -3), "sequence 0 has length -3"),
         (34, struct.pack("<i", 9), "data.bin: has 12 bytes, but its index counts 12 tokens"),
         (17, b"\x04", "data.bin: has 12 bytes, but its index counts 6 tokens of 4 bytes"),

@@ -159,11 +159,11 @@ def test_what_nobody_reads_does_not_count(tmp_path: Path, line: bytes) -> None:
         ({"messages": [{"role": "assistant", "content": 5}]}, "talks.jsonl:1: is no conversation"),
         (
             {"messages": [{"role": "assistant", "content": None}]},
-            "talks.jsonl:1: without a chat template a message is a text of system, user, assistant",
+            "talks.jsonl:1: without a chat template a message must be text of system, user, assist",
         ),
         (
             {"messages": [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "2"}]},
-            "without a chat template .* is str of 'tool'; give a tokenizer with a template",
+            "without a chat template .* is a str of 'tool'; give a tokenizer with a template",
         ),
     ],
 )

@@ -171,7 +171,7 @@ def test_missing_flags_are_named(kind: str, given: dict[str, str], message: str)
         ("[1, 2]", "do not belong together"),
         ('{"a": -1}', "do not belong together"),
         ("{}", "do not belong together"),
-        (b"\xff\xfe", "is not of a text in UTF-8"),
+        (b"\xff\xfe", "is no valid UTF-8"),
     ],
 )
 def test_broken_vocabularies_are_named(
@@ -277,7 +277,7 @@ def test_a_template_may_refuse_and_runs_in_a_sandbox(folder: Path, tmp_path: Pat
     for template, reason in (
         ("{{ raise_exception('roles must take turns') }}", "roles must take turns"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ("{% for one in messages %}{% endfor %}", "leaves out what the assistant says"),
+        ("{% for one in messages %}{% endfor %}", "leaves out the assistant"),
         ("{% for %}", "refuses the conversation"),
     ):
         (tmp_path / "chat_template.jinja").write_text(template)

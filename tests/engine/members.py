@@ -236,7 +236,7 @@ def record(member: Member) -> dict[str, Any]:
 
     def recording(after_step: int) -> Recording:
         return Recording(
-            path, shape, place=pp_rank, is_writer=member.rank == 0, after_step=after_step
+            path, shape, order_index=pp_rank, is_writer=member.rank == 0, after_step=after_step
         )
 
     orders = [(0, 0, 1, 1), (0, 1, 0, 1)]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.cli.top import draw
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import ProgressFile
 from megatron.adaptive.trace.monitor import LiveRun
+from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 WATCHDOG_S = 60.0
 

@@ -121,7 +121,9 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
     second = Lease(tmp_path)
     second.claim()
     second.publish({"port": 8})
-    with pytest.raises(LeaseTakenError, match="was taken over by process .* while this job stood"):
+    with pytest.raises(
+        LeaseTakenError, match="was taken over by process .* while this job was stopped"
+    ):
         first.require()
     said: list[str] = []
     assert not first.is_held(said.append)

@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_written_is_told_once(
     file.iteration(1, {}, is_logged=True)
     assert capsys.readouterr().err == (
         f"warning: cannot write {tmp_path / PROGRESS_NAME}: Is a directory; "
-        "the run goes on without it\n"
+        "the run continues without it\n"
     )
 
 

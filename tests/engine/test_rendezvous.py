@@ -64,7 +64,7 @@ def test_a_port_where_nobody_listens_is_said() -> None:
 
 @pytest.mark.timeout(90)
 def test_a_silent_program_at_the_port_is_no_store(silent_port: int) -> None:
-    assert "it is no store of torch" in refusal(place(1, silent_port))
+    assert "it is not a torch store" in refusal(place(1, silent_port))
 
 
 def test_ranks_with_different_ports_are_named() -> None:

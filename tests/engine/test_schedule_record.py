@@ -110,13 +110,13 @@ def test_steps_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as info:
         record.require_steps(2, 9)
     assert str(info.value) == (
-        f"{tmp_path / 'f'} holds steps 1-3, 7, and lacks 4-6, 8-9 of those to be replayed; train "
+        f"{tmp_path / 'f'} contains steps 1-3, 7, but not 4-6, 8-9 of those to be replayed; train "
         "other iterations, or record more"
     )
     replay = Replay(record, SHAPE, 0)
     replay.begin(4)
     with pytest.raises(
-        ConfigError, match="holds steps 1-3, 7, and lacks 4 of those to be replayed; train"
+        ConfigError, match="contains steps 1-3, 7, but not 4 of those to be replayed; train"
     ):
         replay.policy(2)
     replay.begin(7)
@@ -146,9 +146,9 @@ def damaged(change: Any) -> str:
         (damaged(lambda c: c["shape"].pop("chunks")), "no 'chunks'"),
         (damaged(lambda c: c["shape"].update(chunks="1")), "\"chunks\" is '1'"),
         (damaged(lambda c: c.update(orders=3)), "not iterable"),
-        (damaged(lambda c: c["orders"][0].pop()), "does not hold each action once"),
-        (damaged(lambda c: c["orders"][0].append(2)), "does not hold each action once"),
-        (damaged(lambda c: c["orders"][0].append("x")), "something else than codes"),
+        (damaged(lambda c: c["orders"][0].pop()), "does not contain each action once"),
+        (damaged(lambda c: c["orders"][0].append(2)), "does not contain each action once"),
+        (damaged(lambda c: c["orders"][0].append("x")), "something other than codes"),
         (damaged(lambda c: c["steps"].update({"1": [0, 2]})), "step 1 does not name an order"),
         (damaged(lambda c: c["steps"].update({"a": [0, 1]})), "invalid literal"),
     ],
@@ -175,7 +175,7 @@ def test_what_is_not_there_or_newer_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="f: no JSON .*; name a file that --record-schedule"):
         ScheduleRecord.load(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is not of a text in UTF-8; name a file"):
+    with pytest.raises(ConfigError, match="is no valid UTF-8; name a file"):
         ScheduleRecord.load(path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(TraceError, match="cannot write"):
@@ -185,7 +185,7 @@ def test_what_is_not_there_or_newer_is_one_line(tmp_path: Path) -> None:
 def test_a_file_of_another_shape_is_not_continued(tmp_path: Path) -> None:
     small(tmp_path / "f")
     other = RecordShape(ranks=2, chunks=2, placement="loop", weight_pieces=0)
-    options: dict[str, Any] = {"place": 0, "is_writer": True}
+    options: dict[str, Any] = {"order_index": 0, "is_writer": True}
     with pytest.raises(ConfigError, match="chunks 1 there, 2 here"):
         Recording(tmp_path / "f", other, after_step=1, **options)
     # A fresh start writes its own file.

@@ -17,9 +17,9 @@ from .conftest import Start
 def test_signal_is_only_noted(number: signal.Signals) -> None:
     with StopRequest() as stop:
         assert not stop.agreed(None)
-        assert not any(stop._mine())
+        assert not any(stop._requests())
         os.kill(os.getpid(), number)
-        assert any(stop._mine())
+        assert any(stop._requests())
         assert stop.reason is None
         assert stop.agreed(None)
         assert stop.agreed(None)
@@ -31,7 +31,7 @@ def test_second_interrupt_ends_at_once() -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert any(stop._mine())
+        assert any(stop._requests())
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -69,7 +69,7 @@ def test_what_communicates_is_in_the_same_piece_on_ranks_with_other_experts() ->
         order, counts = uneven_pieces(units, 4)
         parts = [[order.popleft()[0] for _ in range(count)] for count in counts]
         assert not order
-        communicating = [[t.given for t in part if t.call.sequence_group] for part in parts]  # type: ignore[attr-defined]
+        communicating = [[t.inputs for t in part if t.call.sequence_group] for part in parts]  # type: ignore[attr-defined]
         return communicating, [sum(t.call.flops(None) for t in part) for part in parts]  # type: ignore[arg-type]
 
     places, costs = cut([0, 0, 0, 8, 8, 0])

@@ -147,7 +147,7 @@ def test_losses_gradients_and_loaded_tensors_are_what_they_were(ran: Any, name: 
 @pytest.mark.multiprocess
 def test_parts_on_a_nodes_own_disk_are_copied_where_they_belong(ran: Any, golden: Path) -> None:
     said, _ = ran
-    assert "going on with the copy of iteration 2 to" in said["resume-local"][1]
+    assert "continuing the copy of iteration 2 to" in said["resume-local"][1]
     assert (golden / "shared" / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert (golden / "shared" / "iter_0000002" / "manifest.json").is_file()
 

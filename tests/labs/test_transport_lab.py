@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.channels import lab as lab_benchmark
+from tests.labs import rdma_speed as lab_benchmark
 
 from ..cpp_tests import VERBS, CppTests
 from ..multiprocess.launch import run_forked

@@ -111,7 +111,7 @@ def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
     later = trained()
     later.run(6, **folders)
     said = capsys.readouterr().out
-    assert "going on with the copy of iteration 3" in said
+    assert "continuing the copy of iteration 3" in said
     assert said.count("saved checkpoint from iteration       6") == 1
     assert one.losses | later.losses == whole.losses
     assert list(later.losses) == [3, 4, 5]
@@ -129,7 +129,9 @@ def test_a_nodes_disk_that_cannot_be_written_is_passed_by(
     assert sorted(PipelineFolder(folder).steps()) == [3]
     assert f"{disk}: " in caplog.text
     assert f"the checkpoint of iteration 3 goes to {folder} at once" in caplog.text
-    with pytest.raises(ConfigError, match="local_folder x is where .* give Pipeline.loop folder"):
+    with pytest.raises(
+        ConfigError, match="local_folder x was given without folder.* give Pipeline.loop folder"
+    ):
         trained().run(3, None, local_folder="x")
 
 
@@ -161,11 +163,11 @@ def test_what_would_lose_or_repeat_samples_is_refused(trained: Any, tmp_path: Pa
     assert next(steps) == 1
     with pytest.raises(ConfigError, match="step 1 of Pipeline.loop was not trained"):
         next(steps)
-    with pytest.raises(ConfigError, match="one loop has all steps"):
+    with pytest.raises(ConfigError, match="run all steps in one loop"):
         one.pipeline.loop(9)
     saved = trained()
     saved.run(1, tmp_path / "own")
-    with pytest.raises(CheckpointError, match="its steps are of 4 samples, those of the script"):
+    with pytest.raises(CheckpointError, match="its steps have 4 samples, those of the script"):
         trained(8).run(2, tmp_path / "own")
 
 

@@ -38,7 +38,7 @@ from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
-from megatron.adaptive.gpt.build_model import (  # noqa: E402  # noqa: E402
+from megatron.adaptive.gpt.build_model import (  # noqa: E402
     build_chunks,
     build_optimizer,
     build_scheduler,

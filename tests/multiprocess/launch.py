@@ -29,7 +29,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
-TIMED_LAYERS = ROOT / "benchmarks" / "elasticity" / "timed_layers.py"
+TIMED_LAYERS = ROOT / "tests" / "support" / "timed_layers.py"
 RANK = Path(__file__).with_name("forked_rank.py")
 NODES = Path(__file__).with_name("forked_nodes")
 START_LIMIT_S = 120.0

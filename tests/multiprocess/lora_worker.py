@@ -28,7 +28,11 @@ from safetensors.torch import load_file
 
 from megatron.adaptive.checkpoint import megatron_state
 from megatron.adaptive.checkpoint.export import adapter_tensors
-from megatron.adaptive.checkpoint.hugging_face_weights import OurTensor, our_tensors, their_shapes
+from megatron.adaptive.checkpoint.hugging_face_weights import (
+    CoreTensor,
+    core_tensors,
+    hugging_face_shapes,
+)
 from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Environment
@@ -76,7 +80,7 @@ def is_where_a_backward_ends(_module: Any, _given: Any, output: torch.Tensor) ->
     assert not output.requires_grad
 
 
-def joined(parts: list[Shards], ours: Mapping[str, OurTensor]) -> dict[str, torch.Tensor]:
+def joined(parts: list[Shards], ours: Mapping[str, CoreTensor]) -> dict[str, torch.Tensor]:
     """Puts gradients of all ranks together under their names there."""
     whole: dict[str, torch.Tensor] = {}
     for part in parts:
@@ -84,12 +88,14 @@ def joined(parts: list[Shards], ours: Mapping[str, OurTensor]) -> dict[str, torc
             target = whole.setdefault(name, torch.full(shape, torch.nan))
             place = tuple(slice(at, at + n) for at, n in zip(offset, data.shape, strict=True))
             target[place] = data
-    found = {name: torch.full(shape, torch.nan) for name, shape in their_shapes(ours).items()}
+    found = {
+        name: torch.full(shape, torch.nan) for name, shape in hugging_face_shapes(ours).items()
+    }
     for name, our in ours.items():
         for one in our.rows:
             source = whole[name][one.expert] if our.experts else whole[name]
-            target = found[one.name].t() if one.turned else found[one.name]
-            target[one.first : one.first + one.count] = source[one.at : one.at + one.count]
+            target = found[one.name].t() if one.transposed else found[one.name]
+            target[one.first : one.first + one.count] = source[one.row : one.row + one.count]
     return found
 
 
@@ -139,7 +145,7 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
         line = f"{case['model']} {' '.join(case['flags'])}"
         print(f"LOSSES {gap(ours, losses):.3e} {line}", flush=True)
         if not is_sharded:  # where each replica has the sum of its share alone
-            adapters = adapter_tensors(config, our_tensors(config, model_type))
+            adapters = adapter_tensors(config, core_tensors(config, model_type))
             found = joined([one for _, one in parts], adapters)
             assert found.keys() == expected.keys()
             worst = max((gap(found[key], one), key) for key, one in expected.items())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trust.hangs import Case, is_named_right, run
+from tests.soak.hangs import Case, is_named_right, run
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 

@@ -91,7 +91,7 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
     folder = tmp_path / "moved"
     moved, log = train(folder, *shape, "--pipeline-schedule", "auto", "--trace-dir", str(folder))
     assert re.search(r"auto takes .*; in a v of 2-2-2-2 layers at best", log), log
-    now = re.search(r"the stages of ([0-9-]+) layers now lie in a (loop|v): moved in", log)
+    now = re.search(r"the stages of ([0-9-]+) layers are now placed in a (loop|v): moved in", log)
     assert now is not None, log
     layers, kind = tuple(map(int, now[1].split("-"))), now[2]
     header = read_run(folder).ranks[1].header

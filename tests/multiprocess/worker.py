@@ -69,7 +69,7 @@ from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E40
 from megatron.adaptive.gpt.train_step import Step, params_norm  # noqa: E402
 from megatron.adaptive.rebalance.microbatch_dealing import ReplicaDealing  # noqa: E402
 from megatron.adaptive.rebalance.move_stages import move_stages, take_down  # noqa: E402
-from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, KINDS, Row  # noqa: E402
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, KINDS, SpanRow  # noqa: E402
 from tests.multiprocess.gradients import layer_norms, other_sums, plant  # noqa: E402
 from tests.multiprocess.variants import PLANTED  # noqa: E402
 
@@ -190,7 +190,7 @@ class Orders:
     def __init__(self) -> None:
         self.words: list[str] = []
 
-    def extend(self, rows: Iterable[Row]) -> None:
+    def extend(self, rows: Iterable[SpanRow]) -> None:
         for kind, chunk, microbatch, *_ in rows:
             if KINDS[kind] in DRAWN_ACTIONS:
                 self.words.append(f"{KINDS[kind]}{chunk}-{microbatch}")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import TracedRun, calibrate, rank_correlation
 from megatron.adaptive.planner.cluster import LinkSpeed, NodeType
@@ -16,6 +15,7 @@ from megatron.adaptive.planner.model_description import LayerKind, Model
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.profile_file import make_profile
 from megatron.adaptive.trace.read import read_run
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 
 def _model(layers: int) -> Model:

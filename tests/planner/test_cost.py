@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planning.small import Problem, random_problem
 from megatron.adaptive.config.plan_file import plan_flags, world_size_of
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.chunk_partition import handed_over, scheduled
@@ -14,6 +13,7 @@ from megatron.adaptive.planner.cost import as_run, dealt_widths, held_of, predic
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace, conf_text, plan_document
 from megatron.adaptive.planner.propose import Request, propose
 from megatron.adaptive.schedule.unequal_widths import Widths
+from tests.support.small_clusters import Problem, random_problem
 
 
 def problem() -> Problem:

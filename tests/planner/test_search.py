@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planning.small import better, brute_force, random_problem, searcher_of, solve
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.model import MODELS
@@ -23,6 +22,7 @@ from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import SCHEDULES, Request, complete_profile, pareto, propose
 from megatron.adaptive.planner.search import Searcher
 from megatron.adaptive.planner.search_options import Objective, SearchOptions
+from tests.support.small_clusters import better, brute_force, random_problem, searcher_of, solve
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -102,12 +102,12 @@ def test_one_rank_is_no_v() -> None:
         (
             {"num_layers": 4, "pipeline_model_parallel_layout": "Et|t|tt|mL", "mtp_num_layers": 1},
             {"load": "here", "ckpt_format": "torch"},
-            "checkpoints of --ckpt-format torch with placement v: they name layers by their place",
+            "checkpoints of --ckpt-format torch with placement v: they name layers by their",
         ),
         (
             {"num_layers": 4, "pipeline_model_parallel_layout": "Ett|tt|m|L", "mtp_num_layers": 1},
             {},
-            "pipeline_model_parallel_layout of the model with multi-token prediction on a stage",
+            "pipeline_model_parallel_layout of the model has multi-token prediction on",
         ),
         (
             {},

@@ -197,7 +197,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     check_numbers(results)
     assert results[0]["refused"] == {
         "shapes": "adjust_tensor_shapes_fn was given (distillation does): stages exchange one "
-        "tensor of its own shape here; leave it out or use schedule megatron",
+        "tensor with its shape; leave it out or use schedule megatron",
         "groups": "pg_collection was given with a pipeline group that is not parallel_state's: "
         "the engine connects the ranks of that one; leave it out or use schedule megatron",
         "messages": "p2p_communicator was given with a pipeline group that is not "

@@ -77,11 +77,11 @@ def test_what_is_not_refused() -> None:
     ("name", "value", "reason"),
     [
         ("cuda_graph_impl", "local", "a CUDA graph replays the order it was captured in"),
-        ("hybrid_context_parallel", True, "it has a loop of its own"),
+        ("hybrid_context_parallel", True, "it needs a special loop"),
         (
             "delay_wgrad_compute",
             True,
-            "weight gradients are the engine's to delay, see split_backward",
+            "the engine itself delays weight gradients, see split_backward",
         ),
     ],
 )
@@ -96,9 +96,9 @@ def test_parts_of_megatron_cores_own_loop(name: str, value: Any, reason: str) ->
 @pytest.mark.parametrize(
     ("changes", "schedule", "reason"),
     [
-        ({}, "1f1b", "schedule 1f1b needs .*in the others no action begins beside another"),
-        ({"moe_token_dispatcher_type": "flex"}, "adaptive", "flex needs .*cannot be left"),
-        ({"recompute_modules": ["moe"]}, "adaptive", "layers of experts recomputed"),
+        ({}, "1f1b", "schedule 1f1b needs .*the others never start an action while another runs"),
+        ({"moe_token_dispatcher_type": "flex"}, "adaptive", "flex needs .*cannot pause"),
+        ({"recompute_modules": ["moe"]}, "adaptive", "recomputed layers of experts"),
     ],
 )
 def test_exchanges_that_nothing_can_hide(
@@ -154,7 +154,10 @@ def test_schedules(chunks: int, settings: dict[str, Any], line: str) -> None:
 
 
 def test_a_model_that_was_built_in_another_placement() -> None:
-    line = "^the model's chunks lie in a loop, and schedule hinted was given with placement v: call"
+    line = (
+        "^the model's chunks are placed in a loop, and schedule hinted was given with placement v: "
+        "call"
+    )
     with pytest.raises(ConfigError, match=line):
         check(
             configuration(pipeline_model_parallel_size=2),

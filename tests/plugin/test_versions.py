@@ -189,7 +189,7 @@ def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
 def test_one_without_trainer_names_the_version_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrain.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        SetupError, match=r"^megatron-core [\d.]+ carries no trainer .*0\.17 or new"
+        SetupError, match=r"^megatron-core [\d.]+ contains no trainer .*0\.17 or new"
     ):
         pretrain.main([])
 
@@ -219,13 +219,13 @@ def test_the_installed_one_fits() -> None:
         ({"finalize_model_grads": finalize_0_15}, None),
         (
             {"finalize_model_grads": finalize_0_14},
-            "its finalize_model_grads takes (model, num_tokens) where the pipeline engine gives "
+            "its finalize_model_grads takes (model, num_tokens), but the pipeline engine passes "
             "(model, num_tokens, pg_collection)",
         ),
         (
             {"check_first_val_step": first_val_reordered},
-            "its check_first_val_step takes (forward_only, first_val_step, cond) where the "
-            "pipeline engine gives (first_val_step, forward_only, cond)",
+            "its check_first_val_step takes (forward_only, first_val_step, cond), but the "
+            "pipeline engine passes (first_val_step, forward_only, cond)",
         ),
         ({"forward_step": None}, "it has no forward_step among its schedules"),
     ],

@@ -13,7 +13,7 @@ from megatron.adaptive import accelerator
 accelerator.install()
 
 from megatron.adaptive.errors import DeadlineError, TransportError  # noqa: E402
-from megatron.adaptive.profiling.links import as_curve, measure_link, pairings  # noqa: E402
+from megatron.adaptive.profiling.links import Rounds, as_curve, measure_link, pairings  # noqa: E402
 from megatron.adaptive.profiling.transport_check import check_contents  # noqa: E402
 from megatron.adaptive.schedule.workload import Link  # noqa: E402
 from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label  # noqa: E402
@@ -74,12 +74,19 @@ def test_the_leader_says_when_enough_time_has_passed() -> None:
 
     def follow() -> None:
         measure_link(
-            other, 0, leads=False, payload=torch.zeros(1), timeout_s=10.0, burst=2, clock=count
+            other,
+            0,
+            leads=False,
+            payload=torch.zeros(1),
+            timeout_s=10.0,
+            rounds=Rounds(burst=2),
+            clock=count,
         )
 
     follower = threading.Thread(target=follow)
     follower.start()
-    measure_link(one, 1, leads=True, payload=torch.zeros(1), timeout_s=10.0, burst=2, seconds=0.2)
+    long_rounds = Rounds(burst=2, seconds=0.2)
+    measure_link(one, 1, leads=True, payload=torch.zeros(1), timeout_s=10.0, rounds=long_rounds)
     follower.join()
     assert rounds[-1] - rounds[0] >= 0.4  # short rounds, then long ones
     assert len(rounds) > 40
@@ -91,7 +98,7 @@ def test_a_payload_that_comes_changed_is_refused() -> None:
     check_contents(wire, 0, torch.device("cpu"))
     damage = wire.send
     wire.send = lambda peer, label, tensor: damage(peer, label, tensor.roll(1))  # type: ignore
-    with pytest.raises(TransportError, match="1000 bytes from rank 0 over wire came changed"):
+    with pytest.raises(TransportError, match="1000 bytes from rank 0 over wire arrived changed"):
         check_contents(wire, 0, torch.device("cpu"))
 
 

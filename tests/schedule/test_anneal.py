@@ -71,7 +71,7 @@ def test_an_order_gets_no_slower_and_stays_valid(
 
 
 def test_it_finds_a_proven_optimum() -> None:
-    # p4-m5-less-weight-l3-cap4 of benchmarks/optimal.json, where the best fixed order loses 7.7%.
+    # p4-m5-less-weight-l3-cap4 of studies/optimal.json, where the best fixed order loses 7.7%.
     placement = Placement(num_ranks=4, num_chunks=2, kind="v")
     times = StageTimes.equal(8, forward_s=12.0, backward_s=16.0, weight_s=8.0)
     choice = choose(

@@ -98,7 +98,7 @@ def test_a_deadlock_under_compiled_code_is_told_like_any_other() -> None:
     backwards_first = [schedule.orders[1][2:] + schedule.orders[1][:2]]
     policies = [Follow(schedule.orders[0]), Follow(backwards_first[0])]
     times = StageTimes.equal(2, forward_s=1.0, backward_s=2.0)
-    with pytest.raises(ScheduleError, match="deadlock: no rank can go on"):
+    with pytest.raises(ScheduleError, match="deadlock: no rank can continue"):
         simulate(placement, 2, policies, times, compiled=True)
 
 

@@ -144,7 +144,7 @@ def test_a_module_that_raises(module: Module) -> None:
         ("return {}['none']", r"rank 0: it raised KeyError: 'none'; ready: F0-0"),
         ("return 7", r"rank 0: it returned 7: return an Action of state.ready\(\)"),
         ("return Action(B, 0, 0)", r"rank \d: B0-0 cannot start: its own forward F0-0 has not"),
-        ("return None", r"deadlock: no rank can go on: rank 0 waits for"),
+        ("return None", r"deadlock: no rank can continue: rank 0 waits for"),
         (
             "return next((a for a in state.ready() if a.kind is F), None)"
             " or next(iter(state.ready()), None)",

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule import rank_kernel
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -231,3 +232,19 @@ def test_ready_agrees_with_is_ready_along_any_walk(
             arrival = inputs.pop()
             state.arrive(arrival.kind, arrival.chunk, arrival.microbatch)
     assert not any(state.is_possible(action) for action in everything)
+
+
+def test_the_table_of_slots_shows_the_state_of_its_example() -> None:
+    state = make_state(ranks=2, chunks=2, rank=1, microbatches=3, cap=2.0, weight_pieces=1)
+    for chunk, microbatch in ((0, 0), (0, 1), (1, 0)):
+        state.arrive(F, chunk, microbatch)
+        run(state, Action(F, chunk, microbatch))
+    assert state.start(Action(B, 1, 0))
+    state.arrive(F, 0, 2)
+    rows = re.findall(
+        r"^ +(\d+) (?:[A-Z_]+)? +(\d+(?: \d+)*)   \S", str(rank_kernel.__doc__), re.MULTILINE
+    )
+    table = {int(slot): [int(number) for number in example.split()] for slot, example in rows}
+    assert [number for _, numbers in sorted(table.items()) for number in numbers] == state.numbers
+    for slot, numbers in table.items():
+        assert state.numbers[slot : slot + len(numbers)] == numbers

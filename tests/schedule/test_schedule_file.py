@@ -179,7 +179,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"x.txt: its name must end in .json or .csv"):
         load(tmp_path / "x.txt")
     (tmp_path / "latin.csv").write_bytes(b"\xff")
-    with pytest.raises(ScheduleError, match="latin.csv: byte 0 is not of a text in UTF-8"):
+    with pytest.raises(ScheduleError, match="latin.csv: byte 0 is no valid UTF-8"):
         load(tmp_path / "latin.csv")
     schedule = make_schedule("1f1b", Placement(num_ranks=1, num_chunks=1), 1)
     with pytest.raises(ScheduleError, match="schedules are written as .json"):
@@ -228,7 +228,7 @@ def test_csv_with_communication_and_overlap(tmp_path: Path) -> None:
         ("0UNSHARD\n\n", "it lists no action"),
         ('"0F0', "it is not CSV: unexpected end of data"),
         ("0F0,0B0\n0F1,0B1", "stage 0 is in rows 1 and 2: a stage belongs to one rank"),
-        ("0F0,0B0\n2F0,2B0", "2 stages up to 2 in 2 rows: every row must hold as many"),
+        ("0F0,0B0\n2F0,2B0", "2 stages up to 2 in 2 rows: give every row the same"),
         ("0F0,3F0\n1F0\n2F0", "4 stages up to 3 in 3 rows"),
         (
             "0F0,2F0\n1F0,5F0\n3F0,4F0",

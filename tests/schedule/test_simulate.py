@@ -74,7 +74,7 @@ def test_a_deadlock_names_what_each_rank_waits_for() -> None:
     with pytest.raises(ScheduleError) as caught:
         simulate(TWO_RANKS, 2, [Follow(stuck), Follow(gpipe_last)], TIMES)
     text = str(caught.value)
-    assert text.startswith("deadlock: no rank can go on: rank 0 waits for")
+    assert text.startswith("deadlock: no rank can continue: rank 0 waits for")
     assert "input of B0-0 from rank 1 (stage 1)" in text
     assert "rank 1 waits for input of F0-1 from rank 0 (stage 0)" in text
 

@@ -11,7 +11,7 @@ from megatron.adaptive.trace.metrics import rank_figures
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.span_columns import KIND, REASON, TraceTable
 from megatron.adaptive.trace.step_view import PipelineStep
-from megatron.adaptive.trace.trace_format import COLUMNS, Row, Span, TraceHeader
+from megatron.adaptive.trace.trace_format import COLUMNS, Span, SpanRow, TraceHeader
 
 FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
 START_NS = 5_000_000_000
@@ -55,12 +55,21 @@ def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader
     return TraceHeader(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def row_of(span: Span) -> Row:
+def row_of(span: Span) -> SpanRow:
     """The row by which a span is recorded."""
-    of = KIND[span.of] if span.of else -1
-    return (
-        *(KIND[span.action], span.chunk, span.microbatch, span.piece, span.start_ns, span.end_ns),
-        *(span.bytes, span.in_flight_bytes, span.queue_depth, span.peer, of, REASON[span.reason]),
+    return SpanRow(
+        kind=KIND[span.action],
+        chunk=span.chunk,
+        microbatch=span.microbatch,
+        piece=span.piece,
+        start_ns=span.start_ns,
+        end_ns=span.end_ns,
+        bytes=span.bytes,
+        in_flight_bytes=span.in_flight_bytes,
+        queue_depth=span.queue_depth,
+        peer=span.peer,
+        of=KIND[span.of] if span.of else -1,
+        reason=REASON[span.reason],
     )
 
 

@@ -46,7 +46,7 @@ def test_ranks_of_two_hosts_are_moved_onto_unix_time(tmp_path: Path) -> None:
     assert starts(run) == [UNIX + 100, UNIX + 1_200]
     assert run.ranks[1].spans(1)[0].duration_ns == 200
     assert run.notes() == [
-        "the clocks of ranks 1 were not measured: the machines' time of day places them"
+        "the clocks of ranks 1 were not measured; the machines' time of day aligns them"
     ]
 
 
@@ -111,7 +111,7 @@ def test_messages_place_a_clock_that_was_not_measured(tmp_path: Path) -> None:
     run = conversation(tmp_path, 70_000, 1000, 1300, 5000, 5100)
     # Between the 300 ns there and the 100 ns back there is no telling: 200 ns each.
     assert starts(run) == [UNIX + 1000, UNIX + 1200]
-    assert "messages place them" in run.notes()[0]
+    assert "messages align them" in run.notes()[0]
     assert run.alignment.contradiction_ns == 0
 
 

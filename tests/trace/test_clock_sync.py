@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.tracing.clocks import sample, wrong
 from megatron.adaptive.trace import clock
 from megatron.adaptive.trace.clock import ClockSampler, ClockServer, fit_clock, start_clock_sync
 from megatron.adaptive.trace.trace_format import ClockSamples
+from tests.soak.tracing.clocks import sample, wrong
 
 WATCHDOG_S = 30.0
 

@@ -74,5 +74,5 @@ def test_nothing_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         load_run(None)
     with pytest.raises(TraceError, match="does not exist"):
         load_run(tmp_path / "nowhere")
-    with pytest.raises(TraceError, match="holds no trace"):
+    with pytest.raises(TraceError, match="contains no trace"):
         load_run(tmp_path)

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import metrics as figures_module
 from megatron.adaptive.trace.metrics import (
@@ -19,6 +18,7 @@ from megatron.adaptive.trace.metrics import (
 )
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.trace_format import KINDS, Span, trace_file_name
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 from tests.trace.conftest import make_header, table_of, write_spans
 
 #   time     0    10   20   30   40   50   60   70

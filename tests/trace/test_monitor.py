@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import monitor
 from megatron.adaptive.trace.metrics import run_figures
@@ -24,6 +23,7 @@ from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.status_files import ENDED, NowFile, read_now
 from megatron.adaptive.trace.trace_format import TraceHeader, header_line, trace_file_name
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 from tests.trace.conftest import make_header, record
 
 Header = Callable[..., TraceHeader]
@@ -313,7 +313,9 @@ class TestNow:
             assert file.report(look) is not None
         said = capsys.readouterr().err
         assert (
-            said.count("now_rank_00000.json: reading what the rank does fails: KeyError('step')")
+            said.count(
+                "now_rank_00000.json: cannot read the rank's present action: KeyError('step')"
+            )
             == 1
         )
         now = read_now(tmp_path, 0)

@@ -79,7 +79,7 @@ def test_mixed_runs_and_shapes_are_refused_and_listed(
 def test_folders_and_files_that_are_no_traces_of_theirs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="does not exist"):
         read_run(tmp_path / "gone")
-    with pytest.raises(TraceError, match="holds no trace_rank"):
+    with pytest.raises(TraceError, match="contains no trace_rank"):
         read_run(tmp_path)
     (tmp_path / trace_file_name(0)).write_text("")
     with pytest.raises(TraceError, match="empty"):
@@ -144,8 +144,8 @@ def test_a_clock_that_was_set_back_is_named(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.ranks[0].clock_jumps() == (3,)
     assert run.notes() == [
-        "the clock of rank 0 was set back before iterations 3; times across that moment mean "
-        "nothing"
+        "the clock of rank 0 was set back before iterations 3; times across that moment are "
+        "meaningless"
     ]
 
 
@@ -165,7 +165,7 @@ def test_version_1_and_a_file_without_a_header_are_refused(write_run: Callable[.
         read_run(folder)
     assert "\n" not in str(caught.value)
     path.write_text(text.split("\n", 1)[1])
-    with pytest.raises(TraceError, match=":1 stands before the header"):
+    with pytest.raises(TraceError, match=":1 is before the header"):
         read_run(folder)
 
 

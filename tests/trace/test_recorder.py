@@ -17,8 +17,8 @@ from megatron.adaptive.trace.trace_format import (
     ClockSamples,
     Gap,
     IterationStart,
-    Row,
     Span,
+    SpanRow,
     gap_line,
     parse_line,
 )
@@ -68,9 +68,9 @@ def test_everything_recorded_is_written_in_order(tmp_path: Path) -> None:
 
 
 def test_rows_go_in_many_at_a_time(tmp_path: Path) -> None:
-    rows: list[Row] = [
-        (KINDS.index("W"), 0, 1, 3, 10, 30, 0, 9, 1, -1, -1, 0),
-        (KINDS.index("send"), 1, 1, 0, 30, 35, 4096, 0, 0, 7, 1, 0),
+    rows = [
+        SpanRow(KINDS.index("W"), 0, 1, 3, 10, 30, in_flight_bytes=9, queue_depth=1),
+        SpanRow(KINDS.index("send"), 1, 1, 0, 30, 35, bytes=4096, peer=7, of=1),
     ]
     with Recorder(tmp_path, HEADER) as recorder:
         assert not recorder.is_recording
@@ -83,7 +83,7 @@ def test_rows_go_in_many_at_a_time(tmp_path: Path) -> None:
 
 
 def test_late_spans_and_clock_samples_follow(tmp_path: Path) -> None:
-    row: Row = (KINDS.index("checkpoint"), -1, -1, 0, 900, 950, 0, 0, 0, -1, -1, 0)
+    row = SpanRow(KINDS.index("checkpoint"), start_ns=900, end_ns=950)
     samples = ClockSamples(0, ((1, 2, 3, 4),))
     with Recorder(tmp_path, HEADER) as recorder:
         recorder.begin_iteration(1, 2)
@@ -126,7 +126,7 @@ def test_closing_twice_and_recording_after_it_do_nothing(tmp_path: Path) -> None
 def test_the_trace_of_another_start_is_refused(tmp_path: Path) -> None:
     Recorder(tmp_path, HEADER).close()
     before = (tmp_path / "trace_rank_00000.jsonl").read_bytes()
-    with pytest.raises(TraceError, match="holds the trace of another start; give an empty folder"):
+    with pytest.raises(TraceError, match="has the trace of another start; give an empty folder"):
         Recorder(tmp_path, HEADER)
     assert (tmp_path / "trace_rank_00000.jsonl").read_bytes() == before
 
@@ -185,7 +185,7 @@ def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -
     assert result.returncode == 0, result.stderr
     path = tmp_path / "traces" / "trace_rank_00000.jsonl"
     assert result.stderr.splitlines() == [
-        f"warning: cannot write {path}: File too large; the run goes on without it",
+        f"warning: cannot write {path}: File too large; the run continues without it",
         f"note: {path} can be written again; lost: 10 iterations",
     ]
     # The folder was removed, and is made again with what came after that.
@@ -221,7 +221,8 @@ def test_a_gap_is_read_and_said(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.ranks[0].iterations == (1,)
     assert (
-        "7 iterations of rank 0 from 2 to 9 are missing: its disk took nothing then" in run.notes()
+        "7 iterations of rank 0 from 2 to 9 are missing: its disk accepted no data then"
+        in run.notes()
     )
 
 

@@ -59,7 +59,7 @@ def test_an_iteration_out_of_range_says_which_exist(write_run: Callable[..., Pat
 
 def test_a_run_without_anything_to_draw_is_refused(write_run: Callable[..., Path]) -> None:
     folder = write_run(1, iterations=0)
-    with pytest.raises(TraceError, match="holds no iteration"):
+    with pytest.raises(TraceError, match="contains no iteration"):
         pipeline_step(read_run(folder))
     (path,) = folder.iterdir()
     path.unlink()

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.published import run_of_columns, write_run
 from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.whatif.answers import WhatIf, what_if, what_if_table
+from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 from tests.trace.imports.conftest import (
     BACKWARD_S,
     CLIP_S,
@@ -61,6 +61,23 @@ def test_even_work_loses_nothing_and_the_simulation_is_exact() -> None:
     assert (found.cause, found.launch_slowdown) == ("none", pytest.approx(1.0))
 
 
+def test_shares_are_printed_only_if_there_is_a_slowdown_to_share_out() -> None:
+    # Shares of a tiny slowdown are quotients of rounding errors.
+    even = answers(takes=lambda step, replica, stage, m: 1 + 0.01 * ((7 * m + 3 * stage) % 5))
+    assert even.cause == "none"
+    assert not -1 < even.last_stage_share < 1
+    text = even.format()
+    assert "there is no slowdown to share out" in text
+    assert "would remove" not in text
+
+    slow = answers(takes=lambda step, replica, stage, m: 2.0 if (replica, stage) == (1, 1) else 1.0)
+    text = slow.format()
+    assert "no slowdown" not in text
+    share = f"{slow.worker_share:.0%}" if slow.worker_share < 0.995 else "all"
+    assert f"repairing the slowest workers would remove {share} of the slowdown" in text
+    assert "repairing the last stage, none;" in text
+
+
 def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
     def takes(step: int, replica: int, stage: int, microbatch: int) -> float:
         return 2.0 if (replica, stage) == (1, 1) else 1.0
@@ -85,7 +102,7 @@ def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
     assert ranks[3] == pytest.approx([2 / factor] * 2)
     assert stages[1, 1] == pytest.approx(2 / factor)
     best = found.repairs[0]
-    assert best.what.startswith("rank 3 (stage 1, replica 1) as fast as others")
+    assert best.description.startswith("rank 3 (stage 1, replica 1) as fast as others")
     assert best.step_s == pytest.approx(expected(lambda stage: 1.0))
     assert sorted(found.repairs, key=lambda repair: -repair.gain) == list(found.repairs)
 
@@ -121,7 +138,7 @@ def test_predicted_repairs_are_what_a_run_without_the_fault_takes(tmp_path: Path
         found = what_if(read_run(folder))
         assert found.cause == "worker"
         assert found.where.ranks[found.slowest[0]] == 2
-        mended = next(repair for repair in found.repairs if repair.what.startswith("rank 2"))
+        mended = next(repair for repair in found.repairs if repair.description.startswith("rank 2"))
         assert mended.step_s == pytest.approx(right.recorded_s.mean(), rel=0.03)
 
 
@@ -135,7 +152,7 @@ def test_a_slow_rank_of_a_made_up_run_mended_or_under_a_rule(schedule: str, tmp_
 
     faults = (Fault(kind="slow-rank", rank=1, factor=1.8),)
     _, found = step_s("slow", faults=faults)
-    repairs = {repair.what: repair.step_s for repair in found.repairs}
+    repairs = {repair.description: repair.step_s for repair in found.repairs}
     rank = next(what for what in repairs if "rank 1 (stage 1) as fast" in what)
     # Under a rule the order of the mended step is another one, and the rule is asked for it.
     assert repairs[rank] == pytest.approx(step_s("mended")[0], rel=0.02)
@@ -152,7 +169,7 @@ def test_a_slow_rank_is_distinguished_from_the_loss_beside_its_layers(tmp_path: 
         num_ranks=2, layers=4, head=1.28, schedule="1f1b", faults=(fault,), action_sigma=0.02
     )
     write_synthetic(tmp_path, made)
-    repairs = {one.what: one for one in what_if(read_run(tmp_path)).repairs}
+    repairs = {repair.description: repair for repair in what_if(read_run(tmp_path)).repairs}
     (slow,) = (name for name in repairs if name.startswith("rank 1"))
     factor = re.search(r"not (\S+) times", slow)
     assert factor is not None
@@ -167,7 +184,7 @@ def test_a_late_link_is_named() -> None:
     )
     assert next(iter(found.slowdowns["link"])) == "0 to 2"
     assert found.slowdowns["kind"]["forward-pp-comm"] == pytest.approx(found.slowdown)
-    assert any(repair.what == "links without jitter" for repair in found.repairs)
+    assert any(repair.description == "links without jitter" for repair in found.repairs)
 
 
 def test_files_data_frames_and_the_command_say_the_same(
@@ -211,7 +228,7 @@ def test_the_first_contradiction_is_named() -> None:
     for (way, stage), starts in times.items():
         rows = (table["optype"] == f"{way}-compute") & (table["stage"] == stage)
         table["start_ts"][rows] = starts
-    with pytest.raises(TraceError, match=r"waits for what waits for it.*contradicts"):
+    with pytest.raises(TraceError, match=r"waits for an operation that waits for it.*contradicts"):
         what_if(run_of_columns(table, Path("job")))
 
 
@@ -220,4 +237,4 @@ def test_missing_ranks_are_counted() -> None:
     keep = table["stage"] != 1
     run = run_of_columns({name: column[keep] for name, column in table.items()}, Path("job"))
     found = what_if(run)
-    assert any("input nobody is recorded to have made" in note for note in found.notes)
+    assert any("start without their input" in note for note in found.notes)

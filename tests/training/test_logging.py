@@ -410,7 +410,7 @@ class TestOtherLoggers:
         for word in (b"lm loss", b"gain/slow rank 1", b"findings", b"made", b"first"):
             assert word in content
         assert list(tmp_path.rglob("findings*.table.json"))
-        assert "gets nothing more" not in capsys.readouterr().err
+        assert "gets no more values" not in capsys.readouterr().err
 
     def test_mlflow_into_a_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -428,7 +428,7 @@ class TestOtherLoggers:
         ]
         (found,) = tmp_path.rglob("findings.json")
         assert json.loads(found.read_text())[0]["gain"] == 0.25
-        assert "gets nothing more" not in capsys.readouterr().err
+        assert "gets no more values" not in capsys.readouterr().err
 
     def test_a_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for package, flag in (("wandb", "--wandb-project"), ("mlflow", "--mlflow-experiment")):

@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.elasticity.nodes import fill
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.status_files import ProgressTail, progress_file
+from tests.support.nodes import fill
 
 from ..multiprocess.launch import ROOT, SMALL_GPT, forking, forkserver, kill_tree, limited_disk
 
@@ -177,7 +177,7 @@ def test_a_disk_that_is_full_of_traces_and_logs_costs_those_alone(
     assert "Traceback" not in said, said
     assert re.search(r"\[\d+ bytes of stdout were lost here\]", output.read_text())
     run = read_run(traces)
-    gaps = [note for note in run.notes() if "its disk took nothing then" in note]
+    gaps = [note for note in run.notes() if "its disk accepted no data then" in note]
     assert len(gaps) == 2, run.notes()
     assert all(len(trace.iterations) > 10 for trace in run.ranks.values())
     tail = ProgressTail(progress_file(traces), None)

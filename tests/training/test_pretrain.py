@@ -171,7 +171,7 @@ def test_layers_do_not_move_by_times_of_a_shared_gpu() -> None:
     hook.after_step(types.SimpleNamespace(num_microbatches=4))  # type: ignore[arg-type]
     hook.before_step(2)
     assert said == [
-        "  layers stay where they are: what ranks measure are time slices of a shared GPU"
+        "  layers stay where they are, because ranks measure time slices of a shared GPU"
     ]
 
 

@@ -1,5 +1,5 @@
-"""Saves a run whole or not at all, and loads it into any layout.
+"""Saves a run's state completely or not at all, and loads it into any layout.
 
-Owns the folders of checkpoints, the writer behind training, the nodes' own disks, snapshots in
-memory, and the form of megatron-core's distributed checkpoints.
+Owns the folders of checkpoints, the thread that writes during training, checkpoints on the nodes'
+local disks, snapshots in memory, and the format of megatron-core's distributed checkpoints.
 """

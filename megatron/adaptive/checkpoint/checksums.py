@@ -1,4 +1,4 @@
-"""Tells whether bytes are those that were written: one mechanism for all copies of a checkpoint.
+"""Detects bytes that changed after they were written, in every kind of copy of a checkpoint.
 
 ::
 
@@ -6,12 +6,12 @@
     manifest.json { ..., "files": {name: size}, "blocks": {name: "<16 digits for each block>"},
                     "checksum": "<32 digits>" }                        xxh3, 128 bits, of the rest
 
-Blocks are summed as they are written and checked as they are read, before anything of them is
-used. The manifest's own checksum ends it. Files in shared storage, on the nodes' own disks, on
-their way from there, and snapshots in memory are checked by the same sums. They find damage, not
-forgery: whoever can write a file can write its checksum.
+Checksums of blocks are computed during the write and compared during the read, before a byte of
+the block is used. The manifest ends with a checksum of itself. The same checksums protect files in
+shared storage, files on the nodes' local disks, transfers from there, and snapshots in memory. They
+detect damage, not forgery: anybody who can write a file can also write its checksum.
 
-Imports no torch, and nothing here knows what the bytes mean.
+This module imports no torch and does not interpret the bytes.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 BLOCK_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _DIGITS = 16
-_PIECE_BYTES = 1 << 22  # stays in the processor's cache between the checksum and the write
+_PIECE_BYTES = 1 << 22  # such a piece stays in the processor's cache from checksum to write
 _SEAL = ',\n"checksum": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _SEALED = re.compile(rb',\n"checksum": "([0-9a-f]{32})"\n}\n')
 
 FileSum = tuple[int, str]
-"""Size of a file in bytes, and the checksums of its blocks, one after the other."""
+"""Size of a file in bytes, and the concatenated checksums of its blocks."""
 
 
 class Checksums:
-    """Sums the blocks of a stream of bytes.
+    """Computes checksums of the blocks of a byte stream.
 
     Attributes:
-        size: bytes so far.
+        size: Number of bytes so far.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Checksums:
         self._block = xxhash.xxh3_64()
 
     def update(self, data: Any) -> None:
-        """Go on with bytes, or a buffer of them."""
+        """Adds bytes, or a buffer of them, to the stream."""
         left = memoryview(data).cast("B")
         while left:
             room = BLOCK_BYTES - self.size % BLOCK_BYTES
@@ -65,23 +65,25 @@ class Checksums:
                 self._block.reset()
 
     def result(self) -> FileSum:
-        """Return what was summed."""
-        is_open = self.size % BLOCK_BYTES
-        return self.size, "".join([*self._done, *([self._block.hexdigest()] if is_open else [])])
+        """Returns the size and checksums of all bytes so far."""
+        hashes = list(self._done)
+        if self.size % BLOCK_BYTES:
+            hashes.append(self._block.hexdigest())
+        return self.size, "".join(hashes)
 
 
 def sum_of(data: Any) -> FileSum:
-    """Return the checksums of bytes in memory."""
+    """Returns the size and checksums of bytes in memory."""
     sums = Checksums()
     sums.update(data)
     return sums.result()
 
 
 def sum_of_file(path: Path) -> FileSum:
-    """Return the checksums of a file.
+    """Returns the size and checksums of a file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: If the file cannot be read.
     """
     sums = Checksums()
     with open_file(path) as file:
@@ -91,10 +93,10 @@ def sum_of_file(path: Path) -> FileSum:
 
 
 def write_summed(file: Any, sums: Checksums, data: Any) -> int:
-    """Write all of a buffer to an unbuffered file, and sum it; returns its size in bytes."""
+    """Writes a buffer to an unbuffered file and adds it to ``sums``; returns its size in bytes."""
     # Release the views even if writing fails: Python 3.12.1 crashes when it collects a BytesIO
     # while the traceback of an error still holds a view of it.
-    with memoryview(data) as given, given.cast("B") as view:
+    with memoryview(data) as buffer, buffer.cast("B") as view:
         for start in range(0, len(view), _PIECE_BYTES):
             with view[start : start + _PIECE_BYTES] as piece:
                 sums.update(piece)
@@ -106,12 +108,12 @@ def write_summed(file: Any, sums: Checksums, data: Any) -> int:
 
 
 class CheckedFile:
-    """Reads a file, each block checked before anything of it is given.
+    """Reads a file and checks each block before it returns any of its bytes.
 
     Args:
-        paths: where it is; another is tried where a block of one is damaged.
-        expected: its size, and the checksums of its blocks; none for a file of a former version,
-            whose size alone is known.
+        paths: Paths of copies of the file. If a block is damaged in one copy, the next is read.
+        expected: Size and block checksums of the file. A file of a former version has an empty
+            string of checksums, so only its size is checked.
     """
 
     def __init__(self, paths: Sequence[Path], expected: FileSum) -> None:
@@ -122,41 +124,43 @@ class CheckedFile:
 
     @property
     def blocks(self) -> int:
-        """Number of its blocks."""
+        """Number of blocks in the file."""
         return -(-self.size // BLOCK_BYTES)
 
     @staticmethod
-    def blocks_of(at: int, length: int) -> range:
-        """Return the numbers of the blocks that bytes from an offset on lie in."""
-        return range(at // BLOCK_BYTES, -(-(at + length) // BLOCK_BYTES) if length else 0)
+    def blocks_of(offset: int, length: int) -> range:
+        """Returns the numbers of the blocks that contain ``length`` bytes from an offset."""
+        end = -(-(offset + length) // BLOCK_BYTES) if length else 0
+        return range(offset // BLOCK_BYTES, end)
 
-    def read(self, at: int, into: memoryview) -> None:
-        """Fill a buffer with the bytes from an offset on.
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fills a buffer with the bytes from an offset.
 
         Raises:
-            DamagedCheckpointError: they are not those that were written.
+            DamagedCheckpointError: If no copy has these bytes as they were written.
         """
-        if at < 0 or at + len(into) > self.size:
+        if offset < 0 or offset + len(into) > self.size:
             raise DamagedCheckpointError(
                 f"{self._paths[0]} is damaged (it has {self.size} bytes, and those up to"
-                f" {at + len(into)} are to be read)"
+                f" {offset + len(into)} are to be read)"
             )
         while into:
-            number, start = divmod(at, BLOCK_BYTES)
+            number, start = divmod(offset, BLOCK_BYTES)
             if not start and len(into) >= (size := self._size_of(number)):
-                place = into[:size]  # all of it is wanted here: no copy
-                self._checked(number, place)
+                target = into[:size]  # a whole block is read in place, without a copy
+                self._checked(number, target)
             else:
                 block = self.block(number)[start : start + len(into)]
-                place = into[: len(block)]
-                place[:] = block
-            at, into = at + len(place), into[len(place) :]
+                target = into[: len(block)]
+                target[:] = block
+            offset += len(target)
+            into = into[len(target) :]
 
     def block(self, number: int) -> memoryview:
-        """Return a block, good until the next one is read.
+        """Returns a block; the view is valid until the next block is read.
 
         Raises:
-            DamagedCheckpointError: it is not what was written.
+            DamagedCheckpointError: If no copy has this block as it was written.
         """
         if self._buffer is None:
             self._buffer = memoryview(bytearray(min(BLOCK_BYTES, self.size)))
@@ -168,7 +172,7 @@ class CheckedFile:
         return view
 
     def close(self) -> None:
-        """Close it. Idempotent."""
+        """Closes the file. Idempotent."""
         descriptor, self._file = self._file, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -177,7 +181,7 @@ class CheckedFile:
         return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
 
     def _checked(self, number: int, view: memoryview) -> None:
-        """Fill memory with a block that is what was written, from the first file that has it so."""
+        """Fills memory with a block, from the first copy that has it as it was written."""
         while True:
             try:
                 return self._fetch(number, view)
@@ -186,11 +190,12 @@ class CheckedFile:
                     raise
                 self.close()
                 del self._paths[0]
-                text = printable(f"{error}; going on with {self._paths[0]}")
+                text = printable(f"{error}; reading {self._paths[0]} instead")
                 _LOG.warning("WARNING: %s", text)
 
     def _fetch(self, number: int, view: memoryview) -> None:
-        path, start = self._paths[0], number * BLOCK_BYTES
+        path = self._paths[0]
+        start = number * BLOCK_BYTES
         try:
             if self._file < 0:
                 require_file(path)
@@ -199,8 +204,9 @@ class CheckedFile:
             while count := os.preadv(self._file, [view[done:]], start + done):
                 done += count
         except OSError as error:
-            why = (error.strerror or str(error)).lower()
-            raise DamagedCheckpointError(f"{path} is damaged (it cannot be read: {why})") from None
+            reason = (error.strerror or str(error)).lower()
+            text = f"{path} is damaged (it cannot be read: {reason})"
+            raise DamagedCheckpointError(text) from None
         if done < len(view):
             raise DamagedCheckpointError(
                 f"{path} is damaged (it ends after {start + done} of its {self.size} bytes)"
@@ -219,13 +225,13 @@ def _damaged(path: Path, number: int, length: int) -> DamagedCheckpointError:
 
 
 def sealed(lines: Sequence[str]) -> str:
-    """Return a manifest of these members that ends with a checksum of itself."""
+    """Returns a manifest of these lines of JSON, with a checksum of itself at its end."""
     text = "{\n" + ",\n".join(lines)
     return text + _seal(text.encode())
 
 
 def is_sealed(raw: bytes) -> bool:
-    """Return whether a manifest ends with the checksum of what it says."""
+    """Returns whether a manifest ends with the right checksum of itself."""
     return raw[-_SEAL_BYTES:] == _seal(raw[:-_SEAL_BYTES]).encode()
 
 
@@ -249,21 +255,24 @@ def _seal(text: bytes) -> str:
 def find_damage(
     folder: Path, files: Mapping[str, int], blocks: Mapping[str, str], report: Callable[[str], None]
 ) -> None:
-    """Read all of some files and report each that is not as it was written.
+    """Reads all bytes of some files and reports each file that was damaged since it was written.
 
     Args:
-        folder: of the files.
-        files: their sizes in bytes.
-        blocks: the checksums of their blocks; none for those of a former version.
-        report: takes a line for each file that is damaged.
+        folder: Folder of the files.
+        files: Sizes of the files in bytes, by name.
+        blocks: Checksums of the files' blocks, by name. Files of a former version have none.
+        report: Function that takes one line of text for each damaged file.
     """
     for name, size in files.items():
-        path, sums = folder / name, blocks.get(name, "")
+        path = folder / name
+        sums = blocks.get(name, "")
         try:
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                why = f"is damaged (it has {found} bytes and was written with {size})"
-                report(f"{path} {'is missing' if found is None else why}")
+            size_found = path.stat().st_size if path.is_file() else None
+            if size_found is None:
+                report(f"{path} is missing")
+                continue
+            if size_found != size:
+                report(f"{path} is damaged (it has {size_found} bytes and was written with {size})")
                 continue
             if not sums:
                 continue

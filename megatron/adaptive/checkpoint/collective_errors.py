@@ -1,7 +1,7 @@
-"""Makes what fails on one rank of a save or load fail on all.
+"""Makes a failure on one rank of a save or load a failure on all ranks.
 
-After each part that only some ranks do, all ranks exchange what went wrong, over gloo, and raise
-the same error.
+After each step that only some ranks run, all ranks exchange their errors over gloo and raise the
+same one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.adaptive.errors import (
 
 _Result = TypeVar("_Result")
 
-# How a full disk, a damaged file or a missing permission shows itself. Anything else is a mistake
-# of ours and keeps its traceback.
+# Errors that a full disk, a damaged file or a missing permission causes. Any other error is a bug,
+# and keeps its traceback.
 _EXPECTED = (
     AdaptiveError,
     OSError,
@@ -36,18 +36,19 @@ _EXPECTED = (
 )
 
 
-# Where ranks fail for several reasons.
+# Error types that win if ranks fail with several types, the strongest first.
 _FIRST: tuple[type[Exception], ...] = (RuntimeError, DamagedCheckpointError)
 
 
 class RankGroup:
-    """Lets all ranks of a group do parts of one work and fail alike. Every method is collective.
+    """Runs the steps of a collective operation; if one rank fails, all fail with the same error.
 
+    All methods are collective.
     Every method raises PeerLostError if a rank is gone.
 
     Attributes:
-        rank: of this process.
-        group: all ranks, on gloo, used by nothing else meanwhile.
+        rank: Rank of this process.
+        group: Process group of all ranks, on gloo. Nothing else may use it at the same time.
     """
 
     def __init__(self, rank: int, group: dist.ProcessGroup) -> None:
@@ -65,36 +66,36 @@ class RankGroup:
         return dist.get_world_size(self.group)
 
     def any(self, flag: bool) -> bool:
-        """Return whether it is set on any rank."""
-        found = torch.tensor([int(flag)])
+        """Returns whether the flag is set on any rank."""
+        is_set = torch.tensor([int(flag)])
         if self.size > 1:
             with naming_lost_peers():
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return bool(found)
+                dist.all_reduce(is_set, dist.ReduceOp.MAX, group=self.group)
+        return bool(is_set)
 
-    def gather(self, mine: _Result) -> list[_Result]:
-        """Return what every rank gave, by rank."""
+    def gather(self, value: _Result) -> list[_Result]:
+        """Returns every rank's value, by rank."""
         with naming_lost_peers():
-            return gather(mine, self.group)
+            return gather(value, self.group)
 
     def first(self, action: Callable[[], object]) -> None:
-        """Run ``action`` on rank 0 and raise its failure on all ranks."""
+        """Runs ``action`` on rank 0 and raises its error on all ranks."""
         self.together(lambda: action() if self.rank == 0 else None)
 
     def on_first(self, action: Callable[[], _Result]) -> _Result:
-        """Run ``action`` on rank 0 and return its result, or raise its failure, on all ranks."""
+        """Runs ``action`` on rank 0 and returns its result, or raises its error, on all ranks."""
         result = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
         with naming_lost_peers():
             return from_first(result, self.group)  # type: ignore[return-value]
 
     def together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
-        """Run ``action`` on each rank; raise on all ranks what failed on any.
+        """Runs ``action`` on each rank; if it fails on any rank, raises the error on all.
 
         Raises:
-            CheckpointError: it failed somewhere; the text names the ranks where that helps.
-            DamagedCheckpointError: the same, where it was for damage on some rank.
-            ConfigError: the same, where it failed with this error alone.
-            RuntimeError: another rank met a mistake of ours, and raises it itself.
+            CheckpointError: If it failed on any rank; the text names the ranks if this helps.
+            DamagedCheckpointError: If it failed on any rank because of damage.
+            ConfigError: If each rank that failed did so with this error.
+            RuntimeError: If it failed on another rank because of a bug, which that rank raises.
         """
         failure: Exception | None = None
         result: Any = None
@@ -102,30 +103,31 @@ class RankGroup:
             result = action()
         except Exception as error:
             failure = error
-        # As a rule nothing failed, and one number says that for less than objects do.
+        # Usually nothing failed, and one number is cheaper to exchange than objects.
         if not self.any(failure is not None):
             return result
-        own = None if failure is None else (_kind(failure), _one_line(failure))
-        failed = {rank: one for rank, one in enumerate(self.gather(own)) if one is not None}
+        report = None if failure is None else (_kind(failure), _one_line(failure))
+        reports = enumerate(self.gather(report))
+        failed = {rank: other for rank, other in reports if other is not None}
         if failure is not None and _kind(failure) is RuntimeError:
             raise failure
         texts = {rank: text for rank, (_, text) in failed.items()}
         kinds = {kind for kind, _ in failed.values()}
         if len(kinds) > 1:
-            first = next((one for one in _FIRST if one in kinds), CheckpointError)
+            first = next((kind for kind in _FIRST if kind in kinds), CheckpointError)
             kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
-            raise failure  # a second error of the same words would only repeat the first
+            raise failure  # the merged error would only repeat it
         raise merged from failure
 
 
 def _kind(error: Exception) -> type[Exception]:
-    """Return what all ranks raise for an error of one."""
+    """Returns the error type that all ranks raise for this error on one of them."""
     if not isinstance(error, _EXPECTED) or isinstance(error, torch.OutOfMemoryError):
         return RuntimeError
-    known = (DamagedCheckpointError, ConfigError)
-    return next((one for one in known if isinstance(error, one)), CheckpointError)
+    special = (DamagedCheckpointError, ConfigError)
+    return next((kind for kind in special if isinstance(error, kind)), CheckpointError)
 
 
 def _one_line(error: Exception) -> str:
@@ -136,7 +138,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
-    """Return one line for what failed, each text once, with its ranks unless there is only one."""
+    """Returns one line with each distinct text once, and its ranks if there are several ranks."""
     if dist.get_world_size() == 1 or not name_ranks:
         return "; ".join(dict.fromkeys(failures.values()))
     parts = []

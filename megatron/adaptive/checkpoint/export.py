@@ -1,4 +1,4 @@
-"""Writes checkpoints as Hugging Face folders, and reads and writes adapters as PEFT does.
+"""Writes checkpoints as Hugging Face folders, and reads and writes adapters in PEFT's format.
 
 ::
 
@@ -6,9 +6,9 @@
                ──> adapter_model.safetensors, adapter_config.json
     adapter_model.safetensors ──> adapters of a built model
 
-Names and places of tensors are :mod:`~megatron.adaptive.checkpoint.hugging_face_weights`'s. An
-adapter's ``b`` has the rows of the weight that it is beside, and ``a`` a block of rows for each of
-theirs.
+:mod:`~megatron.adaptive.checkpoint.hugging_face_weights` maps the rows of tensors. An adapter's
+``b`` has the rows of the weight that it is added to. Its ``a`` has one block of rows for each
+Hugging Face tensor in that weight.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.adaptive.checkpoint import megatron_state
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, write_files
 from megatron.adaptive.checkpoint.hugging_face_weights import (
-    BESIDE,
+    COMPANION_FILES,
     CORE_MEANINGS,
     DESCRIPTION,
     EMBEDDING,
+    CoreTensor,
     HuggingFaceReader,
-    OurTensor,
     RowRun,
     copies_of,
+    core_tensors,
+    hugging_face_shapes,
     meet,
-    our_tensors,
     rows_of,
-    their_shapes,
 )
 from megatron.adaptive.checkpoint.megatron_lm import MEANINGS, SHAPES
 from megatron.adaptive.checkpoint.reader import CheckpointReader, WantedPart
@@ -59,26 +59,26 @@ _About = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class _Exported(NamedTuple):
-    """Holds an open checkpoint, and the folder of theirs, ``like``, whose model it has."""
+    """Holds an open checkpoint, and the Hugging Face folder ``like`` that describes its model."""
 
     path: Path
     reader: CheckpointReader
-    config: TrainerConfig  # whose vocab_size counts the rows of theirs
+    config: TrainerConfig  # its vocab_size is the number of rows in the Hugging Face embedding
     like: Path
     document: Mapping[str, Any]
-    tensors: Mapping[str, OurTensor]
+    tensors: Mapping[str, CoreTensor]
 
 
 @contextlib.contextmanager
 def _opened(
     checkpoints: Path, step: int | None, like: Path | None, output: Path, files: Sequence[str]
 ) -> Iterator[_Exported]:
-    """Opens a checkpoint and makes the folder, which must have none of ``files``."""
-    found = CheckpointFolder(checkpoints)
-    step = found.latest() if step is None else step
+    """Opens a checkpoint and makes the output folder, which must have none of ``files``."""
+    folder = CheckpointFolder(checkpoints)
+    step = folder.latest() if step is None else step
     if step is None:
         raise CheckpointError(f"{checkpoints} holds no checkpoint: name the folder of --save")
-    path, manifest = found.open(step)
+    path, manifest = folder.open(step)
     config = TrainerConfig.from_dict(manifest["config"])
     like = like or (Path(config.checkpoint.load_hf) if config.checkpoint.load_hf else None)
     if (like is None or not like.exists()) and (checkpoints / DESCRIPTION).is_dir():
@@ -89,16 +89,16 @@ def _opened(
             + (f" ({like} is gone)" if like else "")
             + ": give a folder with one as --config"
         )
-    document, words = load_config(like)
-    require_same(config, words, f"{like / CONFIG}", path)
+    document, arguments = load_config(like)
+    require_same(config, arguments, f"{like / CONFIG}", path)
     if any((output / name).exists() for name in files):
         raise CheckpointError(f"{output} holds a model already: name another --output")
     config = dataclasses.replace(
         config,
-        data=dataclasses.replace(config.data, vocab_size=rows_of(words)),
+        data=dataclasses.replace(config.data, vocab_size=rows_of(arguments)),
         checkpoint=dataclasses.replace(config.checkpoint, load_hf=str(like)),
     )
-    tensors = our_tensors(config, str(document["model_type"]))
+    tensors = core_tensors(config, str(document["model_type"]))
     with CheckpointReader(path, manifest["files"], manifest["blocks"]) as reader:
         try:
             output.mkdir(parents=True, exist_ok=True)
@@ -107,43 +107,45 @@ def _opened(
             raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
 
 
-class _TheirTensors:
-    """Puts tensors of theirs together from ``tensors`` of ours; ``copies`` name some again."""
+class _HuggingFaceTensors:
+    """Assembles Hugging Face tensors from a checkpoint; ``copies`` lists names that repeat one."""
 
     def __init__(
-        self, reader: CheckpointReader, tensors: Mapping[str, OurTensor], copies: Mapping[str, str]
+        self, reader: CheckpointReader, tensors: Mapping[str, CoreTensor], copies: Mapping[str, str]
     ) -> None:
         if absent := [name for name in tensors if name not in reader.tensors]:
             raise CheckpointError(
                 f"{reader.path} has no {absent[0]}: it is of another model than its configuration"
                 " says"
             )
-        self._reader, self._ours = reader, tensors
+        self._reader = reader
+        self._tensors = tensors
         self._holders: dict[str, list[tuple[str, RowRun]]] = {}
-        for name, our in tensors.items():
-            for one in our.rows:
-                self._holders.setdefault(one.name, []).append((name, one))
+        for name, tensor in tensors.items():
+            for run in tensor.rows:
+                self._holders.setdefault(run.name, []).append((name, run))
         self.about = {
             name: (reader.tensors[self._holders[name][0][0]].dtype, shape)
-            for name, shape in their_shapes(tensors).items()
+            for name, shape in hugging_face_shapes(tensors).items()
         }
         for copied, name in copies.items():
             if "layers" in copied:  # a head that is the embedding is not written
-                self._holders[copied], self.about[copied] = self._holders[name], self.about[name]
+                self._holders[copied] = self._holders[name]
+                self.about[copied] = self.about[name]
 
-    def read_theirs(self, name: str) -> torch.Tensor:
-        """Returns a tensor of theirs."""
+    def read_hugging_face(self, name: str) -> torch.Tensor:
+        """Returns a Hugging Face tensor."""
         kind, shape = self.about[name]
         target = torch.empty(shape, dtype=kind)
-        wanted = []
-        for our, one in self._holders[name]:
-            whole = target.t() if one.turned else target
-            region = whole[one.first : one.first + one.count]
-            offset = [one.at, *([0] if self._ours[our].columns else [])]
-            if self._ours[our].experts:
-                region, offset = region[None], [one.expert, *offset]
-            wanted.append(WantedPart(name=our, offset=offset, target=region))
-        self._reader.read(wanted)
+        parts = []
+        for key, run in self._holders[name]:
+            whole = target.t() if run.transposed else target
+            region = whole[run.first : run.first + run.count]
+            offset = [run.row, *([0] if self._tensors[key].columns else [])]
+            if self._tensors[key].experts:
+                region, offset = region[None], [run.expert, *offset]
+            parts.append(WantedPart(name=key, offset=offset, target=region))
+        self._reader.read(parts)
         return target
 
 
@@ -156,79 +158,92 @@ def export_folder(
     kind: str,
     shard_bytes: int,
 ) -> None:
-    """Writes a checkpoint of ours as a folder of theirs, tensor by tensor.
+    """Writes a checkpoint as a Hugging Face folder, tensor by tensor.
 
     Args:
-        checkpoints: folder of them.
-        step: iteration, by default the latest.
-        like: folder of theirs with configuration and tokenizer; by default the one that the run
-            came from, or what came with its weights.
-        output: folder that is made, and must not hold a model.
-        kind: ``model``; ``adapters`` as PEFT does, whose configuration stays as it was if they were
-            loaded; or ``merged``: the model with what adapters add to its weights, those that the
-            checkpoint does not hold from ``like``.
-        shard_bytes: size of the largest file.
+        checkpoints: Folder of checkpoints.
+        step: Iteration of the checkpoint, by default the latest.
+        like: Hugging Face folder with configuration and tokenizer. By default the folder that the
+            run loaded, or else the description that was saved with the run's checkpoints.
+        output: Folder to write. It may exist, but must not contain a model.
+        kind: ``model`` for the weights alone; ``adapters`` for adapters in PEFT's format, with
+            their original configuration if the run loaded them; ``merged`` for the model with the
+            adapters added to its weights. Weights that the checkpoint lacks are then read from
+            ``like``.
+        shard_bytes: Size of the largest file in bytes.
 
     Raises:
-        AdaptiveError: the checkpoint is of another model than the configuration, or damaged; or
-            the output cannot be written.
+        AdaptiveError: If the checkpoint does not fit the configuration, is damaged, or the output
+            cannot be written.
     """
     files = (peft.ADAPTER_CONFIG, ADAPTERS) if kind == "adapters" else (CONFIG, SINGLE, INDEX)
-    with _opened(checkpoints, step, like, output, files) as found:
+    with _opened(checkpoints, step, like, output, files) as exported:
         if kind == "adapters":
-            theirs, size = _adapters_of(found), 1 << 62
+            adapters = _adapters_of(exported)
+            no_limit = 1 << 62  # PEFT has one file
             write_folder(
-                output, theirs.about, theirs.read_theirs, shard_bytes=size, single=ADAPTERS
+                output,
+                adapters.about,
+                adapters.read_hugging_face,
+                shard_bytes=no_limit,
+                single=ADAPTERS,
             )
-            write_files(output, {peft.ADAPTER_CONFIG: _adapter_config(found)})
+            write_files(output, {peft.ADAPTER_CONFIG: _adapter_config(exported)})
             return
-        about, read = _merged(found) if kind == "merged" else _plain(found)
+        about, read = _merged(exported) if kind == "merged" else _plain(exported)
         write_folder(output, about, read, shard_bytes=shard_bytes)
         dtype = str(next(iter(about.values()))[0]).removeprefix("torch.")
-        write_files(output, {CONFIG: _config_of(found.like / CONFIG, found.document, dtype)})
-        for name in BESIDE:
-            if (found.like / name).is_file():
-                shutil.copyfile(found.like / name, output / name)
+        write_files(output, {CONFIG: _config_of(exported.like / CONFIG, exported.document, dtype)})
+        for name in COMPANION_FILES:
+            if (exported.like / name).is_file():
+                shutil.copyfile(exported.like / name, output / name)
 
 
-def _plain(found: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns what describes the tensors of a model without adapters, and what reads one."""
-    if found.config.lora.is_on:
+def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
+    """Returns types and shapes of the tensors of a model without adapters, and their reader."""
+    if exported.config.lora.is_on:
         raise CheckpointError(
-            f"{found.path} holds adapters: write them with --lora, or the model with --merge-lora"
+            f"{exported.path} holds adapters: write them with --lora, or the model with"
+            " --merge-lora"
         )
-    theirs, known = _whole(found), found.tensors
-    if more := [one for one in found.reader.tensors if _is_weight(one) and one not in known]:
+    model = _whole(exported)
+    described = exported.tensors
+    extra = [name for name in exported.reader.tensors if _is_weight(name) and name not in described]
+    if extra:
         raise CheckpointError(
-            f"{found.path} has {more[0]}, which models of type {found.document['model_type']}"
-            " have no place for: export a run without it"
+            f"{exported.path} has {extra[0]}, which models of type"
+            f" {exported.document['model_type']} have no place for: export a run without it"
         )
-    return theirs.about, theirs.read_theirs
+    return model.about, model.read_hugging_face
 
 
-def _merged(found: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns the same of a model with its adapters merged into it."""
-    turned = {one.name for our in found.tensors.values() for one in our.rows if one.turned}
-    adapters, is_whole = _adapters_of(found), EMBEDDING in found.reader.tensors
-    base = _whole(found) if is_whole else HuggingFaceReader(found.like, found.config)
+def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
+    """Returns types and shapes of the tensors of a model with merged adapters, and their reader."""
+    transposed = {
+        run.name for tensor in exported.tensors.values() for run in tensor.rows if run.transposed
+    }
+    adapters = _adapters_of(exported)
+    is_whole = EMBEDDING in exported.reader.tensors
+    base = _whole(exported) if is_whole else HuggingFaceReader(exported.like, exported.config)
 
     def read(name: str) -> torch.Tensor:
-        weight, module = base.read_theirs(name), f"{_PREFIX}{name.removesuffix('.weight')}"
+        weight = base.read_hugging_face(name)
+        module = f"{_PREFIX}{name.removesuffix('.weight')}"
         if f"{module}.lora_A.weight" not in adapters.about:
             return weight
         first, second = (
-            adapters.read_theirs(f"{module}.lora_{one}.weight").float() for one in "AB"
+            adapters.read_hugging_face(f"{module}.lora_{half}.weight").float() for half in "AB"
         )
-        change = found.config.lora.scale * (second @ first)
-        change = change.t() if name in turned else change
+        change = exported.config.lora.scale * (second @ first)
+        change = change.t() if name in transposed else change
         return (weight.float() + change).to(weight.dtype)
 
     return base.about, read
 
 
-def _whole(found: _Exported) -> _TheirTensors:
-    copies = copies_of(found.config, str(found.document["model_type"]))
-    return _TheirTensors(found.reader, found.tensors, copies)
+def _whole(exported: _Exported) -> _HuggingFaceTensors:
+    copies = copies_of(exported.config, str(exported.document["model_type"]))
+    return _HuggingFaceTensors(exported.reader, exported.tensors, copies)
 
 
 def _is_weight(name: str) -> bool:
@@ -236,128 +251,145 @@ def _is_weight(name: str) -> bool:
 
 
 def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
-    """Returns the file as it is, but for the type of the tensors where they have another."""
+    """Returns the file's content, with the tensors' type replaced if they have another type."""
     key = "dtype" if "dtype" in document else "torch_dtype"
     if document.get(key) in (None, dtype) and "quantization_config" not in document:
         return read_whole(path)
-    document = {name: one for name, one in document.items() if name != "quantization_config"}
+    document = {key: value for key, value in document.items() if key != "quantization_config"}
     return (json.dumps({**document, key: dtype}, indent=2) + "\n").encode()
 
 
-def require_same(config: TrainerConfig, words: Sequence[str], where: str, path: Path) -> None:
-    """Checks that a checkpoint's settings are those of a configuration.
+def require_same(config: TrainerConfig, arguments: Sequence[str], where: str, path: Path) -> None:
+    """Checks that a checkpoint's settings match those of a configuration file.
+
+    Args:
+        config: Settings of the checkpoint.
+        arguments: Command line that follows from the configuration file.
+        where: Name of the configuration file for the error.
+        path: Path of the checkpoint for the error.
 
     Raises:
-        CheckpointError: one differs, which is named.
+        CheckpointError: If a setting differs; the text names it.
     """
-    their = parse([*words, *_ANY_RUN], world_size=1, last_wins=True)
+    expected_config = parse([*arguments, *_ANY_RUN], world_size=1, last_wins=True)
     for group, names in (("model", (*SHAPES, *MEANINGS)), ("core", CORE_MEANINGS)):
         for name in names:
             saved = getattr(getattr(config, group), name)
-            given = getattr(getattr(their, group), name)
-            # As far as the rotation goes, so do positions.
-            is_free = name == "max_position_embeddings" and "rope" in words
-            if saved != given and not is_free:
+            expected = getattr(getattr(expected_config, group), name)
+            # Rotary embeddings have no table, so the number of positions may differ.
+            is_free = name == "max_position_embeddings" and "rope" in arguments
+            if saved != expected and not is_free:
                 raise CheckpointError(
-                    f"{path} has {name.replace('_', ' ')} {saved}, and {where} {given}: give the"
-                    " configuration of its own model as --config"
+                    f"{path} has {name.replace('_', ' ')} {saved}, and {where} {expected}: name the"
+                    " folder of the checkpoint's model as --config"
                 )
 
 
 def adapter_tensors(
-    config: TrainerConfig, tensors: Mapping[str, OurTensor]
-) -> dict[str, OurTensor]:
-    """Returns the adapters beside the tensors of a model, by their names in a checkpoint."""
-    rank, found = config.lora.lora_rank or 0, dict[str, OurTensor]()
+    config: TrainerConfig, tensors: Mapping[str, CoreTensor]
+) -> dict[str, CoreTensor]:
+    """Returns the adapters of a model's tensors, by their names in a checkpoint."""
+    rank = config.lora.lora_rank or 0
+    adapters: dict[str, CoreTensor] = {}
     parts = peft.adapted_parts(config)
-    for name, our in tensors.items():
+    for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
         if kind != "weight" or not (marks := parts.get(module.split(".", 3)[-1], ())):
             continue
-        theirs = dict.fromkeys(one.name.removesuffix(".weight") for one in our.rows)
-        has = [f"{_PREFIX}{one}" for one, mark in zip(theirs, marks, strict=True) if mark]
+        modules = dict.fromkeys(run.name.removesuffix(".weight") for run in tensor.rows)
+        adapted = [f"{_PREFIX}{part}" for part, mark in zip(modules, marks, strict=True) if mark]
         first = [
-            RowRun(rank * index, rank, 0, f"{one}.lora_A.weight", 0, False)
-            for index, one in enumerate(has)
+            RowRun(rank * index, rank, 0, f"{part}.lora_A.weight", 0, False)
+            for index, part in enumerate(adapted)
         ]
         second = [
-            one._replace(name=f"{full}.lora_B.weight", turned=False)
-            for one in our.rows
-            if (full := f"{_PREFIX}{one.name.removesuffix('.weight')}") in has
+            run._replace(name=f"{full}.lora_B.weight", transposed=False)
+            for run in tensor.rows
+            if (full := f"{_PREFIX}{run.name.removesuffix('.weight')}") in adapted
         ]
-        found[f"{module}{MARK}a"] = OurTensor(0, rank * len(has), our.columns, first)
-        found[f"{module}{MARK}b"] = OurTensor(0, our.height, rank, second)
-    return found
+        adapters[f"{module}{MARK}a"] = CoreTensor(0, rank * len(adapted), tensor.columns, first)
+        adapters[f"{module}{MARK}b"] = CoreTensor(0, tensor.height, rank, second)
+    return adapters
 
 
 def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
-    """Fills the adapters of this rank's chunks from a folder of PEFT.
+    """Fills the adapters of this rank's chunks from a PEFT folder.
 
     Raises:
-        AdaptiveError: they are of another model, of other targets or of another rank.
+        AdaptiveError: If the folder's adapters have another base model, other targets or another
+            rank.
     """
     base = config.checkpoint.load_hf
     family = "deepseek_v3" if config.core.multi_latent_attention else "llama"
     family = family if base is None else str(load_config(Path(base))[0]["model_type"])
-    ours = adapter_tensors(config, our_tensors(config, family))
+    adapters = adapter_tensors(config, core_tensors(config, family))
     file = folder / ADAPTERS
     if not file.is_file():
         raise CheckpointError(f"{folder} has no {ADAPTERS}: name a folder that PEFT wrote")
     weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)
     apply_factories(weights)
-    with TensorFolder(folder, ADAPTERS) as theirs:
-        expected = their_shapes(ours)
-        for name in sorted(expected.keys() | theirs.tensors.keys()):
-            there = theirs.tensors[name].shape if name in theirs.tensors else None
-            if there != (wanted := expected.get(name)):
-                has, asked = (list(shape) if shape else "none" for shape in (there, wanted))
+    with TensorFolder(folder, ADAPTERS) as source:
+        expected = hugging_face_shapes(adapters)
+        for name in sorted(expected.keys() | source.tensors.keys()):
+            shape_there = source.tensors[name].shape if name in source.tensors else None
+            shape_here = expected.get(name)
+            if shape_there != shape_here:
+                has, asked = (
+                    list(shape) if shape else "none" for shape in (shape_there, shape_here)
+                )
                 raise CheckpointError(
-                    f"{file}: of {name} the shape is {has} there and {asked} in this model with"
+                    f"{file}: {name} has shape {has} there and {asked} in this model with"
                     f" --lora-rank {config.lora.lora_rank} and --lora-targets"
-                    f" {config.lora.lora_targets}: leave these out, or it is of another model"
+                    f" {config.lora.lora_targets}: leave these flags out, or load adapters of this"
+                    " model"
                 )
         with torch.no_grad():
             for shard in nested_values(weights):
                 if isinstance(shard, ShardedTensor) and MARK in shard.key:
-                    place = (ours[shard.key], shard.global_offset, shard.data)
-                    for rows, row, column, region in meet(*place):
-                        theirs.read(rows.name, row, column, region)
+                    tensor = adapters[shard.key]
+                    for rows, row, column, region in meet(tensor, shard.global_offset, shard.data):
+                        source.read(rows.name, row, column, region)
 
 
-def _adapters_of(found: _Exported) -> _TheirTensors:
-    """Returns the adapters that a checkpoint holds, as layers of its model can have them."""
-    if not found.config.lora.is_on:
-        raise CheckpointError(f"{found.path} holds no adapters: leave --lora and --merge-lora out")
-    ours = adapter_tensors(found.config, found.tensors)
-    for name, our in ours.items():
-        saved = found.reader.tensors.get(name)
-        if saved is not None and list(saved.size) != our.shape:
+def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
+    """Returns a checkpoint's adapters after checking that they fit the layers of its model."""
+    if not exported.config.lora.is_on:
+        raise CheckpointError(
+            f"{exported.path} holds no adapters: leave --lora and --merge-lora out"
+        )
+    adapters = adapter_tensors(exported.config, exported.tensors)
+    for name, tensor in adapters.items():
+        saved = exported.reader.tensors.get(name)
+        if saved is not None and list(saved.size) != tensor.shape:
             raise CheckpointError(
-                f"{found.path} has {name} with shape {list(saved.size)}, and layers of {found.like}"
-                f" have {our.shape}: train adapters with --load-hf, for the names that they have"
+                f"{exported.path} has {name} with shape {list(saved.size)}, and layers of"
+                f" {exported.like} have {tensor.shape}: train adapters with --load-hf, for the"
+                " names that they have"
             )
-    return _TheirTensors(found.reader, ours, {})
+    return _HuggingFaceTensors(exported.reader, adapters, {})
 
 
-def _adapter_config(found: _Exported) -> bytes:
-    """Returns the file that adapters came with, or one like those of PEFT."""
-    lora = found.config.lora
-    given = None if lora.load_lora is None else Path(lora.load_lora)
-    if given is not None and (given / peft.ADAPTER_CONFIG).is_file():
-        words = peft.adapter_arguments(given, peft.base_of(found.config))
-        rank, alpha, dropout, targets = words[1::2]
+def _adapter_config(exported: _Exported) -> bytes:
+    """Returns the configuration that the adapters were loaded with, or else a new one for PEFT."""
+    lora = exported.config.lora
+    loaded = None if lora.load_lora is None else Path(lora.load_lora)
+    if loaded is not None and (loaded / peft.ADAPTER_CONFIG).is_file():
+        arguments = peft.adapter_arguments(loaded, peft.base_of(exported.config))
+        rank, alpha, dropout, targets = arguments[1::2]
         numbers = (int(rank), float(alpha), float(dropout))
         if (*numbers, targets) == tuple(dataclasses.asdict(lora).values())[:4]:
-            return read_whole(given / peft.ADAPTER_CONFIG)
+            return read_whole(loaded / peft.ADAPTER_CONFIG)
     names = lora.lora_targets.split(",")
     if names == ["all-linear"]:
-        theirs = peft.linear_names(found.config).values()
-        names = sorted({name.rpartition(".")[2] for one in theirs for name in one})
+        projections = peft.linear_names(exported.config).values()
+        names = sorted({name.rpartition(".")[2] for group in projections for name in group})
     scaled = lora.lora_alpha or lora.lora_rank or 0
     document = {
-        "base_model_name_or_path": str(found.like),
+        "base_model_name_or_path": str(exported.like),
         "bias": "none",
-        "fan_in_fan_out": any(one.turned for our in found.tensors.values() for one in our.rows),
+        "fan_in_fan_out": any(
+            run.transposed for tensor in exported.tensors.values() for run in tensor.rows
+        ),
         "inference_mode": True,
         "lora_alpha": int(scaled) if scaled == int(scaled) else scaled,
         "lora_dropout": lora.lora_dropout,

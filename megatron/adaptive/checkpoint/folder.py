@@ -1,37 +1,37 @@
-"""Folders of checkpoints, one for each step, that appear whole or not at all.
+"""Manages folders of checkpoints, with one subfolder per step that appears complete or not at all.
 
 ::
 
     <folder>/                                 of the trainer: CheckpointFolder
-      latest_checkpointed_iteration.txt       the iteration to go on from
+      latest_checkpointed_iteration.txt       iteration to resume from
       iter_0000100/                           a complete checkpoint
-        manifest.json                         ours: format, settings, progress, size and checksums
-                                              of each file, and a checksum of itself
-        index.json common.values              ours: where each tensor's bytes are, and other state
+        manifest.json                         format, settings, progress, size and checksums of each
+                                              file, and a checksum of itself
+        index.json common.values              place of each tensor's bytes, and other state
         metadata.json common.pt .metadata __<rank>_0.distcp      megatron-core's torch_dist
       .iter_0000200.3.partial/                being written by the third holder of the lease, or
                                               left behind by it
-      .lease/                                 who may write here, see ``engine.folder_lease``
-      .iter_0000100.replaced/                 the former iter_0000100 while a new one replaces it
+      .lease/                                 names the job that may write, see engine.folder_lease
+      .iter_0000100.replaced/                 the previous iter_0000100 while a new one replaces it
 
     <folder>/                                 of a Pipeline: PipelineFolder
       step_00000012/
         pipeline.json                         step, seed, loss scale, options of the optimizer by
                                               parameter, ID of the save, files as above
-        index.json state.values               where each tensor's bytes are, and what the user's
-                                              objects hold, such as a scheduler
-        .metadata __0_0.distcp                tensors by name, as torch.distributed.checkpoint has
+        index.json state.values               place of each tensor's bytes, and state of the user's
+                                              objects, such as a scheduler
+        .metadata __0_0.distcp                tensors by name, for torch.distributed.checkpoint
 
 A checkpoint is written under its hidden name, made durable, renamed, and only then named by the
-tracker, where there is one; whatever happens in between, the tracker names a complete checkpoint.
-Who takes over the right to write here removes what the holders before left under hidden names, and
-with it their means to publish it: see ``engine.folder_lease``.
-The names of the trainer's folders and of its tracker are Megatron-LM's.
-``.metadata`` and
-``common.pt`` are pickles, for Megatron-LM and torch; nothing of ours reads them where there is an
-index. Checkpoints of former versions have none, and are opened only where the caller trusts them.
+tracker, if there is one. At any moment the tracker therefore names a complete checkpoint. A job
+that takes over the right to write removes everything that earlier holders left under hidden names,
+so that those can no longer publish it: see ``engine.folder_lease``.
 
-Nothing here knows of other ranks or of tensors; one process works on a folder at a time.
+The names of the trainer's folders and of its tracker are Megatron-LM's. ``.metadata`` and
+``common.pt`` are pickles, for Megatron-LM and torch; this program does not read them if there is an
+index. Checkpoints of former versions have no index, and are opened only if the caller trusts them.
+
+This module knows nothing of other ranks or of tensors. One process works on a folder at a time.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ _LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 PIPELINE_FORMAT = 2
 INDEX = "index.json"
-PIPELINE_STATE = "state.values"  # of the user's objects
+PIPELINE_STATE = "state.values"  # state of the user's objects
 _UNSEALED = 1  # the last format whose manifests had no checksums
 _SUMMED = frozenset({"blocks", "checksum"})  # members of manifests since then
-_SHARD = ".distcp"  # ends the names of files that are checked as they are read
+_SHARD = ".distcp"  # ends the names of files whose blocks are checked when they are read
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -76,23 +76,24 @@ _TRACKER_DIGITS = 18
 
 
 class StepFolders:
-    """A path with one folder for each step; each has one manifest, with a table of its files.
+    """A folder with one subfolder per step; each has a manifest that lists its files.
 
     Args:
-        path: need not exist.
+        path: Path of the folder, which need not exist.
 
     Attributes:
-        lease: right to write here, ``None`` where nobody else can.
-        manifest_name: name of the file that a complete folder has.
+        lease: Right to write here, ``None`` if no other job can write.
+        manifest_name: Name of the manifest file, which only complete subfolders have.
     """
 
     manifest_name: ClassVar[str]
-    _prefix: ClassVar[str] = "iter_"  # of the folders' names
-    _digits: ClassVar[int] = 7  # of the numbers in them, at least
-    # What manifests begin with: the newest version that is read, and the format's name if any.
+    _prefix: ClassVar[str] = "iter_"  # begins the subfolders' names
+    _digits: ClassVar[int] = 7  # least number of digits in them
+    # Entries that each manifest begins with: the newest version that can be read, and the format's
+    # name if it has one.
     _form: ClassVar[Mapping[str, Any]] = {}
-    _needed = frozenset({"files"})  # of what manifests hold
-    _schema: ClassVar[str] = "manifest"  # name of the form of manifests
+    _needed = frozenset({"files"})  # names of entries that each manifest must have
+    _schema: ClassVar[str] = "manifest"  # name of the manifests' schema
     _trust = "--trust-checkpoint"
 
     def __init__(self, path: str | Path) -> None:
@@ -101,44 +102,43 @@ class StepFolders:
         self.lease: Lease | None = None
 
     def complete_path(self, step: int) -> Path:
-        """Return the folder of a step that is complete."""
+        """Returns the path that a complete step has."""
         return self.path / self._name(step)
 
     def partial_path(self, step: int) -> Path:
-        """Return the folder that a step is written in before it is complete."""
+        """Returns the path that a step is written to before it is complete."""
         return self.path / f".{self._name(step)}{self._mark}.partial"
 
     def replaced_path(self, step: int) -> Path:
-        """Return the former folder of a step while another takes its place."""
+        """Returns the path of a step's previous version while a new one takes its place."""
         return self.path / f".{self._name(step)}.replaced"
 
     def steps(self) -> dict[int, Path]:
-        """Return the complete folders by step, ascending."""
-        found = (
-            (self._complete.fullmatch(one.parent.name), one.parent)
-            for one in self.path.glob(f"{self._prefix}*/{self.manifest_name}")
-        )
-        return dict(sorted((int(match[1]), one) for match, one in found if match))
+        """Returns the complete subfolders by step, ascending."""
+        manifests = self.path.glob(f"{self._prefix}*/{self.manifest_name}")
+        matches = ((self._complete.fullmatch(file.parent.name), file.parent) for file in manifests)
+        return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
 
     def latest(self) -> int | None:
-        """Return the step to go on from, ``None`` where there is no complete one."""
+        """Returns the step to resume from, ``None`` if there is no complete one."""
         return max(self.steps(), default=None)
 
     def named(self) -> list[int]:
-        """Return the steps that have a folder, complete or not, ascending."""
-        names = (one.name for one in self.path.glob(f"{self._prefix}*"))
+        """Returns the steps that have a subfolder, complete or not, ascending."""
+        names = (folder.name for folder in self.path.glob(f"{self._prefix}*"))
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
     def candidates(self) -> Iterator[int]:
-        """Yield the steps to go on from where the user named none, best first.
+        """Yields the steps to resume from if the user named none, the best first.
 
-        That is the latest, or what comes in its place where a folder has lost its manifest; then
-        those before it.
+        That is the latest step, or its substitute if a subfolder lost its manifest, and then
+        earlier steps.
 
         Raises:
-            CheckpointError: the path is no folder of checkpoints.
+            CheckpointError: If the path is not a folder of checkpoints.
         """
-        first, named = self.latest(), self.named()
+        first = self.latest()
+        named = self.named()
         if not self._is_tracked():
             first = max(named, default=first)
         if first is None:
@@ -147,15 +147,15 @@ class StepFolders:
         yield from (step for step in reversed(named) if step < first)
 
     def _is_tracked(self) -> bool:
-        """Return whether a file says which step is the latest."""
+        """Returns whether a tracker file names the latest step."""
         return False
 
     def begin(self, step: int) -> Path:
-        """Clear away what crashed runs left and make an empty partial folder.
+        """Removes the remains of crashed runs and makes an empty partial folder.
 
         Raises:
-            LeaseTakenError: another job took the path over.
-            OSError: the path cannot be written.
+            LeaseTakenError: If another job took the folder over.
+            OSError: If the folder cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self.clear()
@@ -164,11 +164,11 @@ class StepFolders:
         return partial
 
     def clear(self) -> None:
-        """Clear away what crashed runs left, and the means of those before to publish theirs.
+        """Removes the remains of crashed runs, so that earlier jobs cannot publish them.
 
         Raises:
-            LeaseTakenError: another job took the path over.
-            OSError: the path cannot be written.
+            LeaseTakenError: If another job took the folder over.
+            OSError: If the folder cannot be written.
         """
         self._require_lease()
         for former in self.path.glob(f".{self._prefix}*.replaced"):
@@ -185,34 +185,37 @@ class StepFolders:
     def commit(
         self, step: int, manifest: Mapping[str, Any], check: Callable[[], None] | None = None
     ) -> Path:
-        """Turn the partial checkpoint of a step into a complete one, the latest.
+        """Turns the partial checkpoint of a step into a complete one, which becomes the latest.
 
-        Its files are durable but for the manifest: who wrote one has called :func:`sync`.
+        All files except the manifest must be durable already: their writers called :func:`sync`.
 
         Args:
-            step: as given to :meth:`begin`.
-            manifest: its contents in JSON; ``files``, size by name, is that of the partial folder
-                unless it is given; ``blocks``, checksums by name, is added where it lacks one.
-            check: called when all is written, before anything takes its place; raises what it will.
+            step: Step that :meth:`begin` was called with.
+            manifest: Contents of the manifest. ``files``, sizes by name, defaults to those in the
+                partial folder; ``blocks``, checksums by name, is completed.
+            check: Function that is called after the last write and before the rename. Its error
+                stops the commit.
 
         Returns:
-            The folder of the complete checkpoint.
+            Path of the complete checkpoint.
 
         Raises:
-            CheckpointError: a file has another size than what was written of it.
-            LeaseTakenError: another job took the path over.
-            OSError: writing failed; the partial checkpoint is still there.
+            CheckpointError: If a file has another size than was written.
+            LeaseTakenError: If another job took the folder over.
+            OSError: If writing failed; the partial checkpoint still exists.
         """
-        partial, complete = self.partial_path(step), self.complete_path(step)
-        sizes = {one.name: one.stat().st_size for one in sorted(partial.iterdir())}
-        files, blocks = dict(manifest.get("files", sizes)), dict(manifest.get("blocks", {}))
+        partial = self.partial_path(step)
+        complete = self.complete_path(step)
+        sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+        files = dict(manifest.get("files", sizes))
+        blocks = dict(manifest.get("blocks", {}))
         for name, size in sizes.items():
             if files.get(name, size) != size:
                 path = partial / name
                 raise CheckpointError(f"{path} has {size} bytes instead of {files[name]}")
             if name not in blocks:
                 blocks[name] = sum_of_file(partial / name)[1]
-        # Indented JSON is made by Python, line by line, while training waits for its turn.
+        # json.dumps with an indent runs in Python instead of C, and would hold up training.
         body = {**self._form, **manifest, **self._form}
         body |= {"step": step, "files": files, "blocks": blocks, **self._order(step)}
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
@@ -228,7 +231,7 @@ class StepFolders:
             partial.rename(complete)
             sync(self.path)
             self._track(step)
-        except FileNotFoundError:  # removed by who took the path over since
+        except FileNotFoundError:  # a job that took the folder over since then removed it
             with contextlib.suppress(OSError):
                 former.rename(complete)
             self._require_lease()
@@ -237,35 +240,35 @@ class StepFolders:
             shutil.rmtree(former)
         return complete
 
-    def keep(self, number: int, but: Collection[int] = ()) -> None:
-        """Remove all but the last complete folders, as far as the file system lets us.
+    def keep(self, number: int, also: Collection[int] = ()) -> None:
+        """Removes all but the last complete subfolders, as far as the file system permits.
 
         Args:
-            number: of those that stay.
-            but: steps that stay too.
+            number: Number of subfolders to keep.
+            also: Further steps to keep.
         """
         for step in list(self.steps())[:-number]:
-            if step not in but:
+            if step not in also:
                 self.remove(step)
 
     def remove(self, step: int) -> None:
-        """Remove a complete folder, as far as the file system lets us."""
-        # Under a name that nobody loads from, before the first file goes.
+        """Removes a complete subfolder, as far as the file system permits."""
+        # Rename it first, so that nobody loads it while its files disappear.
         doomed = self.partial_path(step)
         with contextlib.suppress(OSError):
             self.complete_path(step).rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
     def abandon(self, step: int) -> None:
-        """Remove a partial folder, as far as the file system lets us."""
+        """Removes a partial folder, as far as the file system permits."""
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
     def read_manifest(self, path: Path, remedy: str = "restore it from a copy") -> dict[str, Any]:
-        """Return a folder's manifest after checking that it is what was written.
+        """Returns a subfolder's manifest after checking that it is undamaged.
 
         Raises:
-            CheckpointError: it is of another program or a newer format; ends with ``remedy``.
-            DamagedCheckpointError: it is not what was written.
+            CheckpointError: If another program or a newer format wrote it; ends with ``remedy``.
+            DamagedCheckpointError: If it changed since it was written; ends with ``remedy``.
         """
         file = path / self.manifest_name
         try:
@@ -276,17 +279,19 @@ class StepFolders:
         except (ValueError, OSError) as error:
             text = f"{file} cannot be read ({error}): {remedy}"
             raise DamagedCheckpointError(text) from None
-        given = body if isinstance(body, dict) else {}
-        versions = {name: one for name, one in self._form.items() if isinstance(one, int)}
+        entries = body if isinstance(body, dict) else {}
+        versions = {name: value for name, value in self._form.items() if isinstance(value, int)}
         is_ours = isinstance(body, dict) and all(
-            type(given.get(name)) is type(one) and (name in versions or given[name] == one)
-            for name, one in self._form.items()
+            type(entries.get(name)) is type(value) and (name in versions or entries[name] == value)
+            for name, value in self._form.items()
         )
-        has_seal = is_ours and any(_UNSEALED < given[name] <= versions[name] for name in versions)
-        if not is_sealed(raw) and (has_seal or _SUMMED & given.keys()):
-            raise DamagedCheckpointError(f"{file} is damaged (its checksum is another): {remedy}")
+        has_seal = is_ours and any(_UNSEALED < entries[name] <= versions[name] for name in versions)
+        if not is_sealed(raw) and (has_seal or _SUMMED & entries.keys()):
+            raise DamagedCheckpointError(
+                f"{file} is damaged (its checksum does not match): {remedy}"
+            )
         if not is_ours:
-            raise CheckpointError(f"{file} is not of a checkpoint of this program: {remedy}")
+            raise CheckpointError(f"{file} was not written by this program: {remedy}")
         for name, newest in versions.items():
             if body[name] > newest:
                 raise CheckpointError(
@@ -303,7 +308,7 @@ class StepFolders:
         return body
 
     def _broken_rule(self, body: Mapping[str, Any]) -> str:
-        """Returns the rule that a manifest breaks although its checksum is right, or empty."""
+        """Returns the rule that a manifest breaks although its checksum is right, or ``""``."""
         try:
             check_form(body, self._schema, "it")
         except ConfigError as error:
@@ -321,14 +326,14 @@ class StepFolders:
         return ""
 
     def verify(self, step: int) -> list[str]:
-        """Read all of one checkpoint and return what is not as it was written.
+        """Reads all of one checkpoint and returns a line for each file that is damaged.
 
-        Needs no process group and no torch, and takes no more than reading the files does.
+        Needs no process group and no torch, and costs little more than reading the files.
 
         Returns:
-            A line for each damaged file, with its name and, in a large one, the first damaged
-            block; empty where all is whole. Of a checkpoint of a former version only sizes are
-            known.
+            One line per damaged file, with its name and the first damaged block if it has several;
+            empty if all is undamaged. Files of a former version have no checksums, so only their
+            sizes are checked.
         """
         path = self.complete_path(step).absolute()
         try:
@@ -337,26 +342,28 @@ class StepFolders:
             return [str(error)]
         problems: list[str] = []
         if body.get("step", step) != step:
-            problems.append(f"{path / self.manifest_name} is that of step {body['step']}")
+            problems.append(f"{path / self.manifest_name} belongs to step {body['step']}")
         find_damage(path, body["files"], body.get("blocks", {}), problems.append)
         return problems
 
     def _read(self, path: Path, step: int, remedy: str, *, trust: bool) -> dict[str, Any]:
-        """Read a folder's manifest after checking all that is not checked as it is read.
+        """Returns a subfolder's manifest after checking all files that are not checked when read.
 
         Raises:
-            CheckpointError: it is of another program or format, or holds pickles and is not
-                trusted; ends with ``remedy``.
-            DamagedCheckpointError: it is not what was written, or a file is not there, or has
-                another size or, unless it holds tensors, other contents than when it was written.
+            CheckpointError: If another program or format wrote it, or it contains pickles and is
+                not trusted; ends with ``remedy``.
+            DamagedCheckpointError: If the manifest is damaged, a file is missing or has another
+                size, or a file other than a shard has other contents than were written.
         """
         body = self.read_manifest(path, remedy)
-        found = body.get("step", step)
-        if found != step:
+        step_there = body.get("step", step)
+        if step_there != step:
             file = path / self.manifest_name
-            raise DamagedCheckpointError(f"{file} is that of step {found}: {remedy}")
-        files, problems = body["files"], list[str]()
-        small = {name: sum for name, sum in body.get("blocks", {}).items() if not is_shard(name)}
+            raise DamagedCheckpointError(f"{file} belongs to step {step_there}: {remedy}")
+        files = body["files"]
+        problems = list[str]()
+        blocks = body.get("blocks", {})
+        small = {name: sums for name, sums in blocks.items() if not is_shard(name)}
         find_damage(path, files, small, problems.append)
         if problems:
             raise DamagedCheckpointError(f"{problems[0]}: {remedy}")
@@ -368,14 +375,14 @@ class StepFolders:
         return body
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
-        """Return the error of a folder without manifest."""
+        """Returns the error for a subfolder without manifest."""
         return DamagedCheckpointError(
             f"{path} is incomplete (it has no {self.manifest_name}): {remedy}"
         )
 
     @property
     def _mark(self) -> str:
-        """Marks what this holder of the lease has not published yet."""
+        """Part of hidden names that marks them as those of this holder of the lease."""
         return "" if self.lease is None else f".{self.lease.number}"
 
     def _require_lease(self) -> None:
@@ -383,7 +390,11 @@ class StepFolders:
             self.lease.require()
 
     def _discard(self, path: Path) -> None:
-        """Remove what another process may still write to: the name at once, the rest if it can."""
+        """Removes a path that another process may still write to.
+
+        A folder is renamed at once, so that the process cannot publish it; its files are removed if
+        the file system permits.
+        """
         if path.is_file():
             path.unlink(missing_ok=True)
             return
@@ -393,31 +404,31 @@ class StepFolders:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _order(self, step: int) -> Mapping[str, Any]:
-        """Returns the manifest entries that place a step after the checkpoint before it."""
+        """Returns the manifest entries that record which checkpoint a step follows."""
         return {}
 
     def _track(self, step: int) -> None:
-        """Note that a step is the latest, before the former folder of that step goes."""
+        """Records that a step is the latest; called before its previous subfolder is removed."""
 
     def _name(self, step: int) -> str:
         return f"{self._prefix}{step:0{self._digits}d}"
 
 
 Manifest = Mapping[str, Any]
-"""Describes a checkpoint of the trainer, in JSON beside megatron-core's files:
+"""Describes a checkpoint of the trainer; saved as JSON next to megatron-core's files:
 
-    progress: the counters of the run.
-    config: the run's settings, as of ``TrainerConfig.to_dict``.
-    shape: sizes of the mesh's axes and the number of chunks.
-    padded_vocab_size: rows of the embedding.
-    has_optimizer: whether optimizer state is in it.
-    has_rng: whether random states are in it.
-    files: size of each other file in bytes.
-    blocks: checksums of each other file, see ``checkpoint.checksums``; none for those of a former
-        version.
-    follows: checksum of the manifest of the checkpoint before it, empty if it was the first.
-    save_id: of this save, by which its parts on other disks are recognized; empty where there are
-        none.
+    progress: Counters of the run.
+    config: Settings of the run, from ``TrainerConfig.to_dict``.
+    shape: Sizes of the mesh's axes and the number of chunks.
+    padded_vocab_size: Number of rows of the embedding.
+    has_optimizer: Whether it includes optimizer state.
+    has_rng: Whether it includes random states.
+    files: Size of each other file in bytes.
+    blocks: Checksums of each other file, see ``checkpoint.checksums``; a checkpoint of a former
+        version has none.
+    follows: Checksum of the previous checkpoint's manifest, empty for the first.
+    save_id: Identifier of this save, by which its parts on other disks are recognized; empty if
+        there are none.
 """
 
 
@@ -425,17 +436,18 @@ class CheckpointFolder(StepFolders):
     """A folder of the trainer's checkpoints.
 
     Args:
-        path: the folder; it need not exist.
+        path: Path of the folder, which need not exist.
     """
 
-    manifest_name, _schema = "manifest.json", "checkpoint_manifest"
+    manifest_name = "manifest.json"
+    _schema = "checkpoint_manifest"
     _form = MappingProxyType({"format": _FORMAT, "version": FORMAT_VERSION})
     _needed = frozenset(
-        "progress config shape padded_vocab_size has_optimizer has_rng files".split()
+        {"progress", "config", "shape", "padded_vocab_size", "has_optimizer", "has_rng", "files"}
     )
 
     def latest(self) -> int | None:
-        """Return the iteration to go on from, ``None`` where the folder holds no checkpoint.
+        """Returns the iteration to resume from, ``None`` if the folder has no checkpoint.
 
         It is the last complete checkpoint that was written. A run may die after it renames a
         checkpoint and before it updates the tracker, so complete checkpoints that follow the
@@ -443,8 +455,7 @@ class CheckpointFolder(StepFolders):
         before a run went back with ``--ckpt-step``.
 
         Raises:
-            CheckpointError: the tracker holds something else than an iteration, or the folder is
-                a file.
+            CheckpointError: If the tracker does not contain an iteration, or the folder is a file.
         """
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"--load {self.path} is a file: name the folder of checkpoints")
@@ -461,17 +472,17 @@ class CheckpointFolder(StepFolders):
         except OSError as error:
             raise DamagedCheckpointError(
                 f"{tracker} cannot be read ({error.strerror}): write the number of one of the "
-                "checkpoints beside it into it, or choose one with --ckpt-step"
+                "checkpoints next to it into it, or choose one with --ckpt-step"
             ) from None
         if not (text.isascii() and text.isdecimal() and len(text) <= _TRACKER_DIGITS):
             raise DamagedCheckpointError(
                 f"{tracker} says {text[:40]!r}, which is not an iteration: write the number of one "
-                "of the checkpoints beside it, or choose one with --ckpt-step"
+                "of the checkpoints next to it, or choose one with --ckpt-step"
             )
         return int(text)
 
     def _last_after(self, tracked: int) -> int:
-        """Follows the chain of complete checkpoints from an iteration and returns its last one.
+        """Follows the chain of complete checkpoints from an iteration; returns its last one.
 
         Each manifest holds the checksum of the manifest before it. Manifests of former versions
         do not; a checkpoint then follows if its manifest is newer than the tracker.
@@ -500,7 +511,7 @@ class CheckpointFolder(StepFolders):
     def _order(self, step: int) -> Mapping[str, Any]:
         try:
             latest = self.latest()
-        except CheckpointError:  # a damaged tracker is replaced
+        except CheckpointError:  # the tracker is damaged, and will be replaced
             latest = super().latest()
         if latest is None:
             return {"follows": ""}
@@ -508,11 +519,12 @@ class CheckpointFolder(StepFolders):
 
     def candidates(self) -> Iterator[int]:
         try:
-            tracked, latest = self._tracked(), self.latest()
+            tracked = self._tracked()
+            latest = self.latest()
             if tracked is not None and latest is not None and latest != tracked:
                 _LOG.warning(
                     "WARNING: %s names iteration %d, and the checkpoint of iteration %d was written"
-                    " after it: going on from that; --ckpt-step %d goes back",
+                    " after it: resuming from the later one; --ckpt-step %d goes back",
                     printable(str(self.path / _TRACKER)),
                     tracked,
                     latest,
@@ -529,20 +541,21 @@ class CheckpointFolder(StepFolders):
         return os.path.lexists(self.path / _TRACKER)
 
     def open(self, iteration: int, *, trust: bool = False) -> tuple[Path, Manifest]:
-        """Return the folder and manifest of a checkpoint after checking that all of it is there.
+        """Returns the path and manifest of a checkpoint after checking that it is complete.
 
-        Tensors are checked as they are read, all other files here.
+        Shards are checked when they are read, all other files here.
 
         Args:
-            iteration: that it is of.
-            trust: also one of a former version or of Megatron-LM, which has pickles; the manifest
-                of the latter lists files alone, as nothing says what else it should be.
+            iteration: Iteration of the checkpoint.
+            trust: Whether a checkpoint of a former version or of Megatron-LM is accepted too; these
+                contain pickles. The manifest of one of Megatron-LM lists only the files that exist.
 
         Raises:
-            CheckpointError: it is of a newer format, not of this program or not trusted.
-            DamagedCheckpointError: it is missing, incomplete or damaged.
+            CheckpointError: If it has a newer format, is another program's, or is not trusted.
+            DamagedCheckpointError: If it is missing, incomplete or damaged.
         """
-        path, others = self.complete_path(iteration), self._others(iteration)
+        path = self.complete_path(iteration)
+        others = self._others(iteration)
         if not path.exists() and self.replaced_path(iteration).exists():
             path = self.replaced_path(iteration)
         if not path.is_dir():
@@ -551,7 +564,7 @@ class CheckpointFolder(StepFolders):
                 f"there: {others}"
             )
         if trust and self._is_megatrons(path):
-            files = {one.name: one.stat().st_size for one in sorted(path.iterdir())}
+            files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
             return path, {"files": files, "blocks": {}, "config": {}}
         body = self._read(path, iteration, others, trust=trust)
         if _CORE_METADATA not in body["files"]:
@@ -575,16 +588,16 @@ class CheckpointFolder(StepFolders):
         return super()._lacks_manifest(path, remedy)
 
     def _is_megatrons(self, path: Path) -> bool:
-        """Return whether a folder holds a checkpoint of Megatron-LM, in its form of today."""
+        """Returns whether a folder is a checkpoint of Megatron-LM in the torch_dist format."""
         has = {name: (path / name).exists() for name in (self.manifest_name, INDEX, _CORE_METADATA)}
         return has == {self.manifest_name: False, INDEX: False, _CORE_METADATA: True}
 
     def _others(self, iteration: int) -> str:
-        """Return the remedy where the checkpoint of ``iteration`` cannot be used."""
+        """Returns the remedy for a checkpoint of ``iteration`` that cannot be used."""
         others = sorted({*self.steps()} - {iteration})
         if not others:
             return "restore it from a copy, or start without --load"
-        return f"restore it from a copy, or go on from another with --ckpt-step {others[-1]}"
+        return f"restore it from a copy, or resume from another with --ckpt-step {others[-1]}"
 
     def _track(self, step: int) -> None:
         temporary = self.path / f".{self._prefix}latest{self._mark}.partial"
@@ -594,27 +607,29 @@ class CheckpointFolder(StepFolders):
 
 
 class PipelineFolder(StepFolders):
-    """A folder of a pipeline's checkpoints.
+    """A folder of a ``Pipeline``'s checkpoints.
 
     Args:
-        path: the folder; it need not exist.
+        path: Path of the folder, which need not exist.
     """
 
-    manifest_name, _prefix, _digits = "pipeline.json", "step_", 8
+    manifest_name = "pipeline.json"
+    _prefix = "step_"
+    _digits = 8
     _schema = "pipeline_manifest"
     _form = MappingProxyType({"format": PIPELINE_FORMAT})
     _trust = "trust_checkpoint=True"
 
     def open(self, step: int | None, *, trust: bool = False) -> tuple[Path, dict[str, Any]]:
-        """Return folder and manifest of a checkpoint, the newest where ``step`` is ``None``.
+        """Returns path and manifest of a checkpoint, the newest if ``step`` is ``None``.
 
         Args:
-            step: that it is of.
-            trust: also one of a former version, which has pickles.
+            step: Step of the checkpoint.
+            trust: Whether a checkpoint of a former version is accepted too; these contain pickles.
 
         Raises:
-            CheckpointError: it is not there, of a newer format, or not trusted.
-            DamagedCheckpointError: it is incomplete or damaged.
+            CheckpointError: If it does not exist, has a newer format, or is not trusted.
+            DamagedCheckpointError: If it is incomplete or damaged.
         """
         steps = self.steps()
         if step is None and not steps:
@@ -633,19 +648,20 @@ class PipelineFolder(StepFolders):
 
 
 def is_shard(name: str) -> bool:
-    """Return whether a file holds tensors, and is checked as they are read."""
+    """Returns whether a file contains tensors; such files are checked when they are read."""
     return name.endswith(_SHARD)
 
 
 def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
-    """Return the folders of checkpoints at a path, and the steps of those that it names, ascending.
+    """Returns the folder of checkpoints for a path, and the steps that the path means, ascending.
 
     Args:
-        path: of the folders, or of one checkpoint, of the trainer or of a ``Pipeline``.
-        step: the one that is named, all where ``None``.
+        path: Path of a folder of checkpoints or of one checkpoint, of the trainer or a
+            ``Pipeline``.
+        step: Step to return, all if ``None``.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: If there is no such checkpoint.
     """
     path = path.absolute()
     for folders in (CheckpointFolder(path.parent), PipelineFolder(path.parent)):
@@ -654,40 +670,43 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
     for folders in (CheckpointFolder(path), PipelineFolder(path)):
         if steps := folders.named():
             if step is not None and step not in steps:
-                there = ", ".join(map(str, steps))
-                raise CheckpointError(f"{path}: no checkpoint of step {step}: there are {there}")
+                existing = ", ".join(map(str, steps))
+                raise CheckpointError(f"{path}: no checkpoint of step {step}: there are {existing}")
             return folders, steps if step is None else [step]
-    why = "holds no checkpoint" if path.is_dir() else "is no folder"
-    raise CheckpointError(f"{path} {why}: name the folder that --save or Pipeline.save was given")
+    reason = "holds no checkpoint" if path.is_dir() else "is no folder"
+    raise CheckpointError(
+        f"{path} {reason}: name the folder that --save or Pipeline.save was given"
+    )
 
 
 def make_pipeline_manifest(
     head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what a pipeline's manifest holds besides its format and files.
+    """Returns the entries of a pipeline's manifest, without its format and files.
 
     Args:
         head: ``step``, ``seed``, ``loss_scale`` and ``extra``, the same on all ranks; ``save_id``
-            where parts of it may be on other disks.
-        parts: of ranks that together have all parameters: ``kind`` of the optimizer, ``None``
-            without one; ``groups``, options and names of parameters; ``plain``, the optimizer's
-            values by name that are no tensors.
+            if parts of the checkpoint may be on other disks.
+        parts: One mapping per rank of a set of ranks that together have all parameters. ``kind``
+            names the optimizer, ``None`` without one; ``groups`` lists options and names of
+            parameters; ``plain`` has the optimizer's values that are not tensors, by name.
     """
     names = ("step", "seed", "loss_scale", "extra")
+    groups = [group for part in parts for group in part["groups"]]
     return {
         **{name: head[name] for name in names},
         "save_id": head.get("save_id", ""),
-        "optimizer": next((one["kind"] for one in parts if one["kind"]), None),
-        "options": {name: o for one in parts for o, group in one["groups"] for name in group},
-        "states": {name: o for one in parts for name, o in one["plain"].items()},
+        "optimizer": next((part["kind"] for part in parts if part["kind"]), None),
+        "options": {name: options for options, members in groups for name in members},
+        "states": {name: value for part in parts for name, value in part["plain"].items()},
     }
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files by their names that survive a power failure.
+    """Writes files by their names; they survive a power failure.
 
     Raises:
-        OSError: one cannot be written.
+        OSError: If a file cannot be written.
     """
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -695,7 +714,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or a folder's entries, survive a power failure."""
+    """Makes a file's content, or a folder's entries, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

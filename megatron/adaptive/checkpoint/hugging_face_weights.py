@@ -1,17 +1,19 @@
-"""Weights of Hugging Face models: read into a model or a checkpoint of ours, and written back.
+"""Maps the weights of Hugging Face models to those of a model or a checkpoint, and back.
 
-One table per family (``config.hugging_face.NAMES``) names our modules and theirs; each of our
-tensors is put together from rows of theirs, and the same list of :class:`RowRun` serves both ways::
+A model has two sets of tensors: core tensors, which megatron-core names and a checkpoint contains,
+and those of the Hugging Face folder. One table per family (``config.hugging_face_names.NAMES``)
+maps the modules of one to the other. Each core tensor is assembled from rows of Hugging Face
+tensors, and the same list of :class:`RowRun` serves in both directions::
 
-    ours, [rows, columns]                                   theirs
+    core tensor, [rows, columns]                            Hugging Face tensors
     linear_qkv    q q k v | q q k v | ...  by query group    q_proj, k_proj, v_proj, or all in one
     linear_fc1    gate | up                                  gate_proj, up_proj, or all in one
-    others        the same rows; GPT-2's matrices turned over
+    others        the same rows; GPT-2's matrices transposed
 
-Sizes follow from the run's settings, so that a tensor of another size is found before it is read,
-and none is left over. Rows of the embedding that only pad it are zero here and absent there.
-How ranks hold parts of our tensors is megatron-core's to say: a rank asks for the parts that its
-shards are, in any mesh, partition and placement.
+Sizes follow from the run's settings. A tensor of another size is therefore rejected before it is
+read, and so is a tensor that the model does not have. Padding rows of the embedding are zero in the
+core tensor and absent in the Hugging Face tensor. megatron-core decides how core tensors are
+sharded: a rank asks for the regions of its shards, in any mesh, partition and placement.
 """
 
 from __future__ import annotations
@@ -41,36 +43,58 @@ from megatron.adaptive.data.tokenizer import padded_vocab_size
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.lora import MARK
 
-# Buffers that older versions of transformers saved, and later ones compute.
+# Buffers that older versions of transformers saved and newer ones compute.
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
-BESIDE = (
-    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
-    *("chat_template.jinja", "chat_template.json", "tekken.json"),
+COMPANION_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tekken.json",
 )
+"""Names of the files besides config.json that are copied with a model."""
 DESCRIPTION = "hugging_face"
-"""Folder among checkpoints that has the model's configuration and tokenizer."""
+"""Name of the folder among checkpoints that has the model's configuration and tokenizer."""
 _SHARD = "__0_0.distcp"
-# Settings of megatron-core that say what is computed with the weights.
+# Settings of megatron-core that change what is computed with the weights.
 CORE_MEANINGS = (
-    *("multi_latent_attention", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
-    *("moe_shared_expert_intermediate_size", "moe_router_topk", "moe_router_pre_softmax"),
-    *("moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups"),
-    *("moe_router_group_topk", "window_size", "window_attn_skip_freq", "softmax_scale"),
-    *(*LATENT_SETTINGS,),
+    "multi_latent_attention",
+    "num_moe_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "window_size",
+    "window_attn_skip_freq",
+    "softmax_scale",
+    *LATENT_SETTINGS,
 )
-EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
 
 
 class ModuleSize(NamedTuple):
-    """Size of a module of ours.
+    """Describes the sizes of a module of megatron-core.
 
     Attributes:
-        blocks: rows of each of the matrices that it is made of.
-        columns: of its matrix, 0 where it is a vector.
-        has_bias: whether it has one beside its weight.
-        groups: parts that each block is cut into, which alternate; 1 where blocks follow.
-        experts: of which each has such a module, 0 for none.
+        blocks: Number of rows of each matrix that is stacked into the module's weight.
+        columns: Number of columns of the weight, 0 for a vector.
+        has_bias: Whether the module has a bias.
+        groups: Number of parts that each block is cut into. Parts of all blocks alternate; with 1
+            the blocks follow each other.
+        experts: Number of experts that each have such a module, 0 if it is not an expert's.
     """
 
     blocks: tuple[int, ...]
@@ -81,32 +105,65 @@ class ModuleSize(NamedTuple):
 
 
 class RowRun(NamedTuple):
-    """Says where some rows of a tensor of ours are among theirs.
+    """Maps a run of rows of a core tensor to rows of a Hugging Face tensor.
 
     Attributes:
-        at, count: the rows of ours.
-        expert: place in our first axis, 0 where there is none.
-        name: of their tensor.
-        first: row there.
-        turned: whether it is stored with its axes exchanged.
+        row: First row in the core tensor.
+        count: Number of rows.
+        expert: Index in the first axis of the core tensor, 0 without experts.
+        name: Name of the Hugging Face tensor.
+        first: First row there.
+        transposed: Whether the Hugging Face tensor has its two axes exchanged.
     """
 
-    at: int
+    row: int
     count: int  # type: ignore[assignment]  # tuple has a method of that name
     expert: int
     name: str
     first: int
-    turned: bool
+    transposed: bool
 
 
-class OurTensor(NamedTuple):
-    """A tensor of ours.
+class _Run(NamedTuple):
+    """Locates a run of rows of a module's weight in one of its blocks.
 
     Attributes:
-        experts: length of its first axis, 0 where it has none.
-        height: rows, without those that pad it.
-        columns: 0 of a vector.
-        rows: that it is made of.
+        row: First row in the weight.
+        count: Number of rows.
+        block: Index of the block.
+        first: First row in the block.
+    """
+
+    row: int
+    count: int  # type: ignore[assignment]  # tuple has a method of that name
+    block: int
+    first: int
+
+
+class RowRegion(NamedTuple):
+    """Holds a part of a region of a core tensor, and its source.
+
+    Attributes:
+        rows: Run of rows that the part is in.
+        row: First row in the Hugging Face tensor.
+        column: First column in the Hugging Face tensor.
+        target: Memory of the part.
+    """
+
+    rows: RowRun
+    row: int
+    column: int
+    target: torch.Tensor
+
+
+class CoreTensor(NamedTuple):
+    """Describes a core tensor.
+
+    Attributes:
+        experts: Length of the first axis, 0 if the tensor has no axis for experts.
+        height: Number of rows, without padding rows.
+        columns: Number of columns, 0 for a vector.
+        rows: Runs of rows that the tensor is assembled from.
     """
 
     experts: int
@@ -116,32 +173,64 @@ class OurTensor(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the whole."""
+        """Shape of the whole tensor."""
         lead = [self.experts] if self.experts else []
         return [*lead, self.height, *([self.columns] if self.columns else [])]
 
 
 def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
-    """Returns the modules of a layer, or of what is outside of layers, with their sizes."""
-    model, core = config.model, config.core
-    hidden, heads, biased = model.hidden_size, model.num_attention_heads, model.add_bias_linear
+    """Returns the modules of a layer, or the modules outside of layers, with their sizes."""
+    model = config.model
+    core = config.core
+    hidden = model.hidden_size
+    biased = model.add_bias_linear
     norm = ModuleSize((hidden,), has_bias=model.normalization == "LayerNorm")
     if layer is None:
         matrix = ModuleSize((config.data.vocab_size or 0,), hidden)
-        found = {"embedding.word_embeddings": matrix, "decoder.final_layernorm": norm}
+        sizes = {"embedding.word_embeddings": matrix, "decoder.final_layernorm": norm}
         if model.position_embedding_type == "learned_absolute":
             positions = ModuleSize((model.max_position_embeddings,), hidden)
-            found["embedding.position_embeddings"] = positions
+            sizes["embedding.position_embeddings"] = positions
         if model.untie_embeddings_and_output_weights:
-            found["output_layer"] = matrix
-        return found
-    found = {"input_layernorm": norm, "pre_mlp_layernorm": norm}
+            sizes["output_layer"] = matrix
+        return sizes
+    sizes = {"input_layernorm": norm, "pre_mlp_layernorm": norm}
     if model.norm_block_outputs:
-        found["post_attention_layernorm"] = found["post_mlp_layernorm"] = norm
+        sizes["post_attention_layernorm"] = sizes["post_mlp_layernorm"] = norm
+    attention = _attention_sizes(config, norm)
+    sizes |= {f"self_attention.{name}": size for name, size in attention.items()}
+
+    def feed_forward(name: str, width: int, experts: int = 0) -> None:
+        blocks = (width,) * (2 if model.is_gated else 1)
+        sizes[f"{name}.linear_fc1"] = ModuleSize(blocks, hidden, biased, experts=experts)
+        sizes[f"{name}.linear_fc2"] = ModuleSize((hidden,), width, biased, experts=experts)
+
+    if not _has_experts(config, layer):
+        feed_forward("mlp", model.ffn_hidden_size)
+        return sizes
+    experts = core.num_moe_experts
+    feed_forward("mlp.experts.experts", core.moe_ffn_hidden_size or model.ffn_hidden_size, experts)
+    sizes["mlp.router"] = ModuleSize((experts,), hidden)
+    if core.moe_router_enable_expert_bias:
+        sizes["mlp.router.expert_bias"] = ModuleSize((experts,))
+    if core.moe_shared_expert_intermediate_size:
+        feed_forward("mlp.shared_experts", core.moe_shared_expert_intermediate_size)
+    return sizes
+
+
+def _attention_sizes(config: TrainerConfig, norm: ModuleSize) -> dict[str, ModuleSize]:
+    """Returns the modules of a layer's attention with their sizes; ``norm`` is the model's norm."""
+    model = config.model
+    core = config.core
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
     attention: dict[str, ModuleSize] = {}
     if core.multi_latent_attention:
-        rotated, down, rank = core.qk_pos_emb_head_dim, core.kv_lora_rank, core.q_lora_rank
-        queries, value = heads * (core.qk_head_dim + rotated), core.v_head_dim
+        rotated = core.qk_pos_emb_head_dim
+        down = core.kv_lora_rank
+        rank = core.q_lora_rank
+        queries = heads * (core.qk_head_dim + rotated)
+        value = core.v_head_dim
         if rank is None:
             attention["linear_q_proj"] = ModuleSize((queries,), hidden)
         else:
@@ -152,69 +241,59 @@ def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
         attention["linear_kv_up_proj"] = ModuleSize((heads * (core.qk_head_dim + value),), down)
         attention["kv_layernorm"] = ModuleSize((down,))
     else:
-        value, groups = model.kv_channels, model.query_groups
+        value = model.kv_channels
+        groups = model.query_groups
         blocks = (heads * value, groups * value, groups * value)
         attention["linear_qkv"] = ModuleSize(blocks, hidden, model.add_qkv_bias, groups)
         if model.qk_layernorm:
             attention["q_layernorm"] = attention["k_layernorm"] = norm._replace(blocks=(value,))
-    attention["linear_proj"] = ModuleSize((hidden,), heads * value, biased)
-    found |= {f"self_attention.{name}": size for name, size in attention.items()}
-
-    def feed_forward(name: str, width: int, experts: int = 0) -> None:
-        blocks = (width,) * (2 if model.is_gated else 1)
-        found[f"{name}.linear_fc1"] = ModuleSize(blocks, hidden, biased, experts=experts)
-        found[f"{name}.linear_fc2"] = ModuleSize((hidden,), width, biased, experts=experts)
-
-    if not _has_experts(config, layer):
-        feed_forward("mlp", model.ffn_hidden_size)
-        return found
-    experts = core.num_moe_experts
-    feed_forward("mlp.experts.experts", core.moe_ffn_hidden_size or model.ffn_hidden_size, experts)
-    found["mlp.router"] = ModuleSize((experts,), hidden)
-    if core.moe_router_enable_expert_bias:
-        found["mlp.router.expert_bias"] = ModuleSize((experts,))
-    if core.moe_shared_expert_intermediate_size:
-        feed_forward("mlp.shared_experts", core.moe_shared_expert_intermediate_size)
-    return found
+    attention["linear_proj"] = ModuleSize((hidden,), heads * value, model.add_bias_linear)
+    return attention
 
 
 def _has_experts(config: TrainerConfig, layer: int) -> bool:
-    return config.expert_layers[min(layer, config.model.num_layers - 1)]  # later ones predict
+    # Layers that predict further tokens follow the last layer, and are built like it.
+    return config.expert_layers[min(layer, config.model.num_layers - 1)]
 
 
-def our_tensors(config: TrainerConfig, family: str) -> dict[str, OurTensor]:
-    """Returns the tensors of a model by their names in a checkpoint, in the order of the model.
+def core_tensors(config: TrainerConfig, family: str) -> dict[str, CoreTensor]:
+    """Returns the tensors of a model by their names in a checkpoint, in the model's order.
 
     Args:
-        config: settings; ``vocab_size`` counts the rows of theirs.
-        family: ``model_type`` of theirs.
+        config: Settings of the model; ``vocab_size`` is the number of rows in the Hugging Face
+            embedding.
+        family: ``model_type`` of the Hugging Face model.
     """
-    names, found = NAMES[family], dict[str, OurTensor]()
+    names = NAMES[family]
+    tensors: dict[str, CoreTensor] = {}
     outside = _sizes(config, None)
 
     def add(*modules: str) -> None:
-        for ours in modules:
-            if ours in outside:
-                _add(found, ours, outside[ours], names.outside[ours], names, ours)
+        for module in modules:
+            if module in outside:
+                _add(tensors, module, outside[module], names.outside[module], names, module)
 
     add("embedding.word_embeddings", "embedding.position_embeddings")
-    norm, hidden = outside["decoder.final_layernorm"], config.model.hidden_size
-    beside = {**dict.fromkeys(PREDICTION, norm), "eh_proj": ModuleSize((hidden,), 2 * hidden)}
+    norm = outside["decoder.final_layernorm"]
+    hidden = config.model.hidden_size
+    predictors = {**dict.fromkeys(PREDICTION, norm), "eh_proj": ModuleSize((hidden,), 2 * hidden)}
     for layer in range(config.model.num_layers + _predictions(config, names)):
-        sizes, prefix = _sizes(config, layer), names.layer.format(layer)
+        sizes = _sizes(config, layer)
+        prefix = names.layer.format(layer)
         saved = f"decoder.layers.{layer}."
         if (predicted := layer - config.model.num_layers) >= 0:
             saved = f"mtp.layers.{predicted}."
-            for ours, theirs in PREDICTION.items():
-                _add(found, ours, beside[ours], [prefix + theirs[0]], names, saved + ours)
+            for module, sources in PREDICTION.items():
+                source = prefix + sources[0]
+                _add(tensors, module, predictors[module], [source], names, saved + module)
             saved += "transformer_layer."
-        for ours, theirs in names.inside.items():
-            if ours in sizes:
-                full = [prefix + one for one in theirs]
-                place = saved + _saved_module(ours, config, layer)
-                _add(found, ours, sizes[ours], full, names, place)
+        for module, sources in names.inside.items():
+            if module in sizes:
+                full_names = [prefix + source for source in sources]
+                path = saved + _saved_module(module, config, layer)
+                _add(tensors, module, sizes[module], full_names, names, path)
     add("decoder.final_layernorm", "output_layer")
-    return found
+    return tensors
 
 
 def _predictions(config: TrainerConfig, names: FamilyNames) -> int:
@@ -222,23 +301,32 @@ def _predictions(config: TrainerConfig, names: FamilyNames) -> int:
 
 
 def copies_of(config: TrainerConfig, family: str) -> dict[str, str]:
-    """Returns their tensors that repeat another: of layers that predict, embedding and head."""
-    names, (embedding,) = NAMES[family], NAMES[family].outside["embedding.word_embeddings"]
+    """Returns Hugging Face tensors that repeat another one, with the name of that one.
+
+    These are a head that is tied to the embedding, and the embedding and head that each
+    multi-token prediction layer repeats.
+    """
+    names = NAMES[family]
+    (embedding,) = NAMES[family].outside["embedding.word_embeddings"]
     is_tied = not config.model.untie_embeddings_and_output_weights
     head = embedding if is_tied else names.outside["output_layer"][0]
-    found = {}
+    copies = {}
     for number in range(_predictions(config, names)):
         layer = names.layer.format(config.model.num_layers + number)
-        found[f"{layer}embed_tokens.weight"] = f"{embedding}.weight"
-        found[f"{layer}shared_head.head.weight"] = f"{head}.weight"
+        copies[f"{layer}embed_tokens.weight"] = f"{embedding}.weight"
+        copies[f"{layer}shared_head.head.weight"] = f"{head}.weight"
     if is_tied:
-        found[f"{names.outside['output_layer'][0]}.weight"] = f"{embedding}.weight"
-    return found
+        copies[f"{names.outside['output_layer'][0]}.weight"] = f"{embedding}.weight"
+    return copies
 
 
-def _saved_module(ours: str, config: TrainerConfig, layer: int) -> str:
-    """Returns the name of a norm in a checkpoint, where megatron-core counts it to a product."""
-    engine, latent = config.model.transformer_impl != "local", config.core.multi_latent_attention
+def _saved_module(module: str, config: TrainerConfig, layer: int) -> str:
+    """Returns a module's name in a checkpoint.
+
+    megatron-core saves some norms under the name of the matrix product that follows them.
+    """
+    engine = config.model.transformer_impl != "local"
+    latent = config.core.multi_latent_attention
     into = {
         "input_layernorm": "" if latent else "self_attention.linear_qkv",
         "pre_mlp_layernorm": "mlp.linear_fc1" if engine or not latent else "",
@@ -246,92 +334,99 @@ def _saved_module(ours: str, config: TrainerConfig, layer: int) -> str:
     if engine and latent:
         into["self_attention.q_layernorm"] = "self_attention.linear_q_up_proj"
         into["self_attention.kv_layernorm"] = "self_attention.linear_kv_up_proj"
-    if engine and ours == "pre_mlp_layernorm" and _has_experts(config, layer):
-        return ours
-    return f"{into[ours]}.layer_norm_" if into.get(ours) else ours
+    if engine and module == "pre_mlp_layernorm" and _has_experts(config, layer):
+        return module
+    return f"{into[module]}.layer_norm_" if into.get(module) else module
 
 
 def _add(
-    found: dict[str, OurTensor],
-    ours: str,
+    tensors: dict[str, CoreTensor],
+    module: str,
     size: ModuleSize,
-    theirs: Sequence[str],
+    sources: Sequence[str],
     names: FamilyNames,
     saved: str,
 ) -> None:
-    """Adds weight and bias of a module of ours that is saved under a name."""
-    is_whole = ours.endswith("expert_bias")
-    is_grouped = names.grouped and ours.endswith("linear_qkv")
+    """Adds a module's weight and bias to ``tensors``.
+
+    Args:
+        tensors: Tensors so far, by name.
+        module: Name of the module in its layer.
+        size: Sizes of the module.
+        sources: Hugging Face modules that it is assembled from: one for each block, or one for all.
+        names: Names of the family.
+        saved: Name of the module in a checkpoint.
+    """
+    is_whole = module.endswith("expert_bias")
+    is_grouped = names.grouped and module.endswith("linear_qkv")
     for part, columns in (("weight", size.columns), ("bias", 0)):
         if part == "bias" and not size.has_bias:
             continue
         rows: list[RowRun] = []
         for expert in range(size.experts or 1):
-            for at, count, block, first in _runs(size, is_one=is_grouped):
-                module, before = theirs[min(block, len(theirs) - 1)], 0
-                if len(theirs) == 1:
-                    before = sum(size.blocks[:block])
-                name = (module if is_whole else f"{module}.{part}").format(expert)
-                turned = names.turned and bool(columns) and "linear" in ours
-                one = RowRun(at, count, expert, name, before + first, turned)
-                rows.append(one)
+            for row, count, block, first in _runs(size, is_one=is_grouped):
+                source = sources[min(block, len(sources) - 1)]
+                before = sum(size.blocks[:block]) if len(sources) == 1 else 0
+                name = (source if is_whole else f"{source}.{part}").format(expert)
+                transposed = names.turned and bool(columns) and "linear" in module
+                rows.append(RowRun(row, count, expert, name, before + first, transposed))
         separator = "" if is_whole or saved.endswith("_") else "."
         name = f"{saved}{separator}{'' if is_whole else part}"
-        found[name] = OurTensor(size.experts, sum(size.blocks), columns, rows)
+        tensors[name] = CoreTensor(size.experts, sum(size.blocks), columns, rows)
 
 
-def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Yields runs of rows: where they are in ours, how many, and in which block from which row."""
+def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
+    """Yields each run of rows of a module's weight; ``is_one`` treats the weight as one run."""
     if is_one:
-        yield 0, sum(size.blocks), 0, 0
+        yield _Run(0, sum(size.blocks), 0, 0)
         return
-    at = 0
+    row = 0
     for group in range(size.groups):
         for block, height in enumerate(size.blocks):
             count = height // size.groups
-            yield at, count, block, group * count
-            at += count
+            yield _Run(row, count, block, group * count)
+            row += count
 
 
-def their_shapes(tensors: Mapping[str, OurTensor]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of their tensors by name, in the order of the model."""
+def hugging_face_shapes(tensors: Mapping[str, CoreTensor]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the Hugging Face tensors by name, in the model's order."""
     heights: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     order: dict[str, int] = {}
-    for our in tensors.values():
-        for one in our.rows:
-            height = heights[one.name] = max(heights.get(one.name, 0), one.first + one.count)
-            shape = (height, our.columns) if our.columns else (height,)
-            shapes[one.name] = shape[::-1] if one.turned else shape
-            order.setdefault(one.name.rpartition(".")[0], len(order))
+    for tensor in tensors.values():
+        for run in tensor.rows:
+            height = heights[run.name] = max(heights.get(run.name, 0), run.first + run.count)
+            shape = (height, tensor.columns) if tensor.columns else (height,)
+            shapes[run.name] = shape[::-1] if run.transposed else shape
+            order.setdefault(run.name.rpartition(".")[0], len(order))
     # A module's bias follows its weight.
     names = sorted(shapes, key=lambda name: (order[name.rpartition(".")[0]], name[-4:] == "bias"))
     return {name: shapes[name] for name in names}
 
 
 class HuggingFaceReader:
-    """Reads tensors of a checkpoint of ours from a folder of theirs; use it in ``with``.
+    """Assembles core tensors from a Hugging Face folder; a context manager.
 
     Args:
-        folder: of the model.
-        config: settings of the model that is built.
+        folder: Folder of the model.
+        config: Settings of the model that is built.
 
     Attributes:
-        tensors: of ours, by name.
+        tensors: Core tensors by name.
 
     Raises:
-        ConfigError: the trainer cannot build the model.
-        CheckpointError: the folder holds other tensors than the model has.
+        ConfigError: If the trainer cannot build the model.
+        CheckpointError: If the folder has other tensors than the model.
     """
 
     def __init__(self, folder: Path, config: TrainerConfig) -> None:
         self._folder = TensorFolder(folder)
-        document, words = load_config(folder)
-        data = dataclasses.replace(config.data, vocab_size=rows_of(words))
+        document, arguments = load_config(folder)
+        data = dataclasses.replace(config.data, vocab_size=rows_of(arguments))
         family = str(document["model_type"])
-        self.tensors = our_tensors(dataclasses.replace(config, data=data), family)
+        self.tensors = core_tensors(dataclasses.replace(config, data=data), family)
         self._copies = copies_of(config, family)
-        self._names = self._match(their_shapes(self.tensors), folder)
+        self._names = self._match(hugging_face_shapes(self.tensors), folder)
 
     def __enter__(self) -> HuggingFaceReader:
         return self
@@ -340,46 +435,47 @@ class HuggingFaceReader:
         self._folder.__exit__()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the type of a tensor of ours.
+        """Returns the element type of a core tensor.
 
         Raises:
-            CheckpointError: those that it is made of have several.
+            CheckpointError: If the tensors that it is assembled from have several types.
         """
-        found = {
-            one.name: self._folder.tensors[self._names[one.name]].dtype
-            for one in self.tensors[name].rows
+        types = {
+            run.name: self._folder.tensors[self._names[run.name]].dtype
+            for run in self.tensors[name].rows
         }
-        if len({*found.values()}) > 1:
-            kinds = ", ".join(f"{key} is {value}" for key, value in list(found.items())[:3])
+        if len({*types.values()}) > 1:
+            kinds = ", ".join(f"{key} is {value}" for key, value in list(types.items())[:3])
             raise CheckpointError(
-                f"{self._folder.folder}: {kinds}: they become one tensor here; save them alike"
+                f"{self._folder.folder}: {kinds}: they become one tensor here; save them with"
+                " one type"
             )
-        return DTYPES[next(iter(found.values())).replace(FP8, "BF16")]
+        return DTYPES[next(iter(types.values())).replace(FP8, "BF16")]
 
     def read(self, name: str, offset: Sequence[int], target: torch.Tensor) -> None:
-        """Fills a part of a tensor; rows that pad a vocabulary become zero.
+        """Fills a region of a core tensor; padding rows of a vocabulary become zero.
 
         Args:
-            name: of the tensor.
-            offset: of the part in it.
-            target: the part.
+            name: Name of the tensor.
+            offset: Index of the region's first element.
+            target: Memory of the region.
         """
         with torch.no_grad():
             for rows, row, column, region in meet(self.tensors[name], offset, target):
-                theirs = self._names[rows.name]
-                if rows.turned:
-                    self._folder.read(theirs, column, row, region.t())
+                source = self._names[rows.name]
+                if rows.transposed:
+                    self._folder.read(source, column, row, region.t())
                 else:
-                    self._folder.read(theirs, row, column, region)
+                    self._folder.read(source, row, column, region)
 
     @property
     def about(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Types and shapes of their tensors by name, in the order of the model."""
-        there = {name: self._folder.tensors[given] for name, given in self._names.items()}
-        return {name: (DTYPES[one.dtype], one.shape) for name, one in there.items()}
+        """Types and shapes of the Hugging Face tensors by name, in the model's order."""
+        entries = {name: self._folder.tensors[stored] for name, stored in self._names.items()}
+        return {name: (DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()}
 
-    def read_theirs(self, name: str) -> torch.Tensor:
-        """Returns a tensor of theirs."""
+    def read_hugging_face(self, name: str) -> torch.Tensor:
+        """Returns a Hugging Face tensor."""
         dtype, shape = self.about[name]
         target = torch.empty(shape, dtype=dtype)
         columns = target if len(shape) > 1 else target[:, None]
@@ -387,13 +483,13 @@ class HuggingFaceReader:
         return target
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
-        """Returns the names in the folder by those of transformers; all must be as expected."""
+        """Returns the folder's tensor names by those of transformers; checks names and shapes."""
         there = self._folder.tensors
         base = next(iter(shapes)).partition(".")[0] + "."
-        # The model without its head, as some folders have it.
+        # Some folders have the model without its head; their names lack the first part.
         is_bare = not any(name.startswith(base) for name in there)
         names = {name: name.removeprefix(base) if is_bare else name for name in shapes}
-        missing = [name for name, given in names.items() if given not in there]
+        missing = [name for name, stored in names.items() if stored not in there]
         if missing:
             tied = (
                 f" ({CONFIG} says that embedding and head are not tied)"
@@ -402,7 +498,7 @@ class HuggingFaceReader:
             )
             raise CheckpointError(
                 f"{folder} has no {missing[0]}{tied}, and {len(missing)} of {len(names)} tensors"
-                f" are missing: it is not whole, or of another model than its {CONFIG} says"
+                f" are missing: it is incomplete, or of another model than its {CONFIG} says"
             )
         for name, shape in shapes.items():
             if there[names[name]].shape != shape:
@@ -411,9 +507,9 @@ class HuggingFaceReader:
                     f" {list(there[names[name]].shape)}, and the model of {CONFIG} and flags has"
                     f" {list(shape)}: it is of another model"
                 )
-        known = {*names.values()}
+        used = {*names.values()}
         for name in there:
-            if name not in known and not _COMPUTED.search(name) and not self._is_copy(name, names):
+            if name not in used and not _COMPUTED.search(name) and not self._is_copy(name, names):
                 raise CheckpointError(
                     f"{there[name].file} has {name}, which the model of {CONFIG} has no place for:"
                     " take it out, or load another model"
@@ -421,65 +517,69 @@ class HuggingFaceReader:
         return names
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
-        """Returns whether a tensor repeats another, as its name says."""
+        """Returns whether a tensor's name marks it as a copy; raises if its values differ."""
         if name not in self._copies:
             return False
         embedding = names[self._copies[name]]
-        first, second = self._folder.tensors[name], self._folder.tensors[embedding]
+        first = self._folder.tensors[name]
+        second = self._folder.tensors[embedding]
         if (first.shape, first.dtype) != (second.shape, second.dtype):
             return False
         step = 1 + (1 << 20) // max(1, first.shape[1])
-        for at in range(0, first.shape[0], step):
-            size = (min(step, first.shape[0] - at), first.shape[1])
+        for row in range(0, first.shape[0], step):
+            size = (min(step, first.shape[0] - row), first.shape[1])
             both = [torch.empty(size, dtype=DTYPES[first.dtype]) for _ in range(2)]
-            for one, target in zip((name, embedding), both, strict=True):
-                self._folder.read(one, at, 0, target)
+            for source, target in zip((name, embedding), both, strict=True):
+                self._folder.read(source, row, 0, target)
             if not torch.equal(*both):
-                why = "the model has one for both; take it out"
+                reason = "the model has one for both; take it out"
                 if "layers" not in name:
-                    why = f"{CONFIG} says that they are tied (tie_word_embeddings): set it to false"
+                    tied = "they are tied (tie_word_embeddings)"
+                    reason = f"{CONFIG} says that {tied}: set it to false"
                 raise CheckpointError(
-                    f"{first.file} has {name} with other values than {embedding}, and {why}"
+                    f"{first.file} has {name} with other values than {embedding}, and {reason}"
                 )
         return True
 
 
-def rows_of(words: Sequence[str]) -> int:
-    return int(words[words.index("--vocab-size") + 1])
+def rows_of(arguments: Sequence[str]) -> int:
+    """Returns the number of embedding rows that a command line asks for."""
+    return int(arguments[arguments.index("--vocab-size") + 1])
 
 
-def meet(
-    our: OurTensor, offset: Sequence[int], target: torch.Tensor
-) -> Iterator[tuple[RowRun, int, int, torch.Tensor]]:
-    """Yields the runs of rows that a part has: row and column of ours in theirs, and the region.
+def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Iterator[RowRegion]:
+    """Yields the parts of a region of a core tensor, one for each run of rows in it.
 
-    Rows of the part that only pad a vocabulary become zero.
+    Rows of the region that only pad a vocabulary become zero.
 
     Args:
-        our: the tensor.
-        offset: of the part in it.
-        target: the part.
+        tensor: Core tensor.
+        offset: Index of the region's first element.
+        target: Memory of the region.
     """
-    place = [*offset] if our.experts else [0, *offset]
-    target = target.detach() if our.experts else target.detach()[None]
-    if not our.columns:
-        place, target = [*place, 0], target[..., None]
-    begin, end = place[1], place[1] + target.shape[1]
-    if end > our.height:
-        target[:, max(0, our.height - begin) :].zero_()
-    each = len(our.rows) // (our.experts or 1)  # in the order of experts
-    for one in our.rows[each * place[0] : each * (place[0] + target.shape[0])]:
-        low, high = max(begin, one.at), min(end, one.at + one.count)
+    start = [*offset] if tensor.experts else [0, *offset]
+    target = target.detach() if tensor.experts else target.detach()[None]
+    if not tensor.columns:
+        start, target = [*start, 0], target[..., None]
+    begin = start[1]
+    end = start[1] + target.shape[1]
+    if end > tensor.height:
+        target[:, max(0, tensor.height - begin) :].zero_()
+    each = len(tensor.rows) // (tensor.experts or 1)  # runs are ordered by expert
+    for run in tensor.rows[each * start[0] : each * (start[0] + target.shape[0])]:
+        low = max(begin, run.row)
+        high = min(end, run.row + run.count)
         if low < high:
-            region = target[one.expert - place[0], low - begin : high - begin]
-            yield one, one.first + low - one.at, place[2], region
+            region = target[run.expert - start[0], low - begin : high - begin]
+            yield RowRegion(run, run.first + low - run.row, start[2], region)
 
 
 def check_folder(folder: Path, config: TrainerConfig) -> None:
     """Checks that a folder has the tensors of a model. Reads only the headers of its files.
 
     Raises:
-        AdaptiveError: see :class:`HuggingFaceReader`; or the embedding has too few rows.
+        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the embedding has too
+            few rows.
     """
     with HuggingFaceReader(folder, config) as reader:
         for name in reader.tensors:
@@ -493,12 +593,12 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
 
 
 def _require_rows(
-    given: int, reader: HuggingFaceReader, config: TrainerConfig, folder: Path
+    rows_here: int, reader: HuggingFaceReader, config: TrainerConfig, folder: Path
 ) -> None:
     """Raises ConfigError if the model's embedding has fewer rows than the folder's."""
-    if given < (rows := reader.tensors[EMBEDDING].height):
+    if rows_here < (rows := reader.tensors[EMBEDDING].height):
         raise ConfigError(
-            f"--vocab-size {config.data.vocab_size} makes {given} rows of the embedding, and"
+            f"--vocab-size {config.data.vocab_size} makes {rows_here} rows of the embedding, and"
             f" {folder} has {rows}: leave it out"
         )
 
@@ -507,11 +607,12 @@ def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: Traine
     """Fills the parameters of this rank's chunks in place.
 
     Raises:
-        AdaptiveError: see :class:`HuggingFaceReader`.
+        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the embedding has too
+            few rows.
     """
     weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)
     apply_factories(weights)
-    shards = [one for one in nested_values(weights) if isinstance(one, ShardedTensor)]
+    shards = [value for value in nested_values(weights) if isinstance(value, ShardedTensor)]
     with HuggingFaceReader(folder, config) as reader:
         _require_rows(megatron_state.padded_vocab_size(chunks), reader, config, folder)
         for shard in shards:
@@ -522,19 +623,19 @@ def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: Traine
 
 
 def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
-    """Writes a checkpoint of iteration 0 from a folder of theirs, tensor by tensor.
+    """Writes a checkpoint of iteration 0 from a Hugging Face folder, tensor by tensor.
 
     Args:
-        folder: of the model.
-        output: folder of checkpoints, which must have none.
-        config: settings of the model.
+        folder: Folder of the model.
+        output: Folder of checkpoints, which must not contain any yet.
+        config: Settings of the model.
 
     Returns:
-        The folder of the checkpoint.
+        Path of the checkpoint.
 
     Raises:
-        AdaptiveError: see :class:`HuggingFaceReader`; or the output holds checkpoints, or cannot be
-            written.
+        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, the output contains
+            checkpoints, or it cannot be written.
     """
     checkpoints = CheckpointFolder(output)
     if checkpoints.named():
@@ -542,17 +643,7 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
     with HuggingFaceReader(folder, config) as reader:
         multiple = config.model.make_vocab_size_divisible_by
         rows = padded_vocab_size(reader.tensors[EMBEDDING].height, multiple, 1)
-        entries: list[Entry] = []
-        for name, our in reader.tensors.items():
-            whole, lead = our.shape, 1 if our.experts else 0
-            if name in (EMBEDDING, _HEAD):
-                whole[0] = rows
-            size = [1] * lead + whole[lead:]
-            dtype = str(reader.dtype(name)).removeprefix("torch.")
-            for expert in range(our.experts or 1):
-                offset = [expert] * lead + [0] * (len(whole) - lead)
-                entry = {"name": name, "offset": offset, "size": size, "whole": whole}
-                entries.append({**entry, "type": dtype})
+        entries = _entries_of(reader, rows)
 
         def tensors() -> Iterator[torch.Tensor]:
             for entry in entries:
@@ -562,9 +653,9 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
 
         try:
             partial = checkpoints.begin(0)
-            places, total = write_file(partial / _SHARD, tensors(), {})
-            for entry, place in zip(entries, places, strict=True):
-                entry.update(path=_SHARD, place=place)
+            regions, total = write_file(partial / _SHARD, tensors(), {})
+            for entry, region in zip(entries, regions, strict=True):
+                entry.update(path=_SHARD, place=region)
             common = {
                 "content_metadata": dict(megatron_state.METADATA),
                 "iteration": 0,
@@ -588,53 +679,77 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
             checkpoints.abandon(0)
 
 
-def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
-    """Copies what describes a model, beside its weights, into a folder of checkpoints.
-
-    A folder that has it already is left as it is.
+def _entries_of(reader: HuggingFaceReader, rows: int) -> list[Entry]:
+    """Returns the entries of a checkpoint's index, one for each tensor and expert.
 
     Args:
-        sources: folders that may have it; the first that does counts.
-        checkpoints: the folder.
+        reader: Reader of the Hugging Face folder.
+        rows: Number of rows of the embedding, including padding.
+    """
+    entries: list[Entry] = []
+    for name, tensor in reader.tensors.items():
+        whole = tensor.shape
+        lead = 1 if tensor.experts else 0
+        if name in (EMBEDDING, _HEAD):
+            whole[0] = rows
+        size = [1] * lead + whole[lead:]
+        dtype = str(reader.dtype(name)).removeprefix("torch.")
+        for expert in range(tensor.experts or 1):
+            offset = [expert] * lead + [0] * (len(whole) - lead)
+            entry = {"name": name, "offset": offset, "size": size, "whole": whole}
+            entries.append({**entry, "type": dtype})
+    return entries
+
+
+def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
+    """Copies a model's configuration and tokenizer into a folder of checkpoints.
+
+    A folder that has them already stays unchanged.
+
+    Args:
+        sources: Folders that may have them; the first that does is used.
+        checkpoints: Folder of checkpoints.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: If the folder cannot be written.
     """
     target = checkpoints / DESCRIPTION
-    source = next((one for one in sources if (one / CONFIG).is_file()), None)
+    source = next((folder for folder in sources if (folder / CONFIG).is_file()), None)
     if source is None or target.exists():
         return
     with tempfile.TemporaryDirectory(dir=checkpoints) as work:
         partial = Path(work) / DESCRIPTION
         partial.mkdir()
-        for name in (CONFIG, *BESIDE):
+        for name in (CONFIG, *COMPANION_FILES):
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
         partial.rename(target)
 
 
 def carry_flags(config: TrainerConfig) -> None:
-    """Writes the model's flags into the ``--save`` folder, so that ``evaluate`` can rebuild it.
+    """Writes the model's flags to the ``--save`` folder, from which ``evaluate`` builds the model.
 
-    If the run trains adapters, their checkpoints lack the model, so the flags name its folder. An
-    existing file is not replaced.
+    If the run trains adapters, its checkpoints lack the model's weights, so the flags also name the
+    model's folder. An existing file is not replaced.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: If it cannot be written.
     """
-    given = config.checkpoint
-    target = Path(str(given.save)) / FLAGS_FILE
-    if given.save is None or target.exists():
+    settings = config.checkpoint
+    target = Path(str(settings.save)) / FLAGS_FILE
+    if settings.save is None or target.exists():
         return
-    if given.load_hf is not None:
-        words = load_config(Path(given.load_hf))[1]
+    if settings.load_hf is not None:
+        arguments = load_config(Path(settings.load_hf))[1]
         lora = config.lora
         if lora.is_on:
-            words += [LOAD_FLAG, str(Path(given.load_hf).absolute())]
-            words += ["--lora-rank", str(lora.lora_rank), "--lora-targets", lora.lora_targets]
-            words += ["--lora-alpha", str(lora.lora_alpha)] if lora.lora_alpha is not None else []
-        content = f"{shlex.join(words)}\n".encode()
-    elif given.load is not None and (source := Path(given.load) / FLAGS_FILE).is_file():
+            arguments += [LOAD_FLAG, str(Path(settings.load_hf).absolute())]
+            arguments += ["--lora-rank", str(lora.lora_rank)]
+            arguments += ["--lora-targets", lora.lora_targets]
+            if lora.lora_alpha is not None:
+                arguments += ["--lora-alpha", str(lora.lora_alpha)]
+        content = f"{shlex.join(arguments)}\n".encode()
+    elif settings.load is not None and (source := Path(settings.load) / FLAGS_FILE).is_file():
         content = source.read_bytes()
     else:
         return

@@ -1,9 +1,9 @@
-"""Says of a checkpoint of Megatron-LM what a manifest says of ours.
+"""Builds a manifest for a checkpoint that Megatron-LM wrote.
 
-Megatron-LM has the arguments of the run among the state that all ranks have in common. Those that
-give the weights their shape and meaning are compared with the settings of the run that loads, as
-for a checkpoint of ours. Its random states are left alone: dropout is drawn from the seed and the
-place of each microbatch.
+Megatron-LM saves the arguments of a run with the state that all ranks share. Arguments that decide
+the shape and meaning of the weights are compared with the settings of the run that loads them, as
+for this program's own checkpoints. The random states are not read: dropout is drawn from the seed
+and the position of each microbatch.
 """
 
 from __future__ import annotations
@@ -16,31 +16,51 @@ from megatron.adaptive.checkpoint.folder import Manifest
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-# Settings that give the weights their shape, or say which weights there are.
+# Settings that decide the shapes of the weights, or which weights there are.
 SHAPES = (
-    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
-    *("query_groups", "position_embedding_type", "max_position_embeddings", "normalization"),
-    *("qk_layernorm", "norm_block_outputs", "swiglu", "geglu", "add_bias_linear", "add_qkv_bias"),
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "query_groups",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "normalization",
+    "qk_layernorm",
+    "norm_block_outputs",
+    "swiglu",
+    "geglu",
+    "add_bias_linear",
+    "add_qkv_bias",
     "untie_embeddings_and_output_weights",
 )
-# Settings that say what is computed with them; a fine-tuning may change these.
+# Settings that decide what is computed with the weights; fine-tuning may change these.
 MEANINGS = (
-    *(
-        "parallel_residual",
-        "squared_relu",
-        "norm_epsilon",
-        "apply_layernorm_1p",
-        "rotary_base",
-        "rotary_percent",
-    ),
-    *("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
-    *("rope_scaling_factor", "apply_residual_connection_post_layernorm", "window_rotary_base"),
-    *("scale_embeddings", "attention_softcap", "logit_softcap", "moe_router_group_best"),
+    "parallel_residual",
+    "squared_relu",
+    "norm_epsilon",
+    "apply_layernorm_1p",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "apply_residual_connection_post_layernorm",
+    "window_rotary_base",
+    "scale_embeddings",
+    "attention_softcap",
+    "logit_softcap",
+    "moe_router_group_best",
 )
-# Arguments of Megatron-LM that settings of the same group and name are compared with.
+# Arguments of Megatron-LM that are compared with the setting of the same group and name.
 _COMPARED = {
     "model": (
-        *(*SHAPES, *MEANINGS, "group_query_attention", "num_query_groups"),
+        *SHAPES,
+        *MEANINGS,
+        "group_query_attention",
+        "num_query_groups",
         "make_vocab_size_divisible_by",
     ),
     "parallel": ("tensor_model_parallel_size", "use_distributed_optimizer"),
@@ -49,21 +69,22 @@ _COMPARED = {
 }
 _SHARDING = "distrib_optim_sharding_type"
 _RESHARDABLE = "fully_reshardable"
+_RESHARDABLE = "fully_reshardable"
 
 
 def make_manifest(
-    path: Path, files: Mapping[str, int], common: Mapping[str, Any], own: TrainerConfig
+    path: Path, files: Mapping[str, int], common: Mapping[str, Any], config: TrainerConfig
 ) -> Manifest:
-    """Returns the manifest that a checkpoint of Megatron-LM would have.
+    """Returns the manifest for a checkpoint of Megatron-LM, which has none.
 
     Args:
-        path: of the checkpoint.
-        files: size of each of its files in bytes.
-        common: state that all ranks have in common.
-        own: settings of the run that loads it, which stand in for arguments that are missing.
+        path: Path of the checkpoint.
+        files: Sizes of its files in bytes, by name.
+        common: State that all ranks share.
+        config: Settings of the run that loads it. They replace arguments that are missing.
 
     Raises:
-        CheckpointError: it lacks what every checkpoint of Megatron-LM has.
+        CheckpointError: If it lacks a value that each checkpoint of Megatron-LM has.
     """
     try:
         arguments = vars(common["args"])
@@ -77,12 +98,12 @@ def make_manifest(
         raise CheckpointError(
             f"--load {path} has no {error} in common.pt: it is not of Megatron-LM's trainer"
         ) from None
-    if wrong := [name for name, one in {**progress, "rows": rows}.items() if type(one) is not int]:
+    numbers = {**progress, "rows": rows}
+    if wrong := [name for name, number in numbers.items() if type(number) is not int]:
         raise CheckpointError(f"--load {path}: {wrong[0]} in common.pt is not a whole number")
-    settings = own.to_dict()
+    settings = config.to_dict()
     for group, names in _COMPARED.items():
-        given = {name: arguments[name] for name in names if name in arguments}
-        settings[group].update(given)
+        settings[group].update({name: arguments[name] for name in names if name in arguments})
     return {
         "progress": progress,
         "config": settings,
@@ -97,10 +118,10 @@ def make_manifest(
 
 
 def require_reshardable(path: Path, content: Mapping[str, Any]) -> None:
-    """Checks that a distributed optimizer's state loads into other meshes than its own.
+    """Checks that a distributed optimizer's state loads into other meshes than the one it is from.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: If it loads only into that mesh.
     """
     if content.get(_SHARDING, _RESHARDABLE) != _RESHARDABLE:
         raise CheckpointError(

@@ -1,8 +1,8 @@
-"""Takes a run's state apart for megatron-core's distributed checkpointing, and puts it back.
+"""Splits a run's state for megatron-core's distributed checkpointing, and restores it.
 
-Owns what is particular about megatron-core's optimizers here: they are written for the fused Adam
-of Transformer Engine or apex and need help with torch's, which is used where those are missing.
-Knows nothing of folders.
+Owns the special cases of megatron-core's optimizers: they are written for the fused Adam of
+Transformer Engine or apex, and need help with torch's Adam, which is used if those are missing.
+This module knows nothing of folders.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from megatron.adaptive.checkpoint.writer import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-# How megatron-core shall name and cut things. One key per layer loads into every partition, and
-# optimizer state in the shape of the parameters into every mesh.
+# Makes megatron-core save one key per layer, which loads into every partition, and optimizer state
+# in the shape of the parameters, which loads into every mesh.
 METADATA = {
     "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -45,14 +45,14 @@ METADATA = {
 }
 
 _LOG = logging.getLogger(__name__)
-_GPU_STATE_BYTES = 64  # a CPU's generator has more
+_GPU_STATE_BYTES = 64  # a GPU generator's state is smaller than this, a CPU's larger
 
-# The key of the random states.
 RNG = "rng_state"
-# The key of the state of experts' own optimizer beside what that of the others has.
+"""Key of the random states in a checkpoint."""
+# Key that the state of the experts' optimizer has within the state of the others' optimizer.
 _EXPERTS = "experts"
 
-# Settings of the scheduler in a checkpoint and the flags that they come from.
+# Names of scheduler settings in a checkpoint, with the flags that set them.
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -67,12 +67,12 @@ _SCHEDULE_FLAGS = {
 
 
 def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
-    """Return the rows of the embedding; every stage knows it, also one without the embedding."""
+    """Returns the number of embedding rows; stages without the embedding know it too."""
     return int(unwrap_model(chunks[0]).vocab_size)
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
-    """Return sizes of the mesh's axes and chunks of each pipeline rank."""
+    """Returns the sizes of the mesh's axes and the number of chunks per pipeline rank."""
     parallel = config.parallel
     if parallel.unequal_sizes is not None:
         sizes = enumerate(parallel.unequal_sizes)
@@ -91,7 +91,7 @@ def mesh_shape(config: TrainerConfig) -> dict[str, int]:
 def sharded_model(
     chunks: Sequence[torch.nn.Module], metadata: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return the weights with their places in the whole model, by chunk."""
+    """Returns the weights with their offsets in the whole model, by chunk."""
     return {
         f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
@@ -99,21 +99,21 @@ def sharded_model(
 
 
 def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
-    """Return a state to save in which this rank holds no tensor twice.
+    """Returns a state to save in which this rank has no tensor twice.
 
-    Where first and last stage share a rank, both copies of a tied embedding and of its optimizer
-    state bear the same name. When megatron-core shares the writing out, it chooses a rank for each
-    name, and that rank would write it twice.
+    If the first and last stage share a rank, both copies of a tied embedding and of its optimizer
+    state have the same name. megatron-core assigns each name to one rank that writes it, and that
+    rank would write it twice.
     """
     kept: dict[tuple[str, tuple[int, ...]], ShardedTensor] = {}
     copies: set[int] = set()
     for value in nested_values(whole):
         if isinstance(value, ShardedTensor):
-            place = (value.key, tuple(value.global_offset))
-            first = kept.setdefault(place, value)
+            key = (value.key, tuple(value.global_offset))
+            first = kept.setdefault(key, value)
             if first is not value:
                 main, other = sorted((first, value), key=lambda tensor: tensor.replica_id)
-                kept[place] = main
+                kept[key] = main
                 copies.add(id(other))
     if not copies:
         return whole
@@ -122,14 +122,14 @@ def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Return a loaded state in which every tensor has memory of its own, changed in place.
+    """Makes tensors of a loaded state independent of each other, in place; returns the state.
 
-    Where the reading was shared out, tensors of one name on one rank (see
-    :func:`without_local_copies`) are one tensor, which an optimizer would then update twice.
+    If ranks divided the reading, tensors of one name on one rank (see
+    :func:`without_local_copies`) share memory, and an optimizer would update it twice.
     """
     seen: set[int] = set()
 
-    def own(value: Any) -> Any:
+    def unshared(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if value.data_ptr() in seen:
@@ -137,39 +137,45 @@ def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
         seen.add(value.data_ptr())
         return value
 
-    return dict(dict_list_map_inplace(own, loaded))
+    return dict(dict_list_map_inplace(unshared, loaded))
 
 
 def load_model(
     chunks: Sequence[torch.nn.Module], state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
-    """Set the weights from what was loaded for :func:`sharded_model`; all unless not strict."""
+    """Sets the weights from a state that was loaded for :func:`sharded_model`.
+
+    Args:
+        chunks: Chunks of this rank.
+        state: Loaded state.
+        strict: Whether all weights must be in it.
+    """
     for index, chunk in enumerate(chunks):
-        # An empty stage has no weights, and leaves no trace in what was loaded.
+        # An empty stage has no weights, and therefore no entry in the loaded state.
         unwrap_model(chunk).load_state_dict(state.get(f"model{index}", {}), strict=strict)
 
 
 def sharded_optimizer(
     optimizer: Any, model_state: Mapping[str, Any], metadata: Mapping[str, Any], *, loading: bool
 ) -> dict[str, Any]:
-    """Return the optimizer's state with its places in the whole model.
+    """Returns the optimizer's state with its offsets in the whole model.
 
-    Experts that are spread over ranks have an optimizer of their own. Names of tensors do not say
-    so; its groups, which do, are never read.
+    Experts that are spread over ranks have a separate optimizer. The names of its tensors are
+    distinct already; the names of its groups are not, but those are never read.
 
     Args:
         optimizer: megatron-core's optimizer.
-        model_state: what :func:`sharded_model` returned.
-        metadata: as given to :func:`sharded_model`.
-        loading: the result says what to load, its values do not matter.
+        model_state: Result of :func:`sharded_model`.
+        metadata: Metadata that :func:`sharded_model` was called with.
+        loading: Whether the result describes what to load; its values are then not used.
     """
     states: list[dict[str, Any]] = []
     for leaf in _leaves(optimizer):
         distributed = isinstance(leaf, DistributedOptimizer)
         fill_state(leaf)
         with _step_for_empty_rank(leaf):
-            # Other optimizers would fill in state themselves when loading, in a way that fails for
-            # SGD and forgets the step of torch's Adam.
+            # When they load, other optimizers would initialize missing state themselves. That fails
+            # for SGD and loses the step of torch's Adam.
             state: dict[str, Any] = leaf.sharded_state_dict(
                 model_state, is_loading=loading and distributed, metadata=dict(metadata)
             )
@@ -180,12 +186,12 @@ def sharded_optimizer(
 
 @dataclass(frozen=True, kw_only=True)
 class StateParts:
-    """Holds a state that was taken apart.
+    """Holds a state after its split into tensors, objects and common values.
 
     Attributes:
-        pieces: its tensors.
-        objects: its other values by name, as megatron-core has them, several under one name.
-        common: what all ranks have in common.
+        pieces: Tensors, by name and offset.
+        objects: Other values by megatron-core's name; several may share a name.
+        common: Values that all ranks share.
     """
 
     pieces: dict[Part, Piece]
@@ -196,12 +202,12 @@ class StateParts:
     def of(
         cls, sharded_state_dict: dict[str, Any], common: dict[str, Any], *, is_whole: bool
     ) -> StateParts:
-        """Take megatron-core's shards apart.
+        """Splits megatron-core's sharded state.
 
         Args:
-            sharded_state_dict: with the shards at its leaves.
-            common: what all ranks have in common.
-            is_whole: also what another rank would write.
+            sharded_state_dict: Nested dictionary with shards as leaves.
+            common: Values that all ranks share.
+            is_whole: Whether to keep shards that another rank would write.
         """
         parts = cls(pieces={}, objects={}, common=common)
         by_name, _, _ = _replace_state_dict_keys_with_sharded_keys(
@@ -209,41 +215,42 @@ class StateParts:
         )
         for name, shards in by_name.items():
             if isinstance(shards[0], ShardedObject):
-                parts.objects[name] = [one.data for one in shards]
+                parts.objects[name] = [shard.data for shard in shards]
                 continue
-            for one in shards:
-                size = [1] * one.prepend_axis_num + list(one.local_shape)
-                piece = Piece(tensor=one.data, size=size, whole=list(one.global_shape))
-                parts.pieces.setdefault((name, tuple(one.global_offset)), piece)
+            for shard in shards:
+                size = [1] * shard.prepend_axis_num + list(shard.local_shape)
+                piece = Piece(tensor=shard.data, size=size, whole=list(shard.global_shape))
+                parts.pieces.setdefault((name, tuple(shard.global_offset)), piece)
         return parts
 
     def is_lasting(self, chunks: Any, optimizer: Any) -> bool:
-        """Return whether the same parts hold the state of every later step as well.
+        """Returns whether these parts remain the state in all later steps.
 
-        They do where tensors are memory of the weights and of the optimizer's state themselves, and
-        no object but random states holds anything.
+        They do if each tensor is the memory of a weight or of optimizer state, and no object except
+        the random states has any content.
         """
         empty = (data for name, data in self.objects.items() if not name.startswith(f"{RNG}/"))
-        if not all(_is_nothing(one) for data in empty for one in data):
+        if not all(_is_nothing(value) for data in empty for value in data):
             return False
-        places = {one.untyped_storage().data_ptr() for one in _own_tensors(chunks, optimizer)}
-        tensors = (one.tensor for one in self.pieces.values() if one.tensor.numel())
-        return all(one.untyped_storage().data_ptr() in places for one in tensors)
+        tensors = _state_tensors(chunks, optimizer)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        saved = (piece.tensor for piece in self.pieces.values() if piece.tensor.numel())
+        return all(tensor.untyped_storage().data_ptr() in storages for tensor in saved)
 
 
 def _is_nothing(data: Any) -> bool:
-    """Return whether a layer's object beside its tensors is empty, as it is without 8-bit types."""
+    """Returns whether a layer's extra state is empty, as it is without 8-bit types."""
     if isinstance(data, io.BytesIO):
         return not data.getbuffer().nbytes
     return data is None or (isinstance(data, torch.Tensor) and not data.numel())
 
 
 def addresses(chunks: Any, optimizer: Any) -> list[int]:
-    """Return the addresses of the weights and of the optimizer's state."""
-    return [one.data_ptr() for one in _own_tensors(chunks, optimizer)]
+    """Returns the addresses of the weights and of the optimizer's state."""
+    return [tensor.data_ptr() for tensor in _state_tensors(chunks, optimizer)]
 
 
-def _own_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
+def _state_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
     for inner in (leaf.optimizer for leaf in _leaves(optimizer)):
         for state in inner.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
@@ -256,16 +263,16 @@ def _own_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Return whether ranks that are replicas of each other share the optimizer's state."""
+    """Returns whether ranks that are replicas of each other share the optimizer's state."""
     return isinstance(_leaves(optimizer)[0], DistributedOptimizer)
 
 
 def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
-    """Bring what :func:`sharded_optimizer` returned besides tensors to now, in place.
+    """Updates the values of :func:`sharded_optimizer`'s result that are not tensors, in place.
 
     Args:
-        common: the part of it that all ranks have in common, of the same optimizer.
-        optimizer: megatron-core's optimizer, not a distributed one.
+        common: Values of the result that all ranks share, for the same optimizer.
+        optimizer: megatron-core's optimizer, but not a distributed one.
     """
     for leaf, state in zip(_leaves(optimizer), (common, common.get(_EXPERTS)), strict=False):
         if state is not None:
@@ -286,24 +293,24 @@ def _refresh(common: dict[str, Any], leaf: Any) -> None:
 
 
 def has_parameters(optimizer: Any) -> bool:
-    """Return whether the optimizer updates anything on this rank, unlike one with no layers."""
+    """Returns whether the optimizer has parameters on this rank; without layers it has none."""
     return any(
         group["params"] for leaf in _leaves(optimizer) for group in leaf.optimizer.param_groups
     )
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Set the optimizer's state from what was loaded for :func:`sharded_optimizer`.
+    """Sets the optimizer's state from a state that was loaded for :func:`sharded_optimizer`.
 
-    Hyperparameters (betas, weight decay multipliers, ends of the learning rate) stay those of this
-    run's settings: only the step comes from the checkpoint.
+    Hyperparameters (betas, weight decay multipliers, ends of the learning rate) keep the values of
+    this run's settings: only the step comes from the checkpoint.
     """
     first, *rest = _leaves(optimizer)
     experts = state.pop(_EXPERTS, {})
-    _move_step_to_groups(state)  # Megatron-LM has it elsewhere
+    _move_step_to_groups(state)  # Megatron-LM saves it elsewhere
     step = state.get("optimizer", state)["param_groups"][0]["step"]
     for leaf in rest:
-        # A run whose experts are not spread has saved no groups of theirs: this run's.
+        # A run whose experts are not spread saves no groups for them, so use this run's groups.
         tree = experts.setdefault("optimizer", {}) if "optimizer" in leaf.state_dict() else experts
         groups = leaf.optimizer.state_dict()["param_groups"]
         tree["param_groups"] = [group | {"step": step} for group in groups]
@@ -322,11 +329,11 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
     if _is_torch_adam(leaf) and not isinstance(leaf, DistributedOptimizer):
         step = torch.tensor(float(saved[0]["step"]))
         tree.setdefault("state", {})["common_step"] = step
-    for index, (own, other) in enumerate(zip(inner.param_groups, saved, strict=True)):
-        own["lr_mult"] = other["lr_mult"] = float(index)
+    for index, (group_here, group_saved) in enumerate(zip(inner.param_groups, saved, strict=True)):
+        group_here["lr_mult"] = group_saved["lr_mult"] = float(index)
         for name in ("wd_mult", "is_expert_parallel", "is_decoupled_lr"):
-            other[name] = own[name]
-    # Written apart below, for megatron-core also wants to copy the step of torch's Adam from it.
+            group_saved[name] = group_here[name]
+        # Load these separately: megatron-core would also copy the step of torch's Adam from them.
     shards = state.pop("param_state", None) if isinstance(leaf, DistributedOptimizer) else None
     with _step_for_empty_rank(leaf):
         leaf.load_state_dict(state)
@@ -337,34 +344,35 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
     fill_state(leaf)
 
 
-def require_same_groups(optimizer: Any, saved: Mapping[str, Any], what: str) -> None:
-    """Check that a checkpoint has the optimizer's groups of parameters, equal on all ranks.
+def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> None:
+    """Checks that a checkpoint has as many parameter groups as the optimizer, on every rank.
 
     Args:
         optimizer: megatron-core's optimizer.
-        saved: the common part of the checkpoint's optimizer state.
-        what: names the checkpoint in the error.
+        saved: Values of the checkpoint's optimizer state that all ranks share.
+        name: Name of the checkpoint for the error.
 
     Raises:
-        CheckpointError: it has others.
+        CheckpointError: If it has another number of groups.
     """
     groups = saved.get("optimizer", saved).get("param_groups")
-    if groups is None:  # as Megatron-LM writes it with expert parallelism
+    if groups is None:  # Megatron-LM with expert parallelism
         raise CheckpointError(
-            f"{what} holds the state of several optimizers, which is not read here: load the "
+            f"{name} holds the state of several optimizers, which is not read here: load the "
             "weights alone with --no-load-optim"
         )
-    before, now = len(groups), len(_leaves(optimizer)[0].optimizer.param_groups)
+    before = len(groups)
+    now = len(_leaves(optimizer)[0].optimizer.param_groups)
     if before != now:
         raise CheckpointError(
-            f"{what} holds optimizer state in {before} groups of parameters and this "
+            f"{name} holds optimizer state in {before} groups of parameters and this "
             f"run has {now}: give the same --decoupled-lr and weight decay, or load the "
             "weights alone with --no-load-optim"
         )
 
 
 def _leaves(optimizer: Any) -> list[Any]:
-    """Return the optimizers inside megatron-core's chain: one, and one of experts spread out."""
+    """Returns the optimizers in megatron-core's chain: one, and a second for spread experts."""
     return list(optimizer.chained_optimizers)
 
 
@@ -377,10 +385,10 @@ def _is_torch_adam(leaf: Any) -> bool:
 
 
 def fill_state(leaf: Any) -> None:
-    """Give every parameter the state that the optimizer would make in its first step.
+    """Gives every parameter the state that the optimizer would make in its first step.
 
-    A checkpoint then holds the same entries before and after that step, which float16 can put off
-    for a dozen iterations.
+    A checkpoint then has the same entries before and after that step. With float16 the first step
+    may be skipped for a dozen iterations.
     """
     inner = leaf.optimizer
     if leaf.init_state_fn is not None:
@@ -393,13 +401,13 @@ def fill_state(leaf: Any) -> None:
             if _is_torch_adam(leaf):
                 state = inner.state[parameter]
                 step = state.get("step", torch.tensor(float(group.get("step", 0))))
-                # A fused Adam counts its steps on the device. A checkpoint of one that is not fused
-                # may hold the count on the host.
+                # A fused Adam counts its steps on the device, but a checkpoint of an Adam that is
+                # not fused may have the count on the host.
                 state["step"] = step.to(parameter.device) if group.get("fused") else step
 
 
 def _move_step_to_groups(state: dict[str, Any]) -> None:
-    """Store the number of steps in the groups, where every implementation of Adam finds it."""
+    """Stores the number of steps in the groups, where every implementation of Adam finds it."""
     inner = state.get("optimizer", state)
     groups = inner["param_groups"]
     common = inner.get("state", {}).pop("common_step", None)
@@ -410,12 +418,13 @@ def _move_step_to_groups(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
-    """Show the distributed optimizer a step where the rank's share has no parameter.
+    """Gives the distributed optimizer a step if this rank's share has no parameter.
 
-    With torch's Adam megatron-core reads the step from the state of the parameters, and fails on a
-    rank that has none (an empty stage, or more data parallel ranks than elements).
+    With torch's Adam megatron-core reads the step from the state of the parameters. It fails on a
+    rank that has none: an empty stage, or more data parallel ranks than elements.
     """
-    key, inner = "step of a rank without parameters", leaf.optimizer
+    key = "step of a rank without parameters"
+    inner = leaf.optimizer
     is_empty = not any(group["params"] for group in inner.param_groups)
     if isinstance(leaf, DistributedOptimizer) and _is_torch_adam(leaf) and is_empty:
         step = float(inner.param_groups[0].get("step", 0))
@@ -427,11 +436,11 @@ def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
 
 
 def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
-    """Load the distributed optimizer's share of main weights and moments.
+    """Loads the distributed optimizer's share of main weights and moments.
 
-    megatron-core copies every entry of a parameter's state, with torch's Adam also the step, which
-    the checkpoint holds elsewhere; and it sets one step tensor for all parameters, so that each of
-    them would count it up.
+    megatron-core copies every entry of a parameter's state. With torch's Adam that includes the
+    step, which the checkpoint has elsewhere. It also sets one step tensor for all parameters, so
+    that each of them would increment it.
     """
     inner = leaf.optimizer
     torch_adam = _is_torch_adam(leaf)
@@ -442,19 +451,20 @@ def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
 
 
 def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:
-    """Set the schedule of learning rate and weight decay to where the checkpoint left it.
+    """Sets the schedule of learning rate and weight decay to its position in the checkpoint.
 
     Raises:
-        CheckpointError: the run's settings give another schedule and no flag says which counts.
+        CheckpointError: If the run's settings give another schedule and no flag decides between
+            them.
     """
-    own = scheduler.state_dict()
-    if _constant_decay(own) and _constant_decay(saved):
-        saved = {**saved, "wd_incr_steps": own["wd_incr_steps"]}  # has no effect then
-    different = [name for name in _SCHEDULE_FLAGS if saved[name] != own[name]]
+    settings_here = scheduler.state_dict()
+    if _constant_decay(settings_here) and _constant_decay(saved):
+        saved = {**saved, "wd_incr_steps": settings_here["wd_incr_steps"]}  # a constant ignores it
+    different = [name for name in _SCHEDULE_FLAGS if saved[name] != settings_here[name]]
     free = scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler
     if different and not free:
         listed = "; ".join(
-            f"{_SCHEDULE_FLAGS[name]}: {saved[name]} in the checkpoint, {own[name]} here"
+            f"{_SCHEDULE_FLAGS[name]}: {saved[name]} in the checkpoint, {settings_here[name]} here"
             for name in different
         )
         raise CheckpointError(
@@ -465,8 +475,9 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
     scheduler.load_state_dict(saved)
     for group in optimizer.param_groups:
         if group["default_config"]:
-            group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
-    scheduler.step(0)  # it was set while the scheduler still had the other weight decay
+            group["max_lr"] = scheduler.max_lr
+            group["min_lr"] = scheduler.min_lr
+    scheduler.step(0)  # the load has set the groups with the former weight decay
 
 
 def _constant_decay(state: Mapping[str, Any]) -> bool:
@@ -474,8 +485,8 @@ def _constant_decay(state: Mapping[str, Any]) -> bool:
 
 
 def sharded_rng(config: TrainerConfig) -> ShardedObject:
-    """Return the random states of this rank, which only the same mesh can use."""
-    shape, place = _mesh_place(config)
+    """Returns the random states of this rank, which only the same mesh can use."""
+    shape, position = _mesh_position(config)
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -483,27 +494,26 @@ def sharded_rng(config: TrainerConfig) -> ShardedObject:
         "device": default_generator(current_device()).get_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject(RNG, state, shape, place, replica_id=0)
+    return ShardedObject(RNG, state, shape, position, replica_id=0)
 
 
 def load_rng(state: Mapping[str, Any]) -> None:
-    """Set the random states of this rank.
+    """Sets the random states of this rank.
 
-    If the device's states come from another kind of device, they are not loaded, with a warning: a
-    CPU's generator cannot continue from a GPU's state, nor the reverse.
+    If the states were saved on another kind of device, logs a warning and skips the device's: a CPU
+    generator cannot continue from a GPU's state, nor the reverse.
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     generator = default_generator(current_device())
     now = generator.get_state()
-    if state["device"].numel() != now.numel():  # one of a GPU has 16 bytes, one of a CPU 5056
-        kinds = [
-            "GPU" if one.numel() <= _GPU_STATE_BYTES else "CPU" for one in (state["device"], now)
-        ]
+    if state["device"].numel() != now.numel():  # a GPU's has 16 bytes, a CPU's 5056
+        states = (state["device"], now)
+        kinds = ["GPU" if s.numel() <= _GPU_STATE_BYTES else "CPU" for s in states]
         _LOG.warning(
             "WARNING: the checkpoint holds random states of a %s, and this rank computes on a %s: "
-            "dropout goes on from --seed; with --no-load-rng this line goes away",
+            "dropout continues from --seed; --no-load-rng avoids this warning",
             *kinds,
         )
         return
@@ -511,19 +521,19 @@ def load_rng(state: Mapping[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def _mesh_place(config: TrainerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return sizes of the mesh's axes and this rank's position on each."""
+def _mesh_position(config: TrainerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the sizes of the mesh's axes and this rank's position on each."""
     if config.parallel.unequal_sizes is not None:
-        # No such axes: ranks one after the other.
+        # Stages of unequal sizes form no grid, so ranks are numbered on one axis.
         return (dist.get_world_size(), 1, 1), (dist.get_rank(), 0, 0)
     shape = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_data_parallel_world_size(with_context_parallel=True),
     )
-    place = (
+    position = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
-    return shape, place
+    return shape, position

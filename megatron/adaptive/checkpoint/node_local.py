@@ -1,22 +1,22 @@
-"""Writes checkpoints to the nodes' own disks and copies them to shared storage behind training.
+"""Writes checkpoints to the nodes' local disks, and uploads them to shared storage during training.
 
 ::
 
     training ─ copy in memory ─> <local>/iter_0000100/ of each node ─ Upload ─> <save>/iter_0000100/
-               training waits    behind training                      behind that, one at a time
+               training waits    written during training              then uploaded, one at a time
 
     node a   <local>/iter_0000100/  common.pt .metadata __0_0.distcp __1_0.distcp ──┐
     node b   <local>/iter_0000100/  common.pt .metadata __2_0.distcp __3_0.distcp ──┤
                                                                                     v
     <save>/.iter_0000100.partial/ ──> <save>/iter_0000100/     once all of it is there
 
-    <local> is DIR/<name of --save>-<hash>/<node>, for several jobs and nodes may share a disk
+    <local> is DIR/<name of --save>-<hash>/<node>, because several jobs and nodes may share a disk
     <local>/iter_0000100/local.json     the manifest of the whole checkpoint, with all of its files
 
-What counts is the checkpoint in shared storage, complete by the program's own rule: it alone is
-ever loaded. A node's own disk is where its files are read from then, and where an upload goes on
-from that ranks which ended did not finish. Every rank copies a share of its node's files, for a
-second at a time; then all ranks exchange whether one has more, and what went wrong.
+A checkpoint exists once it is complete in shared storage, and only that copy is ever loaded. A
+node's local disk then serves as a faster source of the same files. It also allows a new run to
+finish an upload that the previous run could not. Each rank copies a share of its node's files, for
+a second at a time. Then all ranks exchange whether any has more to copy, and their errors.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from megatron.adaptive.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
-_KEPT = 2  # where the user names no number: the last one, and the one before while that is written
+_KEPT = 2  # default number: the last one, and the one before it while the last is written
 _LOOK_S = 10.0
-_END_S = 5.0  # for an upload that is given up
+_END_S = 5.0  # grace for an upload that is given up
 _ROUND_S = 1.0
 
 
@@ -58,37 +58,39 @@ Stored = Mapping[str, Any]
 
 
 class _NodeFolder(StepFolders):
-    """Holds a node's part of checkpoints on its own disk."""
+    """A folder with a node's part of checkpoints on its local disk."""
 
     manifest_name = _MANIFEST
 
 
 class LocalDisk:
-    """Holds this node's part of the checkpoints. Every method is collective.
+    """Manages this node's part of the checkpoints. Every method is collective.
 
     Args:
-        job: this process within the job; its timeout also limits waits for uploads.
-        shared: where they are to be; nobody else writes there meanwhile.
-        base: the folder on each of the nodes' own disks.
-        keep: complete checkpoints that stay, in shared storage too; there all where ``None``, and
-            here as few as it takes.
+        job: This process within the job; its timeout also limits waits for uploads.
+        shared: Folder of checkpoints in shared storage. Nothing else may write there meanwhile.
+        base: Folder on the local disk of each node.
+        keep: Number of complete checkpoints to keep, here and in shared storage. ``None`` keeps all
+            in shared storage, and here only the last two.
 
     Attributes:
-        shared: as given.
-        done: step and folder of each checkpoint that came to shared storage.
-        resumed: the step that the run went on from; this disk's later ones are of steps that were
-            done again since, and go with the first checkpoint.
+        shared: Folder of checkpoints in shared storage.
+        done: Queue of step and path of each checkpoint that reached shared storage.
+        resumed: Step that the run resumed from. Later steps on this disk were repeated since, and
+            are removed before the first save.
     """
 
     def __init__(self, job: Job, shared: StepFolders, base: Path, keep: int | None) -> None:
-        self._job, self.shared, self._keep = job, shared, keep
+        self._job = job
+        self.shared = shared
+        self._keep = keep
         self._base = base = base.absolute()
         save = shared.path.resolve()
         node = job.environment.node or socket.gethostname()
         places = job.gather((_place(base, node, job), str(save)))
         name = f"{save.name}-{hashlib.sha256(places[0][1].encode()).hexdigest()[:8]}"
         self._folder = _NodeFolder(base / name / node)
-        nodes = [place for place, _ in places]
+        nodes = [node_id for node_id, _ in places]
         self._is_leader = nodes.index(nodes[job.rank]) == job.rank
         self._is_first = job.rank == 0
         self._timeout_s = job.timeout.total_seconds()
@@ -101,20 +103,20 @@ class LocalDisk:
         self.resumed: int | None = None
 
     def save(self, step: int, state: TakenState, save_id: str, ranks: RankGroup) -> bool:
-        """Write a checkpoint to the nodes' own disks, and let it be copied behind that.
+        """Writes a checkpoint to the nodes' local disks, and starts its upload.
 
         Args:
-            step: that it is of.
-            state: what it holds.
-            save_id: a new one; that of rank 0 counts.
-            ranks: all of them, on a group that is used by nothing else meanwhile.
+            step: Step of the checkpoint.
+            state: State to save.
+            save_id: New identifier of this save; rank 0's is used.
+            ranks: All ranks, on a group that nothing else uses meanwhile.
 
         Returns:
-            Whether it is there. Where that could not be, nothing is being copied any more: it can
-            go to shared storage itself.
+            True if it is on the local disks. If False, no upload is running, so the caller can
+            write it to shared storage directly.
 
         Raises:
-            CheckpointError: an upload before does not end.
+            CheckpointError: If an earlier upload does not end.
         """
         try:
             newest, shares = self._newest = self._write(step, state, save_id, ranks)
@@ -145,13 +147,13 @@ class LocalDisk:
         return True
 
     def drain(self) -> Path | None:
-        """Wait until the newest checkpoint is in shared storage.
+        """Waits until the newest checkpoint is in shared storage.
 
         Returns:
-            Its folder there, ``None`` where none was written to the nodes' own disks.
+            Path of it there, ``None`` if this run wrote none to the local disks.
 
         Raises:
-            CheckpointError: it is not there; the nodes' own disks have it.
+            CheckpointError: If it is not there; it is then on the local disks only.
         """
         until_s = time.monotonic() + self._timeout_s
         self._wait(self._control, until_s)
@@ -167,81 +169,84 @@ class LocalDisk:
         return upload.path
 
     def finish_former(self, latest: Callable[[], int | None]) -> None:
-        """Finish the upload of a checkpoint that ranks before these had written, if all is there.
+        """Finishes the upload of a checkpoint that a previous run wrote, if all its files exist.
 
         Args:
-            latest: called on rank 0; the newest step in shared storage, 0 where there is none,
-                ``None`` where the run is not to go on from there.
+            latest: Function that is called on rank 0. It returns the newest step in shared storage,
+                0 if there is none, and ``None`` if the run does not resume from there.
         """
         newest = self._control.on_first(latest)
         if newest is None:
             return
         held = self._control.gather(self._held(newest))
-        found = {key for own in held for key in own}
-        for step, save_id in sorted(found, reverse=True):
-            parts = [own.get((step, save_id), ({}, None)) for own in held]
-            stored = next(one for _, one in parts if one is not None)
+        saves = {key for files_of in held for key in files_of}
+        for step, save_id in sorted(saves, reverse=True):
+            parts = [files_of.get((step, save_id), ({}, None)) for files_of in held]
+            stored = next(manifest for _, manifest in parts if manifest is not None)
             shares = share_out([files for files, _ in parts], stored["files"])
             if shares is None:
                 self._warn(
-                    "the checkpoint of iteration %d is on the disks of some nodes, and part of it"
-                    " was on others that are not here: it is left out",
+                    "the checkpoint of iteration %d is not uploaded: the disks of these nodes lack"
+                    " a part of it",
                     step,
                 )
                 continue
-            self._say(f"  going on with the copy of iteration {step} to {self.shared.path}")
+            self._say(f"  continuing the copy of iteration {step} to {self.shared.path}")
             upload = self._start(stored, shares)
             try:
                 self._wait(self._control, time.monotonic() + self._timeout_s)
             except CheckpointError as error:
                 if self._is_uploading(self._control):
                     raise
-                self._warn("%s; going on from that of iteration %d", error, newest)
+                self._warn("%s; resuming from iteration %d", error, newest)
                 return
             if upload.failure is None:
-                self.done.get()  # which is no news of this run
+                self.done.get()  # discarded, because this run did not write it
                 return
 
     def near(self, step: int, save_id: str, files: Mapping[str, int]) -> dict[str, Path]:
-        """Return the files of a checkpoint that are on this node's own disk, by name.
+        """Returns the paths of a checkpoint's files on this node's local disk, by name.
 
         Args:
-            step: that it is of.
-            save_id: of its save, empty where nothing of it is elsewhere.
-            files: size of each of its files in bytes.
+            step: Step of the checkpoint.
+            save_id: Identifier of its save, empty if no part of it is on local disks.
+            files: Size of each of its files in bytes.
         """
-        own, folder = dict[str, int](), self._folder.complete_path(step)
+        sizes: dict[str, int] = {}
+        folder = self._folder.complete_path(step)
         with contextlib.suppress(OSError):  # shared storage has all of it
-            known = self._stored().get(step)
-            if save_id and known is not None and known["save_id"] == save_id:
-                own = _sizes(folder)
-        here = [name for name, size in files.items() if own.get(name) == size]
+            manifest = self._stored().get(step)
+            if save_id and manifest is not None and manifest["save_id"] == save_id:
+                sizes = _sizes(folder)
+        here = [name for name, size in files.items() if sizes.get(name) == size]
         held = self._control.gather(sum(files[name] for name in here))
         if any(held):
-            least, most = (one / sum(files.values()) for one in (min(held), max(held)))
+            total = sum(files.values())
+            least = min(held) / total
+            most = max(held) / total
             self._say(
                 f"  ranks have {least:.0%} to {most:.0%} of iteration {step} on their own disks"
             )
         return {name: folder / name for name in here}
 
     def close(self) -> None:
-        """Destroy the process group of uploads, after :meth:`drain`."""
+        """Destroys the process group of uploads; call it after :meth:`drain`."""
         if self._ranks.group is not None and dist.is_initialized():
             dist.destroy_process_group(self._ranks.group)
 
     def _write(
         self, step: int, state: TakenState, save_id: str, ranks: RankGroup
     ) -> tuple[Stored, list[list[str]]]:
-        """Write a checkpoint to the nodes' own disks; returns who copies what of it."""
+        """Writes a checkpoint to the local disks; returns its manifest and each rank's files."""
         partial = self._folder.partial_path(step)
         try:
             ranks.together(lambda: self._begin(step))
             once, written = self._writer.write(state, partial, ranks)
-            given = state.manifest(save_id, ranks)
-            once, written, given = ranks.on_first(lambda: (once, written, given))
+            entries = state.manifest(save_id, ranks)
+            once, written, entries = ranks.on_first(lambda: (once, written, entries))
             ranks.together(lambda: write_files(partial, once) if self._is_leader else None)
             held = ranks.gather(ranks.together(lambda: _sizes(partial)))
-            stored = {**given, **written, "step": step}
+            stored = {**entries, **written, "step": step}
             ranks.together(lambda: self._publish(stored))
         except CheckpointError:
             if self._is_leader:
@@ -256,9 +261,9 @@ class LocalDisk:
         if not self._is_leader:
             return
         self._require_lease()
-        for one in self._folder.steps():
-            if one > step or (self.resumed is not None and one > self.resumed):
-                self._folder.remove(one)
+        for existing in self._folder.steps():
+            if existing > step or (self.resumed is not None and existing > self.resumed):
+                self._folder.remove(existing)
         self.resumed = None
         self._folder.begin(step)
 
@@ -271,9 +276,9 @@ class LocalDisk:
         self._folder.keep(self._keep or _KEPT, busy)
 
     def _require_lease(self) -> None:
-        """Keep ranks that stood still from writing over what others did since."""
+        """Stops a rank that was suspended from overwriting what another job wrote meanwhile."""
         lease = self._job.leases.get(self.shared.path.resolve())
-        with contextlib.suppress(OSError):  # while shared storage fails this disk is all there is
+        with contextlib.suppress(OSError):  # local disks must work while shared storage fails
             if lease is not None:
                 lease.require()
 
@@ -285,7 +290,7 @@ class LocalDisk:
         return ranks.any(self._upload is not None and self._upload.is_alive())
 
     def _wait(self, ranks: RankGroup, until_s: float) -> None:
-        """Wait for the upload under way, which reports its failures itself."""
+        """Waits for the running upload, which reports its own failure."""
         upload = self._upload
         if upload is None:
             return
@@ -301,31 +306,31 @@ class LocalDisk:
             raise CheckpointError(
                 f"the copy of iteration {upload.step} to {self.shared.path} did not end within"
                 f" {self._timeout_s:g} s: it is on the nodes' own disks, and the same command on"
-                " the same nodes goes on with it; a longer time limit of the job gives it more time"
+                " the same nodes continues it; a longer time limit of the job gives it more time"
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
-        """Return this disk's files of newer ones; one rank of each node adds the manifests."""
+        """Returns this disk's files of newer steps; one rank per node adds the manifests."""
         return {
-            (step, one["save_id"]): (
+            (step, manifest["save_id"]): (
                 _sizes(self._folder.complete_path(step)),
-                one if self._is_leader else None,
+                manifest if self._is_leader else None,
             )
-            for step, one in self._stored().items()
+            for step, manifest in self._stored().items()
             if step > latest
         }
 
     def _stored(self) -> dict[int, Stored]:
-        """Return those on this node's disk, as far as they can be read."""
-        found: dict[int, Stored] = {}
+        """Returns the readable manifests on this node's disk, by step."""
+        manifests: dict[int, Stored] = {}
         for step, path in self._folder.steps().items():
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CheckpointError):
                 body = self._folder.read_manifest(path)
-                # Versions before had most of it one level deeper.
+                # Former versions had most entries one level deeper.
                 stored = {**body.pop("told", {}), **body, "step": step}
                 if stored["files"] and stored["save_id"]:
-                    found[step] = stored
-        return found
+                    manifests[step] = stored
+        return manifests
 
     def _say(self, text: str) -> None:
         if self._is_first:
@@ -337,22 +342,25 @@ class LocalDisk:
 
 
 class BackgroundWrite(threading.Thread):
-    """Writes one checkpoint behind training.
+    """Writes one checkpoint on a thread while training continues.
 
     Args:
-        write: does it; returns its folder, ``None`` where it is not yet where it is to be.
-        step: that it is of.
-        done: receives step and folder.
+        write: Function that writes the checkpoint; returns its path, or ``None`` if the checkpoint
+            is not at its final path yet.
+        step: Step of the checkpoint.
+        done: Queue that receives the step and path.
 
     Attributes:
-        step: as given.
-        path: of the complete checkpoint, once it is there.
-        failure: why it is not.
+        step: Step of the checkpoint.
+        path: Path of the complete checkpoint, ``None`` until it exists.
+        failure: Error that ended the write, ``None`` without one.
     """
 
     def __init__(self, write: Callable[[], Path | None], step: int, done: Done) -> None:
         super().__init__(name=f"checkpoint {step}", daemon=True)
-        self._write, self.step, self._done = write, step, done
+        self._write = write
+        self.step = step
+        self._done = done
         self.path: Path | None = None
         self.failure: BaseException | None = None
 
@@ -368,19 +376,21 @@ class BackgroundWrite(threading.Thread):
 def hold(
     folder: StepFolders, job: Job, ranks: RankGroup, remedy: str = "", *, has_local: bool = False
 ) -> None:
-    """Let this job alone write a folder, from now to the job's end. Collective.
+    """Reserves a folder for this job until the job ends. Collective.
 
     Args:
-        folder: of checkpoints.
-        job: this process within the job.
-        ranks: all of them.
-        remedy: what to do where it cannot be written; empty where the caller says it.
-        has_local: checkpoints go to the nodes' own disks first: it may be there later.
+        folder: Folder of checkpoints.
+        job: This process within the job.
+        ranks: All ranks.
+        remedy: Advice for the error if the folder cannot be written; empty if the caller adds it.
+        has_local: Whether checkpoints go to local disks first. Shared storage may then fail now and
+            be available later.
 
     Raises:
-        CheckpointError: another job has it, or it cannot be written.
+        CheckpointError: If another job holds the folder, or it cannot be written.
     """
-    path, environment = folder.path.resolve(), job.environment
+    path = folder.path.resolve()
+    environment = job.environment
     if path not in job.leases:
         lease = Lease(folder.path)
 
@@ -411,18 +421,20 @@ def hold(
 
 
 @contextlib.contextmanager
-def writing(folder: StepFolders, step: int, job: Job, ranks: RankGroup, why: str) -> Iterator[None]:
-    """Make the partial folder of a step, and remove it where what follows fails. Collective.
+def writing(
+    folder: StepFolders, step: int, job: Job, ranks: RankGroup, message: str
+) -> Iterator[None]:
+    """Makes the partial folder of a step, and removes it if the ``with`` block fails. Collective.
 
     Args:
-        folder: of checkpoints.
-        step: that is written.
-        job: this process within the job.
-        ranks: all of them.
-        why: text of the error, with braces in the place of its cause.
+        folder: Folder of checkpoints.
+        step: Step that is written.
+        job: This process within the job.
+        ranks: All ranks.
+        message: Text of the error, with ``{}`` in the place of its cause.
 
     Raises:
-        CheckpointError: in place of one that was raised within, on all ranks.
+        CheckpointError: On all ranks, in place of a CheckpointError that the block raised.
     """
     try:
         hold(folder, job, ranks)
@@ -431,8 +443,8 @@ def writing(folder: StepFolders, step: int, job: Job, ranks: RankGroup, why: str
     except BaseException as error:
 
         def clear(text: str = str(error)) -> str:
-            """Clear up; returns why it failed, which may be that another job cleared up before."""
-            if folder.lease is not None:  # else what is there is not ours
+            """Removes the folder; returns the cause, which may be that another job removed it."""
+            if folder.lease is not None:  # without a lease the folder may be another job's
                 folder.abandon(step)
                 try:
                     folder.lease.require()
@@ -442,9 +454,9 @@ def writing(folder: StepFolders, step: int, job: Job, ranks: RankGroup, why: str
                     return text
             return text
 
-        if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
+        if isinstance(error, CheckpointError):  # all ranks have it and wait for the removal
             text = ranks.on_first(clear)
-            raise CheckpointError(why.replace("{}", text)) from error
+            raise CheckpointError(message.replace("{}", text)) from error
         if ranks.is_first:
             clear()
         raise
@@ -458,21 +470,21 @@ def prepare(
     latest: Callable[[], int | None],
     keep: int | None,
 ) -> LocalDisk | None:
-    """Lets this job alone write a folder, and finishes what is on its way there. Collective.
+    """Reserves a folder for this job, and finishes uploads of previous runs. Collective.
 
     Args:
-        shared: the folder of checkpoints.
-        job: this process within the job.
-        remedy: what to do where it cannot be written.
-        base: the folder on each node's own disk, ``None`` where checkpoints go to ``shared``.
-        latest: see :meth:`LocalDisk.finish_former`.
-        keep: see :class:`LocalDisk`.
+        shared: Folder of checkpoints in shared storage.
+        job: This process within the job.
+        remedy: Advice for the error if the folder cannot be written.
+        base: Folder on each node's local disk, ``None`` to write to ``shared`` directly.
+        latest: Function as in :meth:`LocalDisk.finish_former`.
+        keep: Number of checkpoints to keep, as in :class:`LocalDisk`.
 
     Returns:
-        This node's part of the checkpoints, if they go to the nodes' own disks first.
+        This node's part of the checkpoints, ``None`` without local disks.
 
     Raises:
-        CheckpointError: another job has the folder, or it cannot be written.
+        CheckpointError: If another job holds the folder, or it cannot be written.
     """
     ranks = RankGroup(job.rank, job.control_group)
     hold(shared, job, ranks, remedy, has_local=base is not None)
@@ -484,21 +496,25 @@ def prepare(
 
 
 class Upload(BackgroundWrite):
-    """Copies one checkpoint. Collective over all ranks, each of which makes one at the same time.
+    """Copies one checkpoint to shared storage. Collective: each rank makes one at the same time.
 
     Args:
-        disk: this node's, which has what this rank copies.
-        stored: the checkpoint.
-        names: of the files that this rank copies.
+        disk: Local disk of this node, with the files that this rank copies.
+        stored: Manifest of the checkpoint.
+        names: Names of the files that this rank copies.
 
     Attributes:
-        is_given_up: set it, and it fails soon, unless storage holds a rank up for good.
+        is_given_up: If set to True, the upload fails soon, unless shared storage blocks a rank
+            forever.
     """
 
     def __init__(self, disk: LocalDisk, stored: Stored, names: Sequence[str]) -> None:
         super().__init__(self._copy, stored["step"], disk.done)
-        self._disk, self._stored, self._names = disk, stored, names
-        self._shared, self._ranks = disk.shared, disk._ranks
+        self._disk = disk
+        self._stored = stored
+        self._names = names
+        self._shared = disk.shared
+        self._ranks = disk._ranks
         self.is_given_up = False
         self.start()
 
@@ -511,11 +527,11 @@ class Upload(BackgroundWrite):
             _LOG.warning("WARNING: %s", printable(text))
 
     def _copy(self) -> Path:
-        why = (
+        message = (
             f"the checkpoint of iteration {self.step} was not copied to {self._shared.path}: {{}};"
             " it is on the nodes' own disks, and those before it are as they were"
         )
-        with writing(self._shared, self.step, self._disk._job, self._ranks, why):
+        with writing(self._shared, self.step, self._disk._job, self._ranks, message):
             pieces = self._pieces()
 
             def go_on() -> bool:
@@ -529,12 +545,14 @@ class Upload(BackgroundWrite):
         return self._shared.complete_path(self.step)
 
     def _pieces(self) -> Iterator[None]:
-        """Copy files and make them durable; yields after each piece."""
-        partial, stored = self._shared.partial_path(self.step), self._stored
+        """Copies files and makes them durable; yields after each block."""
+        partial = self._shared.partial_path(self.step)
+        stored = self._stored
         for name in self._names:
             source = self._disk._folder.complete_path(self.step) / name
             expected = stored["files"][name], stored.get("blocks", {}).get(name, "")
-            old, target = CheckedFile([source], expected), partial / name
+            old = CheckedFile([source], expected)
+            target = partial / name
             try:
                 with target.open("wb") as new:
                     for number in range(old.blocks):
@@ -549,9 +567,10 @@ class Upload(BackgroundWrite):
 
     def _complete(self) -> None:
         partial = self._shared.partial_path(self.step)
-        if lacking := set(self._stored["files"]) - {one.name for one in partial.iterdir()}:
+        names = {file.name for file in partial.iterdir()}
+        if lacking := set(self._stored["files"]) - names:
             raise CheckpointError(f"{partial / min(lacking)} is missing")
-        self._shared.commit(self.step, self._stored)  # which compares sizes
+        self._shared.commit(self.step, self._stored)  # it checks sizes
         if self._disk._keep is not None:
             self._shared.keep(self._disk._keep)
 
@@ -559,18 +578,19 @@ class Upload(BackgroundWrite):
 def share_out(
     held: Sequence[Mapping[str, int]], files: Mapping[str, int]
 ) -> list[list[str]] | None:
-    """Divide the files to copy among the ranks.
+    """Divides the files to copy among the ranks.
 
     Args:
-        held: by rank, sizes in bytes of the files on its node's disk.
-        files: the same of all files of the checkpoint.
+        held: Sizes in bytes of the files on the local disk of each rank's node, by rank.
+        files: Sizes in bytes of all files of the checkpoint.
 
     Returns:
-        Names by rank, about equally many for those of a node; ``None`` where a file is nowhere.
+        Names of files by rank, about equally many for the ranks of a node; ``None`` if no node has
+        some file.
     """
     shares: list[list[str]] = [[] for _ in held]
     for number, (name, size) in enumerate(sorted(files.items())):
-        having = [rank for rank, own in enumerate(held) if own.get(name) == size]
+        having = [rank for rank, sizes in enumerate(held) if sizes.get(name) == size]
         if not having:
             return None
         shares[having[number % len(having)]].append(name)
@@ -578,23 +598,27 @@ def share_out(
 
 
 def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
-    """Return what ranks that share a folder have in common, also where machines have one name."""
-    own: tuple[int, ...] = ()
+    """Returns a value that is equal on ranks with the same local folder, and on no others.
+
+    The identity of the folder distinguishes machines that have the same name.
+    """
+    identity: tuple[int, ...] = ()
     with contextlib.suppress(OSError):
         base.mkdir(parents=True, exist_ok=True)
         status = base.stat()
-        own = status.st_dev, status.st_ino
-    return job.places[job.rank]["machine"], node, own
+        identity = status.st_dev, status.st_ino
+    return job.places[job.rank]["machine"], node, identity
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return sizes of a checkpoint's files here, without the manifest; none of one that is gone."""
+    """Returns sizes of a checkpoint's files here except the manifest; empty if it is gone."""
     with contextlib.suppress(FileNotFoundError):
-        return {one.name: one.stat().st_size for one in folder.iterdir() if one.name != _MANIFEST}
+        files = (file for file in folder.iterdir() if file.name != _MANIFEST)
+        return {file.name: file.stat().st_size for file in files}
     return {}
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Copy for a moment; returns whether there may be more."""
+    """Copies for about a second; returns whether there may be more to copy."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

@@ -1,12 +1,12 @@
-"""Writes state that is no tensor of the model as plain values, and reads it without running code.
+"""Serializes state that is not a tensor of the model; reading it runs no code.
 
 ::
 
     {"progress": {"iteration": 100}, "scale": {"!": "tensor", "type": "float32", ...}}   \\n
-    bytes of the tensors, arrays and long lists of numbers that the line names, each at a multiple
-    of 64 after it
+    bytes of the tensors, arrays and long lists of numbers that the line refers to, each at a
+    multiple of 64 after the line
 
-The line is JSON. What JSON has no form for is an object with ``!``, which says what it is.
+The line is JSON. A value that JSON cannot express is an object whose entry ``!`` names its kind.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from megatron.adaptive.config.input_files import parse_json
 
 _KIND = "!"
 _ALIGN = 64
-_LINE = 256  # the line is padded, so that a few digits more do not move what follows
-_LONG = 16  # numbers from which on a list is written as bytes
+_LINE = 256  # the line's length is rounded up, so that a few digits more move no bytes after it
+_LONG = 16  # least length of a list of numbers that is written as bytes
 _PLAIN = (bool, int, float, str, type(None))
-_ARRAYS = "biufc"  # kinds of arrays whose bytes say all
+_ARRAYS = "biufc"  # kinds of NumPy types whose arrays are fully described by type, shape and bytes
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def dumps(value: Any) -> bytes:
-    """Return plain values as bytes.
+    """Returns plain values as bytes.
 
     Args:
-        value: of dictionaries, lists, tuples, sets, numbers, texts, bytes, tensors, arrays,
-            :class:`io.BytesIO`, and types and devices of torch.
+        value: Value made of dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors,
+            arrays, :class:`io.BytesIO`, and types and devices of torch.
 
     Raises:
-        TypeError: it holds something else; the text says where.
+        TypeError: If it contains anything else; the text says where.
     """
     writer = _Writer()
     line = json.dumps(writer.plain(value, "it"), separators=(",", ":")).encode()
@@ -50,14 +50,14 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes | bytearray) -> Any:
-    """Return the values of :func:`dumps`; tensors and arrays have memory of their own.
+    """Returns the value that :func:`dumps` was given; tensors and arrays own their memory.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: If the bytes are not from :func:`dumps`.
     """
     end = data.find(b"\n") + 1
     if not end:
-        raise ValueError("it has no line of JSON")
+        raise ValueError("it does not begin with a line of JSON")
     try:
         return _value(parse_json(data[:end], strict=False), memoryview(data)[end:])
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
@@ -70,7 +70,7 @@ class _Writer:
         self._end = 0
 
     def plain(self, value: Any, where: str) -> Any:
-        """Return a value as JSON has it, and keep the bytes that belong to it."""
+        """Returns a value in the form for JSON, and collects the bytes that it refers to."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
@@ -81,7 +81,8 @@ class _Writer:
             return self._bytes("tensor", flat.tobytes(), type=kind, shape=list(value.shape))
         if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _ARRAYS:
             kind = "array" if isinstance(value, np.ndarray) else "number"
-            raw, shape = np.ascontiguousarray(value).tobytes(), list(value.shape)
+            raw = np.ascontiguousarray(value).tobytes()
+            shape = list(value.shape)
             return self._bytes(kind, raw, type=value.dtype.str, shape=shape)
         if isinstance(value, bytes | bytearray | io.BytesIO):
             raw = value.getvalue() if isinstance(value, io.BytesIO) else bytes(value)
@@ -101,11 +102,11 @@ class _Writer:
         kinds: dict[Any, str] = {collections.OrderedDict: "ordered", collections.Counter: "counter"}
         kind = kinds.get(type(value), "dict")
         is_text = all(type(key) is str for key in value)
-        found = [(key, self.plain(one, f"{where}[{key!r}]")) for key, one in value.items()]
+        entries = [(key, self.plain(entry, f"{where}[{key!r}]")) for key, entry in value.items()]
         if kind == "dict" and is_text and _KIND not in value:
-            return dict(found)
-        pairs = [[self.plain(key, f"a key of {where}"), one] for key, one in found]
-        about = getattr(value, "_metadata", None)  # of a module's state
+            return dict(entries)
+        pairs = [[self.plain(key, f"a key of {where}"), entry] for key, entry in entries]
+        about = getattr(value, "_metadata", None)  # torch attaches it to a module's state
         more = {} if about is None else {"about": self.plain(about, f"{where}._metadata")}
         return {_KIND: kind, "items": pairs, **more}
 
@@ -113,38 +114,40 @@ class _Writer:
         kind = "list" if isinstance(value, list) else "tuple"
         if isinstance(value, set | frozenset):
             kind, value = "set", sorted(value, key=repr)
-        if len(value) >= _LONG and all(type(one) is int and one in _INT64 for one in value):
+        if len(value) >= _LONG and all(type(item) is int and item in _INT64 for item in value):
             return self._bytes("integers", array.array("q", value).tobytes(), of=kind)
-        items = [self.plain(one, f"{where}[{at}]") for at, one in enumerate(value)]
+        items = [self.plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
         return items if kind == "list" else {_KIND: kind, "items": items}
 
     def _bytes(self, kind: str, raw: bytes, **more: Any) -> dict[str, Any]:
-        at = self._end
+        offset = self._end
         padded = raw.ljust(-(-len(raw) // _ALIGN) * _ALIGN, b"\0")
         self.buffers.append(padded)
         self._end += len(padded)
-        return {_KIND: kind, "at": at, "length": len(raw), **more}
+        return {_KIND: kind, "at": offset, "length": len(raw), **more}
 
 
 def _value(form: Any, rest: memoryview) -> Any:
     if isinstance(form, list):
-        return [_value(one, rest) for one in form]
+        return [_value(item, rest) for item in form]
     if not isinstance(form, dict):
         return form
     if _KIND not in form:
-        return {name: _value(one, rest) for name, one in form.items()}
+        return {name: _value(entry, rest) for name, entry in form.items()}
     return _READ[form[_KIND]](form, rest)
 
 
 def _raw(form: Mapping[str, Any], rest: memoryview) -> bytes:
-    at, length = form["at"], form["length"]
-    if not 0 <= at <= at + length <= len(rest):
+    offset = form["at"]
+    length = form["length"]
+    if not 0 <= offset <= offset + length <= len(rest):
         raise ValueError("it ends early")
-    return bytes(rest[at : at + length])
+    return bytes(rest[offset : offset + length])
 
 
 def _tensor(form: Mapping[str, Any], rest: memoryview) -> torch.Tensor:
-    kind, raw = getattr(torch, form["type"]), _raw(form, rest)
+    kind = getattr(torch, form["type"])
+    raw = _raw(form, rest)
     if not raw:
         return torch.empty(form["shape"], dtype=kind)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(kind).reshape(form["shape"])
@@ -159,13 +162,13 @@ def _array(form: Mapping[str, Any], rest: memoryview) -> Any:
 
 def _mapping(form: Mapping[str, Any], rest: memoryview) -> Any:
     kinds = {"ordered": collections.OrderedDict, "counter": collections.Counter, "dict": dict}
-    pairs = [(_value(key, rest), _value(one, rest)) for key, one in form["items"]]
-    found: Any = kinds[form[_KIND]]()
-    for key, one in pairs:
-        found[key] = one
+    pairs = [(_value(key, rest), _value(entry, rest)) for key, entry in form["items"]]
+    mapping: Any = kinds[form[_KIND]]()
+    for key, entry in pairs:
+        mapping[key] = entry
     if "about" in form:
-        found._metadata = _value(form["about"], rest)
-    return found
+        mapping._metadata = _value(form["about"], rest)
+    return mapping
 
 
 def _integers(form: Mapping[str, Any], rest: memoryview) -> Any:

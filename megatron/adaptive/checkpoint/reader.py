@@ -1,18 +1,18 @@
-"""Reads the tensors and other state of a checkpoint, for whatever part of it a rank holds.
+"""Reads tensors and other state from a checkpoint, in any regions that a rank needs.
 
 ::
 
     index.json     {"tensors": {name: {"type", "whole", "parts": [[offset, size, file, at], ...]}},
-                    "objects": {name: [file, at, length], or null for one that says nothing}}
+                    "objects": {name: [file, at, length], or null for an empty one}}
 
-A tensor's part lies in a file as its bytes alone, from ``at`` on, and is read into the tensor that
-wants it; an object as :mod:`megatron.adaptive.checkpoint.plain_values` has it. Each block of a file
-is checked first, and nothing that is read can run code.
+The bytes of a part of a tensor begin at ``at`` in its file and are read directly into the target
+tensor. Objects are serialized by :mod:`megatron.adaptive.checkpoint.plain_values`. Each block of a
+file is checked before it is used, and no data that is read can run code.
 
-Checkpoints of former versions and of Megatron-LM have ``.metadata`` in place of an index, and a
-file of ``torch.save`` in place of each of both. Whoever opened one said that it is trusted; even so
-it is read by unpicklers that build tensors, plain values and the parts of an index alone. Objects
-of other classes, such as the enumerations among Megatron-LM's arguments, become empty ones.
+Checkpoints of former versions and of Megatron-LM have ``.metadata`` instead of an index, and each
+tensor and object was written by ``torch.save``. They are opened only if the caller trusts them.
+Even then, unpicklers read them that build only tensors, plain values and the parts of an index.
+Objects of other classes, such as the enumerations among Megatron-LM's arguments, become empty ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -36,14 +36,20 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.errors import DamagedCheckpointError
 
 _Result = TypeVar("_Result")
-# All that ``.metadata`` may name, by its module.
+# Names that ``.metadata`` may refer to, by module.
 _KNOWN = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "StorageMeta",
     ),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata",),
     "collections": ("OrderedDict",),
@@ -55,19 +61,19 @@ _PLANS = "torch.distributed.checkpoint.planner"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedPart:
-    """Says where a part of a tensor is.
+    """Locates a part of a tensor in a file.
 
     Attributes:
-        offset, size: of the part in the whole tensor.
-        file: its name.
-        at: where it begins there, in bytes.
-        pickled: bytes of it as ``torch.save`` wrote it, ``None`` where it is its bytes alone.
+        offset, size: Index of the part's first element in the whole tensor, and the part's shape.
+        file: Name of the file.
+        begin: Offset of the part in the file in bytes.
+        pickled: Length in bytes of a part that ``torch.save`` wrote, ``None`` for raw bytes.
     """
 
     offset: Sequence[int]
     size: Sequence[int]
     file: str
-    at: int
+    begin: int
     pickled: int | None = None
 
 
@@ -76,9 +82,9 @@ class SavedTensor:
     """Describes a tensor of a checkpoint.
 
     Attributes:
-        dtype: of its elements.
-        size: of the whole tensor.
-        parts: that it was saved in.
+        dtype: Type of the elements.
+        size: Shape of the whole tensor.
+        parts: Parts that the tensor was saved in.
     """
 
     dtype: torch.dtype
@@ -88,13 +94,13 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WantedPart:
-    """Names a part of a tensor to read.
+    """Requests a region of a tensor.
 
     Attributes:
-        name: of the tensor.
-        offset: in the whole tensor.
-        target: that is filled; its shape is the part's.
-        may_exceed: it may be larger than what was saved, and is filled as far as that goes.
+        name: Name of the tensor.
+        offset: Index of the region's first element in the whole tensor.
+        target: Tensor to fill, with the region's shape.
+        may_exceed: Whether the region may exceed the saved tensor. The rest is then not filled.
     """
 
     name: str
@@ -104,21 +110,21 @@ class WantedPart:
 
 
 class CheckpointReader:
-    """Reads one checkpoint; use it in ``with``.
+    """Reads one checkpoint; a context manager.
 
     Args:
-        path: of the checkpoint.
-        files: sizes of its files in bytes, as the manifest says.
-        blocks: checksums of its files, as the manifest says.
-        near: paths of files that are at hand too, by name.
+        path: Path of the checkpoint.
+        files: Sizes of its files in bytes, from the manifest.
+        blocks: Checksums of its files, from the manifest.
+        near: Paths of further copies of files by name, which are tried first.
 
     Attributes:
-        path: as given.
-        tensors: by name.
-        objects: names of the others, as megatron-core has them.
+        path: Path of the checkpoint.
+        tensors: Descriptions of the tensors by name.
+        objects: Places of the other objects by megatron-core's names.
 
     Raises:
-        DamagedCheckpointError: the index is not what was written.
+        DamagedCheckpointError: If the index is damaged.
     """
 
     def __init__(
@@ -129,7 +135,9 @@ class CheckpointReader:
         near: Mapping[str, Path] | None = None,
     ) -> None:
         self.path = path
-        self._files, self._blocks, self._near = files, blocks, near or {}
+        self._files = files
+        self._blocks = blocks
+        self._near = near or {}
         self._open: dict[str, CheckedFile] = {}
         self.tensors: dict[str, SavedTensor] = {}
         self.objects: dict[str, tuple[str, int, int] | None] = {}
@@ -150,64 +158,60 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Close its files. Idempotent."""
+        """Closes the files. Idempotent."""
         while self._open:
             self._open.popitem()[1].close()
 
-    def read(self, wanted: Iterable[WantedPart]) -> None:
-        """Fill tensors with what was saved, each block of it checked before.
+    def read(self, requests: Iterable[WantedPart]) -> None:
+        """Fills tensors from the checkpoint, after checking each block that they come from.
 
         Raises:
-            DamagedCheckpointError: it is not, or not all of, what was written.
+            DamagedCheckpointError: If the checkpoint is damaged, or lacks a part of a region.
         """
-        found: list[tuple[SavedPart, torch.dtype, list[int], torch.Tensor]] = []
-        for one in wanted:
-            saved, target, count = self.tensors[one.name], one.target.detach(), 0
+        regions: list[_Region] = []
+        for request in requests:
+            saved = self.tensors[request.name]
+            target = request.target.detach()
+            count = 0
             for part in saved.parts:
-                low = [max(pair) for pair in zip(part.offset, one.offset, strict=True)]
-                ends = zip(part.offset, part.size, one.offset, target.shape, strict=True)
-                size = [min(a + b, c + d) - e for (a, b, c, d), e in zip(ends, low, strict=True)]
-                if any(length <= 0 for length in size):
+                region = _overlap(part, saved.dtype, request.offset, target)
+                if region is None:
                     continue
-                count += math.prod(size)
-                region = target
-                for axis, (at, length) in enumerate(zip(low, size, strict=True)):
-                    region = region.narrow(axis, at - one.offset[axis], length)
-                start = [a - b for a, b in zip(low, part.offset, strict=True)]
-                found.append((part, saved.dtype, start, region))
-            if count < target.numel() and not one.may_exceed:
+                count += region.target.numel()
+                regions.append(region)
+            if count < target.numel() and not request.may_exceed:
                 raise DamagedCheckpointError(
-                    f"{self.path} has {count} of the {target.numel()} elements of {one.name} that"
-                    " are to be read"
+                    f"{self.path} has {count} of the {target.numel()} elements of {request.name}"
+                    " that are to be read"
                 )
-        found.sort(key=lambda one: (one[0].file, one[0].at))
+        regions.sort(key=lambda region: (region.part.file, region.part.begin))
         with torch.no_grad():
-            for part, dtype, start, region in found:
-                self._fill(part, dtype, start, region)
+            for region in regions:
+                self._fill(region.part, region.dtype, region.start, region.target)
 
     def read_object(self, name: str) -> list[Any]:
-        """Return what was saved under the name of an object, of each that bears it.
+        """Returns the values that were saved under an object's name; several may share a name.
 
         Raises:
-            DamagedCheckpointError: it is not what was written.
+            DamagedCheckpointError: If it is damaged.
         """
-        place = self.objects[name]
-        if place is None:
+        entry = self.objects[name]
+        if entry is None:
             return [None]
-        file, at, length = place
-        data = self._bytes(file, at, length)
+        file, begin, length = entry
+        data = self._bytes(file, begin, length)
         read = _unpickled if self._is_former else plain_values.loads
         return list(self._guarded(file, lambda: read(data)))
 
     def read_values(self, name: str, former: str) -> Any:
-        """Return what a file of values holds.
+        """Returns the content of a file of plain values.
 
         Args:
-            name: of the file.
-            former: its name in checkpoints of former versions, where it is of ``torch.save``.
+            name: Name of the file.
+            former: Name that it has in checkpoints of former versions, written by ``torch.save``.
 
         Raises:
-            DamagedCheckpointError: it is not what was written.
+            DamagedCheckpointError: If it is damaged.
         """
         name = former if self._is_former else name
         data = self._bytes(name, 0, self._size(name))
@@ -215,20 +219,22 @@ class CheckpointReader:
         return self._guarded(name, lambda: read(data))
 
     def check_rest(self, share: int, shares: int) -> None:
-        """Check a share of the blocks that hold no tensor, so that all of them are checked by all.
+        """Checks a share of the blocks that contain no tensor.
+
+        If each rank checks its share, all blocks of a checkpoint are checked.
 
         Args:
-            share: which one.
-            shares: number of them.
+            share: Index of the share, from 0.
+            shares: Number of shares.
 
         Raises:
-            DamagedCheckpointError: one is not what was written.
+            DamagedCheckpointError: If a block is damaged.
         """
         held: set[tuple[str, int]] = set()
         for saved in self.tensors.values():
             for part in saved.parts:
                 length = math.prod(part.size) * saved.dtype.itemsize
-                blocks = CheckedFile.blocks_of(part.at, length)
+                blocks = CheckedFile.blocks_of(part.begin, length)
                 held.update((part.file, number) for number in blocks)
         rest = [
             (name, number)
@@ -243,16 +249,16 @@ class CheckpointReader:
     def _fill(
         self, part: SavedPart, dtype: torch.dtype, start: Sequence[int], region: torch.Tensor
     ) -> None:
-        """Copy the region of a part from ``start`` on."""
+        """Fills ``region`` from a part, beginning at the part's element ``start``."""
         if part.pickled is not None:
-            data = self._bytes(part.file, part.at, part.pickled)
+            data = self._bytes(part.file, part.begin, part.pickled)
             saved = self._guarded(part.file, lambda: _unpickled(data))
-            for axis, (at, length) in enumerate(zip(start, region.shape, strict=True)):
-                saved = saved.narrow(axis, at, length)
+            for axis, (offset, length) in enumerate(zip(start, region.shape, strict=True)):
+                saved = saved.narrow(axis, offset, length)
             region.copy_(saved)
             return
         strides = [math.prod(part.size[axis + 1 :]) for axis in range(len(part.size))]
-        first = sum(at * stride for at, stride in zip(start, strides, strict=True))
+        first = sum(offset * stride for offset, stride in zip(start, strides, strict=True))
         steps = zip(region.shape, strides, strict=True)
         count = 1 + sum((length - 1) * stride for length, stride in steps)
         is_direct = (
@@ -262,14 +268,16 @@ class CheckpointReader:
             and region.dtype == dtype
         )
         buffer = region if is_direct else torch.empty(count, dtype=dtype)
-        place: Any = buffer.reshape(-1).view(torch.uint8).numpy()
-        self._file(part.file).read(part.at + first * dtype.itemsize, memoryview(place))
+        memory: Any = buffer.reshape(-1).view(torch.uint8).numpy()
+        self._file(part.file).read(part.begin + first * dtype.itemsize, memoryview(memory))
         if not is_direct:
             region.copy_(buffer.as_strided(region.shape, strides))
 
     def _file(self, name: str) -> CheckedFile:
         if name not in self._open:
-            paths = [one for one in (self._near.get(name), self.path / name) if one is not None]
+            paths = [self.path / name]
+            if name in self._near:
+                paths.insert(0, self._near[name])
             expected = self._size(name), self._blocks.get(name, "")
             self._open[name] = CheckedFile(paths, expected)
         return self._open[name]
@@ -279,65 +287,100 @@ class CheckpointReader:
             raise DamagedCheckpointError(f"{self.path} has no {name}, which its index names")
         return self._files[name]
 
-    def _bytes(self, name: str, at: int, length: int) -> bytearray:
+    def _bytes(self, name: str, offset: int, length: int) -> bytearray:
         data = bytearray(length)
-        self._file(name).read(at, memoryview(data))
+        self._file(name).read(offset, memoryview(data))
         return data
 
     def _guarded(self, name: str, action: Callable[[], _Result]) -> _Result:
-        """Do something with a file's contents, which may be anything."""
+        """Runs ``action`` on a file's contents, and turns any error into one about damage."""
         try:
             return action()
         except (DamagedCheckpointError, OSError, MemoryError):
             raise
         except Exception as error:
-            # torch's own text advises to load it with an unpickler that runs code.
-            why = str(error) if isinstance(error, _Refused) else type(error).__name__
-            raise DamagedCheckpointError(f"{self.path / name} cannot be read ({why})") from None
+            # torch's text would advise the user to load the file with an unpickler that runs code.
+            reason = str(error) if isinstance(error, _Refused) else type(error).__name__
+            text = f"{self.path / name} cannot be read ({reason})"
+            raise DamagedCheckpointError(text) from None
 
     def _read_index(self) -> None:
-        found = parse_json(self._bytes(INDEX, 0, self._size(INDEX)))
-        for name, one in found["tensors"].items():
+        index = parse_json(self._bytes(INDEX, 0, self._size(INDEX)))
+        for name, entry in index["tensors"].items():
             parts = [
-                SavedPart(offset=offset, size=size, file=file, at=at)
-                for offset, size, file, at in one["parts"]
+                SavedPart(offset=offset, size=size, file=file, begin=begin)
+                for offset, size, file, begin in entry["parts"]
             ]
-            dtype, size = getattr(torch, one["type"]), torch.Size(one["whole"])
+            dtype = getattr(torch, entry["type"])
+            size = torch.Size(entry["whole"])
             self.tensors[name] = SavedTensor(dtype=dtype, size=size, parts=parts)
-        for name, place in found["objects"].items():
-            self.objects[name] = None if place is None else (place[0], place[1], place[2])
+        for name, entry in index["objects"].items():
+            self.objects[name] = None if entry is None else (entry[0], entry[1], entry[2])
 
     def _read_former_index(self) -> None:
         data = self._bytes(METADATA, 0, self._size(METADATA))
         index = _IndexUnpickler(io.BytesIO(data)).load()
         parts: dict[str, list[SavedPart]] = {}
-        for key, place in index.storage_data.items():
-            file, at, length = place.relative_path, place.offset, place.length
+        for key, info in index.storage_data.items():
+            file = info.relative_path
+            start = info.offset
+            length = info.length
             saved = index.state_dict_metadata[key.fqn]
             if not hasattr(saved, "chunks"):
-                self.objects[key.fqn] = file, at, length
+                self.objects[key.fqn] = file, start, length
                 continue
             offset = [0] * len(saved.size) if key.offset is None else key.offset
-            chunks = (one for one in saved.chunks if list(one.offsets) == list(offset))
+            chunks = (chunk for chunk in saved.chunks if list(chunk.offsets) == list(offset))
             size = list(next(chunks).sizes)
-            part = SavedPart(offset=list(offset), size=size, file=file, at=at, pickled=length)
+            part = SavedPart(offset=list(offset), size=size, file=file, begin=start, pickled=length)
             parts.setdefault(key.fqn, []).append(part)
-        for name, found in parts.items():
+        for name, saved_parts in parts.items():
             saved = index.state_dict_metadata[name]
             dtype = saved.properties.dtype
-            self.tensors[name] = SavedTensor(dtype=dtype, size=saved.size, parts=found)
+            self.tensors[name] = SavedTensor(dtype=dtype, size=saved.size, parts=saved_parts)
+
+
+class _Region(NamedTuple):
+    """Describes an overlap of a saved part and a requested region.
+
+    Attributes:
+        part: Part that was saved.
+        dtype: Type of the saved elements.
+        start: Index of the overlap's first element in the part.
+        target: Elements of the requested region that overlap.
+    """
+
+    part: SavedPart
+    dtype: torch.dtype
+    start: Sequence[int]
+    target: torch.Tensor
+
+
+def _overlap(
+    part: SavedPart, dtype: torch.dtype, offset: Sequence[int], target: torch.Tensor
+) -> _Region | None:
+    """Returns the overlap of a part with the region ``target`` at ``offset``, ``None`` if empty."""
+    low = [max(pair) for pair in zip(part.offset, offset, strict=True)]
+    ends = zip(part.offset, part.size, offset, target.shape, strict=True)
+    size = [min(a + b, c + d) - e for (a, b, c, d), e in zip(ends, low, strict=True)]
+    if any(length <= 0 for length in size):
+        return None
+    for axis, (index, length) in enumerate(zip(low, size, strict=True)):
+        target = target.narrow(axis, index - offset[axis], length)
+    start = [a - b for a, b in zip(low, part.offset, strict=True)]
+    return _Region(part, dtype, start, target)
 
 
 class _Refused(pickle.UnpicklingError):
-    """A pickle names what no checkpoint needs."""
+    """Reports that a pickle refers to a name that no checkpoint needs."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Reads ``.metadata``, which holds nothing but places of tensors."""
+    """Reads ``.metadata``, which may only describe where tensors are."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if module == _PLANS:  # megatron-core keeps how the ranks shared out the writing
+        if module == _PLANS:  # megatron-core saves how ranks divided the writing; it is not needed
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise _Refused(f"it names {module}.{name}, which is no part of an index")
@@ -345,24 +388,22 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _unpickled(data: bytearray) -> Any:
-    """Return what ``torch.save`` wrote, as far as torch's restricted unpickler has it."""
+    """Returns a value that ``torch.save`` wrote, by torch's restricted unpickler."""
     array = np.array(0, np.uint32)
     rebuild: Any = array.__reduce__()[0]
     kind = type(array.dtype)
     former = (rebuild, "numpy.core.multiarray._reconstruct")
-    known: list[Any] = [rebuild, former, np.ndarray, np.dtype, kind, io.BytesIO]
+    allowed: list[Any] = [rebuild, former, np.ndarray, np.dtype, kind, io.BytesIO]
     file = io.BytesIO(data)
-    with torch.serialization.safe_globals(known):
+    with torch.serialization.safe_globals(allowed):
         others = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     file.seek(0)
-    with torch.serialization.safe_globals([*known, *((UnreadObject, name) for name in others)]):
+    with torch.serialization.safe_globals([*allowed, *((UnreadObject, name) for name in others)]):
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
 class UnreadObject:
-    """Stands for an object of a class that is not loaded; has its attributes, as far as they are
-    plain values.
-    """
+    """Replaces an object whose class is not loaded; has the attributes that are plain values."""
 
     def __init__(self, *_: object) -> None:
         pass

@@ -1,17 +1,18 @@
-"""Reads and writes folders of ``safetensors`` files, one tensor or a part of one at a time.
+"""Reads and writes folders of ``safetensors`` files, one tensor or part of a tensor at a time.
 
 ::
 
     model.safetensors                 [ 8 bytes: length of the header | JSON | bytes of tensors ]
-    model-00001-of-00002.safetensors  the same, of a model in several files, and
+    model-00001-of-00002.safetensors  the same, for a model in several files, and
     model.safetensors.index.json      {"metadata": {...}, "weight_map": {name: file}}
 
 The ``safetensors`` package maps files into memory, where pages that were read count as the
-process's own, and writes a file from tensors that are all in memory; here a part of a tensor is
-read into the memory that wants it, and files are written tensor by tensor.
+process's own, and it writes a file from tensors that are all in memory. This module reads a part of
+a tensor directly into its target, and writes files tensor by tensor.
 
-A weight in 8 bits has a tensor beside it, ``NAME_scale_inv``, with a factor for each 128 x 128 of
-its elements. It is read as what it stands for, and the factors are not among the tensors.
+A weight in 8 bits comes with a second tensor, ``NAME_scale_inv``, which has one scale for each
+128 x 128 block of elements. Reading such a weight multiplies by the scales. The scales themselves
+are not listed among the tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from megatron.adaptive.config.input_files import read_json
 from megatron.adaptive.config.safetensors_header import read_header
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
-FP8, _SCALES, _SCALED = "F8_E4M3", "_scale_inv", 128
+FP8 = "F8_E4M3"
+_SCALES = "_scale_inv"
+_SCALED = 128
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 DTYPES[FP8] = torch.float8_e4m3fn
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -44,34 +47,34 @@ _RESTORE = "copy it again"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Says where a tensor is.
+    """Locates a tensor in a file.
 
     Attributes:
-        file: that it is in.
-        dtype: its code in the format, such as ``BF16``.
-        shape: of the tensor.
-        at: offset of its first byte in the file.
+        file: Path of the file.
+        dtype: Code of the element type in the format, such as ``BF16``.
+        shape: Shape of the tensor.
+        begin: Offset of the first byte in the file.
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    at: int
+    begin: int
 
 
 class TensorFolder:
-    """Reads tensors of a model's folder; use it in ``with``.
+    """Reads tensors from a model's folder; a context manager.
 
     Args:
-        folder: of the model.
-        only: name of the one file to read, by default those of a model.
+        folder: Folder of the model.
+        only: Name of the one file to read, by default all files of the model.
 
     Attributes:
-        tensors: by name.
+        tensors: Tensors by name.
 
     Raises:
-        CheckpointError: there are no such files, or pickles alone.
-        DamagedCheckpointError: a file is missing or cut, or says what cannot be.
+        CheckpointError: If there are no such files, or only pickles.
+        DamagedCheckpointError: If a file is missing, truncated, or has an impossible header.
     """
 
     def __init__(self, folder: Path, only: str | None = None) -> None:
@@ -80,19 +83,19 @@ class TensorFolder:
         self._open: dict[Path, int] = {}
         files: dict[Path, list[str]] = {} if only is None else {folder / only: []}
         for path, names in (files or self._files()).items():
-            found = _read_header(path)
-            if missing := sorted(set(names) - found.keys()):
+            entries = _read_header(path)
+            if missing := sorted(set(names) - entries.keys()):
                 raise DamagedCheckpointError(
                     f"{path} has no {missing[0]}, which {INDEX} says is there: {_RESTORE}"
                 )
-            self.tensors.update(found)
+            self.tensors.update(entries)
         self._scales: dict[str, StoredTensor] = {}
-        for name, one in [*self.tensors.items()]:
-            if one.dtype == FP8:
+        for name, stored in [*self.tensors.items()]:
+            if stored.dtype == FP8:
                 scale = self.tensors.pop(name + _SCALES, None)
-                if scale is None or scale.shape != tuple(-(-n // _SCALED) for n in one.shape):
+                if scale is None or scale.shape != tuple(-(-n // _SCALED) for n in stored.shape):
                     raise CheckpointError(
-                        f"{one.file}: {name} is in 8 bits without {_SCALES[1:]} for blocks of"
+                        f"{stored.file}: {name} is in 8 bits without {_SCALES[1:]} for blocks of"
                         f" {_SCALED} x {_SCALED}: save the model in 16 bits"
                     )
                 self._scales[name] = scale
@@ -105,18 +108,19 @@ class TensorFolder:
             os.close(self._open.popitem()[1])
 
     def read(self, name: str, row: int, column: int, target: torch.Tensor) -> None:
-        """Fills a tensor from a rectangle of one of the folder.
+        """Fills ``target`` from a rectangle of a tensor.
 
         Args:
-            name: of the tensor, which has one or two axes; one counts as a single column.
-            row, column: of the first element.
-            target: ``[rows, columns]``, of any type and layout in the host's memory or elsewhere.
+            name: Name of the tensor, which has one or two axes; one axis counts as a single column.
+            row, column: Position of the rectangle's first element.
+            target: Tensor ``[rows, columns]`` of any type, layout and device.
 
         Raises:
-            DamagedCheckpointError: the file ends before.
+            DamagedCheckpointError: If the file ends too early.
         """
         stored = self.tensors[name]
-        width, dtype = (*stored.shape, 1)[1], DTYPES[stored.dtype]
+        width = (*stored.shape, 1)[1]
+        dtype = DTYPES[stored.dtype]
         rows, columns = target.shape
         line = width * dtype.itemsize
         is_direct = target.is_cpu and target.dtype == dtype and target.is_contiguous()
@@ -133,7 +137,7 @@ class TensorFolder:
             target[first : first + count].copy_(block[:, column : column + columns])
 
     def _factors(self, name: str, row: int, count: int, width: int) -> torch.Tensor:
-        """Returns the factors ``[count, width]`` of rows of a tensor in 8 bits."""
+        """Returns the scales ``[count, width]`` of rows of a tensor in 8 bits."""
         stored = self._scales[name]
         whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         self._fill(stored, 0, whole)
@@ -144,45 +148,47 @@ class TensorFolder:
         if stored.file not in self._open:
             self._open[stored.file] = os.open(stored.file, os.O_RDONLY)
         whole: Any = block.reshape(-1).view(torch.uint8).numpy()
-        view, done = memoryview(whole), 0
+        view = memoryview(whole)
+        done = 0
         while done < len(view):
-            at = stored.at + offset + done
-            count = os.preadv(self._open[stored.file], [view[done:]], at)
+            position = stored.begin + offset + done
+            count = os.preadv(self._open[stored.file], [view[done:]], position)
             if not count:
-                raise DamagedCheckpointError(f"{stored.file} ends at byte {at}: {_RESTORE}")
+                raise DamagedCheckpointError(f"{stored.file} ends at byte {position}: {_RESTORE}")
             done += count
 
     def _files(self) -> dict[Path, list[str]]:
-        """Returns the files, and what the index says is in each."""
+        """Returns the model's files, each with the names of its tensors in the index."""
         index = self.folder / INDEX
         if not index.is_file():
             if (self.folder / SINGLE).is_file():
                 return {self.folder / SINGLE: []}
-            pickled = sorted(one.name for one in self.folder.glob("*.*") if one.suffix in _PICKLED)
+            files = self.folder.glob("*.*")
+            pickled = sorted(file.name for file in files if file.suffix in _PICKLED)
             raise CheckpointError(
                 f"{self.folder} has neither {SINGLE} nor {INDEX}"
                 + (
                     f" but {pickled[0]}, a pickle, which can run code as it is loaded: save the"
-                    " model anew with save_pretrained of transformers, which writes safetensors"
+                    " model again with save_pretrained of transformers, which writes safetensors"
                     if pickled
                     else ": name the folder of a Hugging Face model"
                 )
             )
         document = read_json(index, _RESTORE, DamagedCheckpointError)
-        found: dict[Path, list[str]] = {}
+        names_by_file: dict[Path, list[str]] = {}
         table = document.get("weight_map") if isinstance(document, dict) else None
         if not isinstance(table, dict) or not table:
             raise DamagedCheckpointError(f"{index} has no weight_map: {_RESTORE}")
         for name, file in table.items():
             if not isinstance(file, str) or Path(file).name != file:
                 raise DamagedCheckpointError(f"{index}: {file!r} is no file's name: {_RESTORE}")
-            found.setdefault(self.folder / file, []).append(name)
-        for path, names in found.items():
+            names_by_file.setdefault(self.folder / file, []).append(name)
+        for path, names in names_by_file.items():
             if not path.is_file():
                 raise DamagedCheckpointError(
                     f"{path} is missing, and {len(names)} tensors are in it: {_RESTORE}"
                 )
-        return found
+        return names_by_file
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
@@ -194,7 +200,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                 " convert it before"
             )
         tensors[name] = StoredTensor(
-            file=path, dtype=entry.dtype, shape=entry.shape, at=entry.begin
+            file=path, dtype=entry.dtype, shape=entry.shape, begin=entry.begin
         )
     return tensors
 
@@ -207,23 +213,24 @@ def write_folder(
     shard_bytes: int,
     single: str = SINGLE,
 ) -> None:
-    """Writes a model's files and their index as ``transformers`` does, durably.
+    """Writes a model's files and their index in the layout of ``transformers``, durably.
 
     Args:
-        folder: that they go to.
-        tensors: types and shapes by name, in the order of the model.
-        read: returns a tensor by its name, contiguous in the host's memory; called once for each.
-        shard_bytes: size of the largest file, unless one tensor is larger.
-        single: name of the file where it is one.
+        folder: Folder to write to.
+        tensors: Types and shapes by name, in the model's order.
+        read: Function that returns a tensor by its name, contiguous in host memory. It is called
+            once per tensor.
+        shard_bytes: Size of the largest file in bytes, unless one tensor is larger.
+        single: Name of the file if there is only one.
 
     Raises:
-        OSError: one could not be written.
+        OSError: If a file cannot be written.
     """
     bytes_of = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in bytes_of.items():
-        # One that is too large is alone, and the shard before it goes on.
+        # A tensor that is too large gets its own shard, before the shard that is being filled.
         if size > shard_bytes:
             shards.insert(len(shards) - 1, [name])
             continue
@@ -232,7 +239,7 @@ def write_folder(
             filled = 0
         shards[-1].append(name)
         filled += size
-    shards = [one for one in shards if one]
+    shards = [shard for shard in shards if shard]
     count = len(shards)
     table: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
@@ -253,15 +260,15 @@ def _write_file(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     read: Callable[[str], torch.Tensor],
 ) -> None:
-    # In the order of the package: wide types first, then by name.
+    # The safetensors package has the same order: wide types first, then by name.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    begin = 0
     for name in names:
         dtype, shape = tensors[name]
-        end = at + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": [*shape], "data_offsets": [at, end]}
-        at = end
+        end = begin + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": [*shape], "data_offsets": [begin, end]}
+        begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb", buffering=0) as file:

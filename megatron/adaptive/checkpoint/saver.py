@@ -1,13 +1,14 @@
-"""Saves checkpoints of a program that trains, at once or while training goes on.
+"""Saves checkpoints, either at once or in the background while training continues.
 
 ::
 
     at once   state ──────────────────> folder                     training waits
     behind    state ─> copy in memory ─> folder, in a thread       training waits for the copy
-    (local)   state ─> copy in memory ─> nodes' own disks ─> folder, see ``local_disk``
+    (local)   state ─> copy in memory ─> local disks ─> folder, see ``checkpoint.node_local``
 
-A program says what its state is by a function that gives a :class:`TakenState`; everything else
-(whole or not there, keep the last, one at a time, what follows from a failure) is the same for all.
+A program describes its state by a function that returns a :class:`TakenState`. Everything else is
+the same for all programs: a checkpoint is complete or absent, old ones are removed, saves do not
+overlap, and failures are handled alike.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _Result = TypeVar("_Result")
 
 
 class CheckpointSaver:
-    """Writes checkpoints, one at a time. Collective over all ranks, but for :meth:`completed`.
+    """Writes checkpoints, one at a time. All methods except :meth:`completed` are collective.
 
     Args:
-        job: this process within the job.
-        local: the nodes' own disks, where checkpoints for their folder go first, ``None`` for none.
+        job: This process within the job.
+        local: Local disks, where checkpoints for their folder are written first; ``None`` for none.
 
     Attributes:
-        local: as given; :meth:`close` ends it.
+        local: Local disks, ``None`` after :meth:`close`.
     """
 
     def __init__(self, job: Job, local: LocalDisk | None = None) -> None:
@@ -56,8 +57,9 @@ class CheckpointSaver:
         self._background: RankGroup | None = None
         self._pending: BackgroundWrite | None = None
         self._done: Done = SimpleQueue()
-        self._returned = -1  # step whose folder the caller has
-        self._writer, self._host = ShardWriter(), _HostCopy()
+        self._returned = -1  # step whose path the caller received from save()
+        self._writer = ShardWriter()
+        self._host = _HostCopy()
         self.local = local
 
     def save(
@@ -70,36 +72,36 @@ class CheckpointSaver:
         keep: int | None = None,
         behind: bool = False,
     ) -> Path | None:
-        """Write a checkpoint; the ones before it stay.
+        """Writes a checkpoint and keeps the ones before it.
 
-        Blocks until it is complete and durable; behind training until the one before is, and the
-        state is copied into the host's memory. If the one before could not be written, this is
-        reported, and the new one is written at once in its place: a disk that was full for a while
-        costs no steps.
+        Blocks until the checkpoint is complete and durable. With ``behind``, blocks until the
+        previous one is, and the state is copied to host memory. If the previous one could not be
+        written, this is reported, and the new one is written at once in its place: a disk that was
+        full for a while costs no steps.
 
         Args:
-            folder: of checkpoints.
-            step: that it is of.
-            take: takes the state of now apart. Collective.
-            remedy: what to do where the folder cannot be written.
-            keep: complete checkpoints that stay, all where ``None``.
-            behind: let training go on while it is written.
+            folder: Folder of checkpoints.
+            step: Step of the checkpoint.
+            take: Function that returns the current state. Collective.
+            remedy: Advice for the error if the folder cannot be written.
+            keep: Number of complete checkpoints to keep, all if ``None``.
+            behind: Whether training continues while the checkpoint is written.
 
         Returns:
-            Its folder, ``None`` while it is written.
+            Path of the checkpoint, ``None`` while it is being written.
 
         Raises:
-            CheckpointError: it could not be written on some rank; nothing of it is left.
-            ConfigError: ``keep`` is no number.
+            CheckpointError: If it could not be written on some rank; its parts are removed.
+            ConfigError: If ``keep`` is not a number.
         """
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep {keep!r}: give a whole number from 1 on, or None for all")
-        why = (
+        message = (
             f"the checkpoint of iteration {step} was not written to {folder.path}: {{}};"
             f" those before it are as they were. {remedy}"
         )
         if self._is_former_lacking(step) or not behind:
-            path = self._write(folder, step, take(), self._ranks, why, keep)
+            path = self._write(folder, step, take(), self._ranks, message, keep)
             if path is None and not behind:
                 assert self.local is not None
                 path = self.local.drain()
@@ -107,12 +109,13 @@ class CheckpointSaver:
                 self._returned = step
             return path
         if self._background is None:
-            # Its own: training's may be in use at the same moment.
+            # A second group, because training may use the other one at the same moment.
             group = dist.new_group(backend="gloo", timeout=self._job.timeout)
             self._background = RankGroup(self._job.rank, group)
-        state, ranks = self._host.take(take()), self._background
+        state = self._host.take(take())
+        ranks = self._background
         self._pending = BackgroundWrite(
-            lambda: self._write(folder, step, state, ranks, why, keep), step, self._done
+            lambda: self._write(folder, step, state, ranks, message, keep), step, self._done
         )
         self._pending.start()
         return None
@@ -121,15 +124,17 @@ class CheckpointSaver:
     def reading(
         self, path: Path, step: int, save_id: str, files: Mapping[str, int], sums: Mapping[str, str]
     ) -> Iterator[CheckpointReader]:
-        """Gives a reader of a checkpoint; at the end what nobody has read of it is checked too.
+        """Yields a reader of a checkpoint; afterwards checks the blocks that no rank has read.
 
         Args:
-            path: of the checkpoint.
-            step, save_id, files: see :meth:`LocalDisk.near`.
-            sums: checksums of the files' blocks.
+            path: Path of the checkpoint.
+            step: Step of the checkpoint.
+            save_id: Identifier of its save, as for :meth:`LocalDisk.near`.
+            files: Size of each of its files in bytes.
+            sums: Checksums of the files' blocks.
 
         Raises:
-            DamagedCheckpointError: it is not what was written.
+            DamagedCheckpointError: If the checkpoint is damaged.
         """
         ranks = self._ranks
         near = {} if self.local is None else self.local.near(step, save_id, files)
@@ -138,18 +143,20 @@ class CheckpointSaver:
             ranks.together(lambda: reader.check_rest(ranks.rank, ranks.size))
 
     def completed(self) -> tuple[int, Path] | None:
-        """Return step and folder of a checkpoint that was completed behind training; each once."""
-        for done in (self._done, *([] if self.local is None else [self.local.done])):
-            while not done.empty():
-                if (found := done.get())[0] != self._returned:
-                    return found
+        """Returns step and path of a checkpoint completed in the background; each only once."""
+        queues = [self._done] if self.local is None else [self._done, self.local.done]
+        for queue in queues:
+            while not queue.empty():
+                step, path = queue.get()
+                if step != self._returned:
+                    return step, path
         return None
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written behind training, if there is one.
+        """Waits for the checkpoint that is being written in the background, if there is one.
 
         Raises:
-            CheckpointError: it could not be written; nothing of it is left.
+            CheckpointError: If it could not be written; its parts are removed.
         """
         pending = self._pending
         if pending is None:
@@ -160,17 +167,17 @@ class CheckpointSaver:
             raise pending.failure
 
     def drain(self) -> None:
-        """Wait until the last checkpoint is where it is to be, in shared storage.
+        """Waits until the last checkpoint is in shared storage.
 
         Raises:
-            CheckpointError: it could not be written, or not be copied there.
+            CheckpointError: If it could not be written or copied there.
         """
         self.finish()
         if self.local is not None:
             self.local.drain()
 
     def close(self) -> None:
-        """Drain, and destroy the process groups that were made. Idempotent."""
+        """Drains, and destroys the process groups that were made. Idempotent."""
         try:
             self.drain()
         except CheckpointError as error:
@@ -183,12 +190,12 @@ class CheckpointSaver:
             local.close()
 
     def _is_former_lacking(self, step: int) -> bool:
-        """Return whether the checkpoint before that of ``step`` failed; the same on all ranks."""
+        """Returns whether the checkpoint before that of ``step`` failed; equal on all ranks."""
         try:
             self.finish()
         except CheckpointError as error:
             self._warn(
-                f"{error}; training waits until that of iteration {step} is there in its place"
+                f"{error}; training waits until that of iteration {step} is written in its place"
             )
             return True
         return False
@@ -203,10 +210,10 @@ class CheckpointSaver:
         step: int,
         state: TakenState,
         ranks: RankGroup,
-        why: str,
+        message: str,
         keep: int | None,
     ) -> Path | None:
-        """Write what was taken; ``None`` while it is on the nodes' own disks alone."""
+        """Writes a state; returns its path, ``None`` while it is on the local disks only."""
         local = self.local
         if (
             local is not None
@@ -221,7 +228,7 @@ class CheckpointSaver:
             if keep is not None:
                 folder.keep(keep)
 
-        with writing(folder, step, self._job, ranks, why):
+        with writing(folder, step, self._job, ranks, message):
             partial = folder.partial_path(step)
             ranks.together(lambda: require_seen(partial, self._job))
             once, written = self._writer.write(state, partial, ranks)
@@ -233,15 +240,15 @@ class CheckpointSaver:
 def load_first_whole(
     steps: Sequence[int], load: Callable[[int], _Result], ranks: RankGroup
 ) -> _Result:
-    """Load the first checkpoint that is not damaged. Collective.
+    """Loads the first checkpoint that is not damaged. Collective.
 
     Args:
-        steps: to be tried, the best first; at least one.
-        load: loads one; it fails on all ranks alike.
-        ranks: all of them.
+        steps: Steps to try, the best first; at least one.
+        load: Function that loads a step. If it fails, it raises the same error on all ranks.
+        ranks: All ranks.
 
     Raises:
-        CheckpointError: none could be loaded; the text is that of the first.
+        CheckpointError: If none could be loaded; the error is that of the first step.
     """
     first: DamagedCheckpointError | None = None
     for step in steps:
@@ -255,7 +262,7 @@ def load_first_whole(
                 raise
             raise first from error
         if first is not None and ranks.is_first:
-            text = printable(f"{first}; going on from that of {step}, the newest whole one")
+            text = printable(f"{first}; resuming from step {step}, the newest undamaged one")
             _LOG.warning("WARNING: %s", text)
         return result
     assert first is not None
@@ -263,10 +270,10 @@ def load_first_whole(
 
 
 def require_seen(path: Path, job: Job) -> None:
-    """Check that this rank sees a folder that another one has made.
+    """Checks that this rank sees a folder that another rank has made.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: If it does not.
     """
     if not path.is_dir():
         host = job.places[job.rank]["host"]
@@ -274,25 +281,24 @@ def require_seen(path: Path, job: Job) -> None:
 
 
 class _HostCopy:
-    """Copies tensors into the host's memory, which stays for the next time."""
+    """Copies tensors into host memory, which is reused for the next copy."""
 
     def __init__(self) -> None:
         self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
         self._copies: list[torch.Tensor] = []
 
     def take(self, state: TakenState) -> TakenState:
-        """Copy what tensors hold now. Blocks until done.
+        """Returns the state with copies of its tensors. Blocks until the copies are done.
 
-        Returns:
-            The same copies each time, while types and shapes stay: what was copied before is
-            overwritten.
+        If types and shapes are those of the previous call, the same memory is overwritten.
         """
-        tensors = [one.tensor for one in state.pieces.values()]
-        layout = [(one.dtype, one.shape) for one in tensors]
-        gpu = next((one.device for one in tensors if one.is_cuda), None)
+        tensors = [piece.tensor for piece in state.pieces.values()]
+        layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if layout != self._layout:
-            self._copies = []  # so that their memory is free
-            self._layout, self._copies = layout, _room_for(tensors, gpu)
+            self._copies = []  # frees their memory before the new allocation
+            self._layout = layout
+            self._copies = _room_for(tensors, gpu)
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, tensors, non_blocking=True)
@@ -306,14 +312,15 @@ class _HostCopy:
 
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
-    """Return tensors like those given, in one piece of memory."""
-    starts, end = [], 0
-    for one in tensors:
+    """Returns tensors like these in type and shape, in one block of host memory."""
+    starts = []
+    end = 0
+    for tensor in tensors:
         starts.append(end)
-        end += -(-one.nbytes // _ALIGN) * _ALIGN
+        end += -(-tensor.nbytes // _ALIGN) * _ALIGN
     # Without locked pages the driver copies through a buffer of its own.
     memory = torch.empty(end, dtype=torch.uint8) if gpu is None else locked_memory(end, gpu)
     return [
-        memory[start : start + one.nbytes].view(one.dtype).view(one.shape)
-        for start, one in zip(starts, tensors, strict=True)
+        memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, tensors, strict=True)
     ]

@@ -1,32 +1,33 @@
-"""Keeps snapshots of the state of ranks in memory that outlives them.
+"""Keeps snapshots of the state of ranks in memory that survives the ranks.
 
 ::
 
-    rank ── descriptor, "taken" ──> SnapshotKeeper ── head, steps ──> that of the buddy
+    rank ── descriptor, "taken" ──> SnapshotKeeper ── head, steps ──> the buddy's SnapshotKeeper
          <── "kept" ──                             <── step ──
 
     [ lengths ][ head: JSON ] | [ slot 0 ] | [ slot 1 ]          each begins on a page
                                     |
                      [ marks ][ extra ][ tensors to be sent ][ tensors with a replica elsewhere ]
 
-A rank's file has no name: it is gone with the last process that holds its descriptor, however that
-ends. A rank writes its steps into the two slots by turns, and what it writes in a slot counts only
-once both marks bear the same step: whatever moment it is killed at, the older step is whole. A node
-that keeps snapshots for another one holds the same file without the last part.
+A rank's file has no name: it disappears with the last process that has its descriptor, however that
+process ends. A rank writes its steps into the two slots in turn. A slot is valid only if both of
+its marks have the same step, so if the rank is killed at any moment, the older step is complete. A
+node that keeps snapshots for another one has the same file without the last part.
 
-What a rank has copied is sent behind training, by a thread for each rank, in messages with their
-MAC; the rank gets an answer once the buddy has a step whole. Both keep a checksum of what was
-sent with the step, and who makes a checkpoint of it checks it before. Ranks come over a local
-socket of this machine, which gives way to the same user alone; buddies over TCP, once they have
-proved the job's secret; who restores opens the files in this process, by their descriptors.
-Snapshots live as long as the process that keeps them.
+One thread per rank sends a copied step while training continues, in messages with a MAC. The rank
+gets an answer once the buddy has all of the step. Both sides store a checksum of the sent bytes
+with the step, and a restore compares it. Ranks connect over a local socket of this machine, which
+accepts only the same user. Buddies connect over TCP and must prove that they know the job's secret.
+A restore opens the files in this process by their descriptors. Snapshots live as long as the
+process that keeps them.
 
-Imports no torch: those who keep and send snapshots have none.
+This module imports no torch, because the processes that keep and send snapshots have none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import mmap
@@ -52,10 +53,10 @@ ALIGN = 64
 _PAGE = 4096
 _LENGTHS = struct.Struct("<QQ")  # bytes of the head, bytes of a slot
 _MARKS = struct.Struct("<QQQ")  # step begun, step done, bytes of extra
-_SENT = struct.Struct("<QQ")  # after the marks: step whose checksum is known, and that
+_SENT = struct.Struct("<QQ")  # follows the marks: step whose checksum is stored, checksum
 _MARKS_BYTES = ALIGN
-_STEP_S = 30.0  # for a buddy to take in a piece
-_RUN_S = 30.0  # for the buddy to hear of the same start
+_STEP_S = 30.0  # limit for a buddy to receive a message
+_RUN_S = 30.0  # limit for the buddy to learn of the same start of ranks
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
@@ -69,18 +70,18 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def slot_bytes(extra_bytes: int, tensor_bytes: int) -> int:
-    """Return the size of a slot with so much in it."""
+    """Returns the size of a slot in bytes, for these sizes of its contents."""
     return _rounded(_MARKS_BYTES + _rounded(extra_bytes, ALIGN) + tensor_bytes, _PAGE)
 
 
 class SnapshotFile:
-    """Maps the snapshots of one rank.
+    """Maps the file with the snapshots of one rank.
 
     Args:
-        descriptor: of the file; owned by this object from here on.
+        descriptor: Descriptor of the file, which this object now owns.
 
     Raises:
-        OSError: it cannot be mapped.
+        OSError: If the file cannot be mapped.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -93,15 +94,15 @@ class SnapshotFile:
 
     @classmethod
     def create(cls, head: bytes, *, whole: bool) -> SnapshotFile:
-        """Make a file with its memory.
+        """Makes a file and allocates its memory.
 
         Args:
-            head: JSON with at least ``extra_bytes``, the most that a step has besides tensors,
+            head: JSON with at least ``extra_bytes``, the largest size of a step's extra bytes,
                 ``sent_bytes`` and ``tensor_bytes``.
-            whole: with all tensors, not only those that are sent.
+            whole: Whether the file has room for all tensors, or only for those that are sent.
 
         Raises:
-            OSError: the memory cannot be had.
+            OSError: If the memory cannot be allocated.
         """
         sizes = parse_json(head, strict=False)
         tensor_bytes = sizes["tensor_bytes" if whole else "sent_bytes"]
@@ -109,7 +110,7 @@ class SnapshotFile:
         descriptor = os.memfd_create("megatron-adaptive-copies", os.MFD_CLOEXEC)
         try:
             first = _rounded(_LENGTHS.size + len(head), _PAGE)
-            # Taken now: memory that is missing later kills who writes to it.
+            # Allocate now: a write to a page that cannot be allocated later kills the process.
             os.posix_fallocate(descriptor, 0, first + SLOTS * size)
             os.pwrite(descriptor, _LENGTHS.pack(len(head), size) + head, 0)
             return cls(descriptor)
@@ -118,63 +119,64 @@ class SnapshotFile:
             raise
 
     def extra_offset(self, slot: int) -> int:
-        """Return where a slot's part besides tensors begins."""
+        """Returns the offset of a slot's extra bytes."""
         return self._first + slot * self._slot_bytes + _MARKS_BYTES
 
     def tensors_offset(self, slot: int) -> int:
-        """Return where a slot's tensors begin."""
+        """Returns the offset of a slot's tensors."""
         return self.extra_offset(slot) + _rounded(self.head["extra_bytes"], ALIGN)
 
     def begin(self, slot: int, step: int) -> None:
-        """Mark a slot that is about to be written; it holds nothing until :meth:`finish`."""
+        """Marks a slot as being written; it is invalid until :meth:`finish`."""
         self._mark(slot, step, 0, 0)
 
     def finish(self, slot: int, step: int, extra_bytes: int) -> None:
-        """Mark a slot as holding a step."""
+        """Marks a slot as complete."""
         self._mark(slot, step, 0, extra_bytes)
         self._mark(slot, step, step, extra_bytes)
 
     def steps(self) -> dict[int, int]:
-        """Return steps that are held whole, with their slots."""
-        found = {}
+        """Returns the slots of the complete steps, by step."""
+        slots = {}
         for slot in range(SLOTS):
             begun, done, _ = self._marks(slot)
             if done and begun == done:
-                found[done] = slot
-        return found
+                slots[done] = slot
+        return slots
 
     def keep_sum(self, slot: int) -> None:
-        """Keep the checksum of what is sent of a slot's step with it."""
-        step, at = self._marks(slot)[1], self._marks_offset(slot) + _MARKS.size
-        _SENT.pack_into(self.memory, at, step, self._sum(slot))
+        """Stores the checksum of a slot's extra and sent bytes next to its marks."""
+        step = self._marks(slot)[1]
+        offset = self._marks_offset(slot) + _MARKS.size
+        _SENT.pack_into(self.memory, offset, step, self._sum(slot))
 
     def is_whole(self, slot: int) -> bool:
-        """Return whether what is sent of a slot's step is as it was when it was sent."""
+        """Returns whether a slot's bytes match their checksum; True if none is stored yet."""
         step, expected = _SENT.unpack_from(self.memory, self._marks_offset(slot) + _MARKS.size)
         is_known = step == self._marks(slot)[1]
         return not is_known or self._sum(slot) == expected
 
     def _sum(self, slot: int) -> int:
-        found = xxhash.xxh3_64(self.extra(slot))
-        found.update(self.sent(slot))
-        return int(found.intdigest())
+        hasher = xxhash.xxh3_64(self.extra(slot))
+        hasher.update(self.sent(slot))
+        return int(hasher.intdigest())
 
     def extra(self, slot: int) -> memoryview:
-        """Return what a slot holds besides tensors."""
+        """Returns a slot's extra bytes, which hold all state except tensors."""
         start = self.extra_offset(slot)
         return memoryview(self.memory)[start : start + self._marks(slot)[2]]
 
     def sent(self, slot: int) -> memoryview:
-        """Return the tensors of a slot that are sent."""
+        """Returns the bytes of a slot's tensors that are sent to the buddy."""
         start = self.tensors_offset(slot)
         return memoryview(self.memory)[start : start + self.head["sent_bytes"]]
 
     def close(self) -> None:
-        """Unmap it; the memory is free once nobody else has it. Idempotent."""
+        """Unmaps the file; its memory is freed once no process has it. Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-        with contextlib.suppress(BufferError):  # a view of it is in use, and keeps it
+        with contextlib.suppress(BufferError):  # a view is still in use and keeps the mapping
             self.memory.close()
 
     def _marks(self, slot: int) -> tuple[int, int, int]:
@@ -190,12 +192,12 @@ class SnapshotFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Buddy:
-    """Names the node that keeps snapshots for this one.
+    """Identifies the node that keeps snapshots for this one.
 
     Attributes:
-        name: of the node.
-        address: at which it is reached.
-        port: of its keeper.
+        name: Name of the node.
+        address: Address of the node.
+        port: Port of its keeper.
     """
 
     name: str
@@ -205,7 +207,7 @@ class Buddy:
 
 @dataclass(eq=False)
 class _Store:
-    """Holds the snapshots of one rank; identified by ``key``."""
+    """Holds the snapshots of one rank, identified by ``key``."""
 
     key: dict[str, Any]
     file: SnapshotFile
@@ -222,10 +224,10 @@ class SnapshotKeeper:
     """Keeps snapshots until it is closed.
 
     Args:
-        host: address to listen on for other nodes, the empty text for all.
+        host: Address to listen on for other nodes, the empty string for all addresses.
 
     Raises:
-        OSError: no socket can be had.
+        OSError: If a socket cannot be opened.
     """
 
     def __init__(self, host: str = "") -> None:
@@ -245,34 +247,37 @@ class SnapshotKeeper:
         self._start(self._accept)
 
     def prepare(self, run: str, secret: str, buddy: Buddy | None) -> None:
-        """Forget all snapshots and get ready for those of new ranks.
+        """Discards all snapshots and prepares for those of new ranks.
 
         Args:
-            run: of the ranks that are about to start, the same for all nodes.
-            secret: by which keepers of the job know each other.
-            buddy: that keeps snapshots for this node.
+            run: Name of the ranks' next start, the same on all nodes.
+            secret: Secret by which the keepers of a job recognize each other.
+            buddy: Node that keeps snapshots for this node, ``None`` for none.
         """
         with self._changed:
             for store in self._stores:
                 store.file.close()
             self._stores = []
-            self._run, self._secret, self._buddy = run, secret, buddy
+            self._run = run
+            self._secret = secret
+            self._buddy = buddy
             self._changed.notify_all()
 
     def inventory(self, within_s: float) -> list[dict[str, Any]]:
-        """List what is kept, once nobody writes or sends any more.
+        """Returns a description of each snapshot file, once no connection is being served.
 
         Args:
-            within_s: for ranks that are about to end and snapshots on their way.
+            within_s: Time limit in seconds for ranks that are ending and snapshots that are being
+                sent.
         """
         until_s = time.monotonic() + within_s
         with self._changed:
             while self._serving and (left_s := until_s - time.monotonic()) > 0:
                 self._changed.wait(left_s)
             needs: set[tuple[str, int]] = set()
-            found = []
+            items = []
             for store in self._stores:
-                one = {
+                item = {
                     **store.key,
                     "steps": sorted(store.file.steps()),
                     "has_common": store.file.head["has_common"],
@@ -280,16 +285,16 @@ class SnapshotKeeper:
                 }
                 if (start := (store.key["run"], store.key["generation"])) not in needs:
                     needs.add(start)
-                    one["needs"] = store.file.head["needs"]
-                found.append(one)
-            return found
+                    item["needs"] = store.file.head["needs"]
+                items.append(item)
+            return items
 
     def close(self) -> None:
-        """Stop listening and forget all snapshots. Idempotent."""
+        """Stops listening and discards all snapshots. Idempotent."""
         self._is_closed = True
         self._gate.close()
         with contextlib.suppress(OSError):
-            self._local.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            self._local.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         self._local.close()
         with self._changed:
             for connection in self._open:
@@ -298,11 +303,11 @@ class SnapshotKeeper:
         self.prepare("", "", None)
 
     @staticmethod
-    def _start(action: Callable[..., None], *given: Any) -> None:
-        threading.Thread(target=action, args=given, name="snapshots", daemon=True).start()
+    def _start(action: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=action, args=arguments, name="snapshots", daemon=True).start()
 
     def _accept(self) -> None:
-        """Accept who comes over the local socket; other users are no reason to wait or to end."""
+        """Accepts ranks on the local socket, and drops connections of other users."""
         while True:
             try:
                 connection, _ = self._local.accept()
@@ -317,19 +322,20 @@ class SnapshotKeeper:
             if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
                 connection.close()
                 continue
-            self._start(self._guarded, connection, lambda one=connection: self._serve_local(one))
+            serve = functools.partial(self._serve_local, connection)
+            self._start(self._guarded, connection, serve)
 
     def _admit(self, sealed: SealedSocket) -> None:
         self._start(self._guarded, sealed.socket, lambda: self._serve_buddy(sealed))
 
     def _guarded(self, connection: socket.socket, serve: Callable[[], None]) -> None:
-        """Serve one connection; what goes wrong ends it, which the other side sees."""
+        """Serves one connection; an error closes it, which the other side notices."""
         with self._changed:
             self._open.add(connection)
             self._serving += 1
         try:
-            wrong = (OSError, ValueError, LookupError, TypeError, RecursionError)
-            with connection, contextlib.suppress(*wrong):
+            expected = (OSError, ValueError, LookupError, TypeError, RecursionError)
+            with connection, contextlib.suppress(*expected):
                 serve()
         finally:
             with self._changed:
@@ -344,10 +350,11 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Send on what a rank reports as copied, until it ends."""
+        """Sends each step that a rank reports as copied to the buddy, until the rank ends."""
         store = _Store.of(about, "own", file)
         with self._changed:
-            buddy, secret = self._buddy, self._secret
+            buddy = self._buddy
+            secret = self._secret
         if not self._add(store):
             return
         stream = None
@@ -371,14 +378,14 @@ class SnapshotKeeper:
                 stream.close()
 
     def _serve_buddy(self, sealed: SealedSocket) -> None:
-        """Take in the snapshots of a rank of another node."""
+        """Receives the snapshots of a rank of another node."""
         sealed.socket.settimeout(_RUN_S)
         about = parse_json(sealed.receive(_MESSAGE))
         with self._changed:
             if not self._changed.wait_for(lambda: self._run == about["run"], _RUN_S):
                 return
         if not 0 < about["head_bytes"] <= _MOST_HEAD:
-            raise ValueError("a head of no such size")
+            raise ValueError("the size of the head is out of range")
         head = bytearray(about["head_bytes"])
         sealed.receive_memory(memoryview(head))
         file = SnapshotFile.create(bytes(head), whole=False)
@@ -387,10 +394,10 @@ class SnapshotKeeper:
             return
         sealed.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         while True:
-            sealed.socket.settimeout(None)  # the next step comes when it comes
+            sealed.socket.settimeout(None)  # the time until the next step has no limit
             step, slot, extra_bytes = _FRAME.unpack(sealed.receive(_FRAME.size))
             if extra_bytes > file.head["extra_bytes"] or slot >= SLOTS:
-                raise ValueError("more than there is room for")
+                raise ValueError("the step does not fit into its slot")
             sealed.socket.settimeout(_STEP_S)
             file.begin(slot, step)
             start = file.extra_offset(slot)
@@ -406,28 +413,28 @@ class SnapshotKeeper:
             if store.key["run"] != self._run:
                 store.file.close()
                 return False
-            for one in [one for one in self._stores if one.key == store.key]:
-                self._stores.remove(one)
-                one.file.close()
+            for former in [former for former in self._stores if former.key == store.key]:
+                self._stores.remove(former)
+                former.file.close()
             self._stores.append(store)
             return True
 
     def _count(self, store: _Store) -> None:
-        """Count a step; snapshots from before a move go once two steps after it are under way."""
+        """Counts a step; at the second one after a move, discards the snapshots from before it."""
         store.taken += 1
         if store.taken != 2:
             return
         generation = store.key["generation"]
         with self._changed:
             old = [
-                one
-                for one in self._stores
-                if {**one.key, "generation": generation} == store.key
-                and one.key["generation"] < generation
+                former
+                for former in self._stores
+                if {**former.key, "generation": generation} == store.key
+                and former.key["generation"] < generation
             ]
-            self._stores = [one for one in self._stores if one not in old]
-        for one in old:
-            one.file.close()
+            self._stores = [kept for kept in self._stores if kept not in old]
+        for former in old:
+            former.file.close()
 
 
 class _Stream:
@@ -435,15 +442,16 @@ class _Stream:
 
     def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
         self._file = store.file
-        place = buddy.address, buddy.port  # which may not have heard of this start yet
-        self._sealed = dial(place, secret, _PURPOSE, _RUN_S, is_early=True)
+        address = buddy.address, buddy.port
+        # The buddy may not have learned of this start of ranks yet; is_early retries meanwhile.
+        self._sealed = dial(address, secret, _PURPOSE, _RUN_S, is_early=True)
         self._sealed.socket.settimeout(_STEP_S)
         head = store.file.raw_head
         self._sealed.send(json.dumps({**store.key, "head_bytes": len(head)}).encode())
         self._sealed.send_memory(memoryview(head))
 
     def send(self, step: int, slot: int) -> None:
-        """Send a step and wait until the buddy has it whole."""
+        """Sends a step and waits until the buddy has all of it."""
         extra = self._file.extra(slot)
         self._sealed.send(_FRAME.pack(step, slot, len(extra)))
         self._sealed.send_memory(extra, self._file.sent(slot))

@@ -2,12 +2,12 @@
 
 ::
 
-    write     on each node that keeps something of the step: its tensors, into one file
-    assemble  on one node, after that: the index of all of them, and the checkpoint is complete
+    write     on each node that has snapshots of the step: writes their tensors into one file
+    assemble  on one node, after that: writes the index of all files and completes the checkpoint
 
-Each takes one argument, an object of JSON, and ends with status 0, or 2 after a line that says what
-went wrong. The checkpoint is the usual one, with one file for each node in place of one for
-each rank, and appears whole or not at all.
+Each takes one argument, an object of JSON. It ends with status 0, or with status 2 after a line
+that names the error. The checkpoint has one file per node instead of one per rank, but is otherwise
+the usual one. It appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEAD = "head.json"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do one part; returns the exit status."""
+    """Runs one of the two parts; returns the exit status."""
     order = parse_json(arguments[0])
     try:
         (assemble if order["what"] == "assemble" else write)(order)
@@ -46,17 +46,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write(order: Mapping[str, Any]) -> None:
-    """Write what this node keeps.
+    """Writes the snapshots of this node.
 
     Args:
-        order: ``checkpoints``, the folder; ``is_pipeline``, whether it is of a ``Pipeline``;
-            ``step``; ``lease``, number of the manager's claim, 0 for none; ``index`` of this node;
-            ``has_common``, whether it writes what the whole checkpoint has once; and ``parts``,
-            each with the ``file`` of a store, and the indices of the needs that it meets.
+        order: Object with ``checkpoints``, the folder; ``is_pipeline``, whether it is of a
+            ``Pipeline``; ``step``; ``lease``, number of the manager's claim, 0 for none; ``index``
+            of this node; ``has_common``, whether it writes the files that a checkpoint has once;
+            and ``parts``, each with the ``file`` of a snapshot and the indices of the needs that it
+            meets.
 
     Raises:
-        CheckpointError: a copy is gone.
-        OSError: the folder cannot be written.
+        CheckpointError: If a snapshot is missing or damaged.
+        OSError: If the folder cannot be written.
     """
     import torch
 
@@ -78,16 +79,17 @@ def write(order: Mapping[str, Any]) -> None:
         lines.append(parse_json(_extra(file, slot)[0], strict=False))
         needed = [entry for entry in file.head["entries"] if entry["need"] in part["needs"]]
         for entry in needed:
-            at, kind = file.tensors_offset(slot) + entry["at"], getattr(torch, entry["type"])
-            tensors.append(overlay(file.memory, at, kind, entry["size"]))
+            offset = file.tensors_offset(slot) + entry["at"]
+            kind = getattr(torch, entry["type"])
+            tensors.append(overlay(file.memory, offset, kind, entry["size"]))
         entries += needed
-    places, total = write_file(folder / name, tensors, {})
+    regions, total = write_file(folder / name, tensors, {})
     index = [
-        {**entry, "path": name, "place": place}
-        for entry, place in zip(entries, places, strict=True)
+        {**entry, "path": name, "place": region}
+        for entry, region in zip(entries, regions, strict=True)
     ]
     if order["has_common"]:
-        part, file = next(one for one in files if one[1].head["has_common"])
+        file = next(file for _, file in files if file.head["has_common"])
         line, rest = _extra(file, file.steps()[order["step"]])
         head = {"manifest": file.head.get("manifest"), **parse_json(line, strict=False)}
         (folder / _HEAD).write_text(json.dumps(head))
@@ -100,14 +102,15 @@ def write(order: Mapping[str, Any]) -> None:
 
 
 def assemble(order: Mapping[str, Any]) -> None:
-    """Complete the checkpoint that all nodes have written their part of.
+    """Completes a checkpoint after each node has written its part.
 
     Args:
-        order: ``checkpoints``, ``is_pipeline``, ``step``, ``lease``, and ``count`` of the nodes.
+        order: Object with ``checkpoints``, ``is_pipeline``, ``step``, ``lease``, and ``count``, the
+            number of nodes.
 
     Raises:
-        CheckpointError: something is missing in it.
-        OSError: the folder cannot be written.
+        CheckpointError: If a part of a tensor is missing.
+        OSError: If the folder cannot be written.
     """
     from megatron.adaptive.checkpoint.writer import indices_of
 
@@ -148,7 +151,7 @@ def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
 
 
 def _open(part: Mapping[str, Any]) -> SnapshotFile:
-    """Opens a store in the process of the keeper that has it."""
+    """Opens a snapshot file of the keeper's process."""
     try:
         return SnapshotFile(os.open(part["file"], os.O_RDWR))
     except OSError as error:
@@ -157,13 +160,13 @@ def _open(part: Mapping[str, Any]) -> SnapshotFile:
 
 
 def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
-    """Return a line of JSON, and a file that belongs to the tensors."""
+    """Returns the line of JSON and the rest of a slot's extra bytes."""
     line, _, rest = bytes(file.extra(slot)).partition(b"\n")
     return line, rest
 
 
 def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a checkpoint with a gap: who loads it would not see one."""
+    """Raises CheckpointError if a tensor has a gap, which a later load would not notice."""
     have: dict[str, int] = {}
     for entry in entries:
         have[entry["name"]] = have.get(entry["name"], 0) + math.prod(entry["size"])

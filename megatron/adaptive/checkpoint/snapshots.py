@@ -1,4 +1,4 @@
-"""Takes snapshots of a rank's state in memory that outlives it, while training goes on.
+"""Takes snapshots of a rank's state in memory that survives the rank, while training continues.
 
 ::
 
@@ -6,12 +6,13 @@
                                                            └── copying 7 ─────────────┘
                                                                keeper sends 7 ...............┘
 
-The state changes in the optimizer's update alone, so that what was taken at the end of a step is
-copied behind the next forward and backward. A step counts once the snapshot of the step before is
-whole on every node: at whatever moment ranks are lost, all others have the same step, at most one
-back. The keeper of the node's agent (``checkpoint.snapshot_keeper``) holds and sends the snapshots.
+Only the optimizer's update changes the state. The snapshot of a step can therefore be copied during
+the next forward and backward. A step counts once the snapshot of the step before it is complete on
+every node. If ranks are lost at any moment, all other nodes have snapshots of the same step, at
+most one step back. The keeper of the node's agent (``checkpoint.snapshot_keeper``) stores and sends
+the snapshots.
 
-The program that trains says what its state is made of: see :class:`SnapshotState`.
+The training program describes its state by a :class:`SnapshotState`.
 """
 
 from __future__ import annotations
@@ -37,27 +38,28 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.profiling.free_memory import available_host_bytes
 
-_SHARE = 0.8  # of the memory that is left
+_SHARE = 0.8  # largest share of the available memory
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # for what may grow in the part besides tensors
+_ROOM_BYTES = 1 << 16  # room for growth of a step's extra bytes
 _MIB = 1024**2
 _MESSAGE = 1 << 16
-_FAILED, _CHANGED = 2, 1
+_FAILED = 2
+_CHANGED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSettings:
-    """Configures snapshots, as the node's agent gives it to its ranks.
+    """Configures snapshots; the node's agent passes it to its ranks.
 
     Attributes:
-        address: of the keeper, an abstract local socket.
-        run: name of these ranks' start.
-        node: that they run on.
-        domain: that is lost at once, see :class:`RankParts`.
-        buddy: the node that keeps snapshots for this one.
-        every: iterations from one snapshot to the next.
-        limit_bytes: that snapshots may take on a node.
+        address: Address of the keeper, an abstract local socket.
+        run: Name of the start of these ranks.
+        node: Name of the node that they run on.
+        domain: Name of the failure domain, see :class:`RankParts`.
+        buddy: Name of the node that keeps snapshots for this one, ``None`` for none.
+        every: Number of iterations from one snapshot to the next.
+        limit_bytes: Memory in bytes that snapshots may take on a node, ``None`` for no limit.
     """
 
     address: str
@@ -70,66 +72,67 @@ class SnapshotSettings:
 
     @classmethod
     def read(cls, text: str) -> SnapshotSettings:
-        """Read the environment variable."""
+        """Returns the settings from the text of the environment variable."""
         return cls(**parse_json(text))
 
 
 class SnapshotState(ABC):
-    """The state of a rank, as its program takes it apart."""
+    """Gives access to the state of a rank; each program has its subclass."""
 
     @abstractmethod
     def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
-        """Return the tensors of now, ``None`` if all are where they were, and what belongs to them.
+        """Returns the current tensors and the step's extra bytes. Collective.
 
-        Collective. What belongs to them has a line of JSON first.
+        The tensors are ``None`` if all have the same memory as before. The extra bytes begin with a
+        line of JSON.
         """
 
     @abstractmethod
     def head(self) -> Mapping[str, Any]:
-        """Return what is so at every step and whoever restores it must know.
+        """Returns the values that are the same for every step and that a restore needs.
 
-        At least ``has_common``, whether what all ranks have in common belongs to these tensors,
-        and of the trainer ``manifest``, that of a checkpoint.
+        They include ``has_common``, whether this rank's extra bytes have the values that all ranks
+        share, and for the trainer ``manifest``, that of a checkpoint.
         """
 
     def is_changed(self) -> bool:
-        """Return whether it has other pieces than when they were taken last."""
+        """Returns whether the state's tensors differ in number or shape from those taken last."""
         return False
 
 
 class NoSnapshots:
-    """Takes no snapshots."""
+    """Has the methods of :class:`Snapshots`, which here do nothing."""
 
     def settle(self, iteration: int) -> None:
-        """Wait until the snapshot before is kept everywhere; call it before a step counts.
+        """Waits until the previous snapshot is kept on all nodes; call it before a step counts.
 
         Args:
-            iteration: that was just done.
+            iteration: Iteration that was just done.
         """
 
     def take(self, iteration: int) -> None:
-        """Copy the state of now behind what comes next.
+        """Starts to copy the current state; the copy continues during the next iteration.
 
         Args:
-            iteration: that was done last.
+            iteration: Iteration that was done last.
         """
 
     def before_update(self) -> None:
-        """Wait until the state may change."""
+        """Waits until the state may change."""
 
     def close(self) -> None:
-        """Let copying come to its end. Idempotent."""
+        """Waits for the running copy and stops. Idempotent."""
 
 
 class Snapshots(NoSnapshots):
     """Takes snapshots of a state at the end of its steps. Collective over all ranks.
 
     Args:
-        state: of this rank; another one needs another object.
-        job: this process among the others.
-        settings: how.
-        report: takes what is kept, or why nothing is, for the progress file.
-        say: takes the same for the user's log.
+        state: State of this rank.
+        job: This process within the job.
+        settings: Settings of the snapshots.
+        report: Function that takes a status line for the progress file.
+        say: Function that takes a line for the user's log.
     """
 
     def __init__(
@@ -143,11 +146,12 @@ class Snapshots(NoSnapshots):
         self._state = state
         self._job = job
         self._settings = settings
-        self._report, self._say = report, say
+        self._report = report
+        self._say = say
         self._file: SnapshotFile | None = None
         self._socket: socket.socket | None = None
         self._sources: list[torch.Tensor] = []
-        self._slots: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]  # places of each
+        self._slots: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]  # targets in each slot
         self._parts: list[Part] = []
         self._pool: ThreadPoolExecutor | None = None
         self._copying: Future[None] | None = None
@@ -187,7 +191,7 @@ class Snapshots(NoSnapshots):
             self._sources = [pieces[part].tensor for part in self._parts]
         assert self._pool is not None
         if self._file is not None and len(extra) > self._file.head["extra_bytes"]:
-            self._is_outgrown = True  # all make room anew at the next step
+            self._is_outgrown = True  # all ranks make new files at the next step
             self._copying = self._pool.submit(lambda: None)
             return
         slot, self._count = self._count % SLOTS, self._count + 1
@@ -213,12 +217,13 @@ class Snapshots(NoSnapshots):
         self._release()
 
     def _release(self) -> None:
-        """Give up the file; its snapshots stay with the keeper until there are others."""
+        """Closes the file; the keeper has its snapshots until newer ones replace them."""
         self._is_outgrown = self._has_changed = False
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
-        self._sources, self._slots = [], [[] for _ in range(SLOTS)]
+        self._sources = []
+        self._slots = [[] for _ in range(SLOTS)]
         if self._registered:
             driver: Any = torch.cuda.cudart()
             driver.cudaHostUnregister(self._registered)
@@ -231,10 +236,11 @@ class Snapshots(NoSnapshots):
             self._file = None
 
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
-        """Agree on who copies what, and make room for it. Collective."""
-        job, settings = self._job, self._settings
+        """Agrees with all ranks on a plan, and makes the file for this rank's part. Collective."""
+        job = self._job
+        settings = self._settings
         extra_bytes = 2 * extra_bytes + _ROOM_BYTES
-        mine = RankParts(
+        parts_here = RankParts(
             node=settings.node,
             domain=settings.domain,
             buddy=settings.buddy,
@@ -243,20 +249,21 @@ class Snapshots(NoSnapshots):
             extra_bytes=extra_bytes,
             parts={part: piece.tensor.nbytes for part, piece in pieces.items()},
         )
-        gathered = job.gather((mine, time.time_ns()))
-        ranks = [one for one, _ in gathered]
+        gathered = job.gather((parts_here, time.time_ns()))
+        ranks = [parts for parts, _ in gathered]
         plan = make_plan(ranks)
-        why = why_not(plan, ranks, settings.limit_bytes)
-        if why is not None:
-            self._turn_off(why)
+        reason = why_not(plan, ranks, settings.limit_bytes)
+        if reason is not None:
+            self._turn_off(reason)
             return
-        self._parts = plan.copied_by(job.rank, mine)
+        self._parts = plan.copied_by(job.rank, parts_here)
         needs = {need: number for number, need in enumerate(dict.fromkeys(plan.needs.values()))}
-        entries, at = [], 0
+        entries = []
+        offset = 0
         for part in self._parts:
-            place = {"at": at, "need": needs[plan.needs[part]]}
-            entries.append(entry_of(part, pieces[part]) | place)
-            at += _within_slot(pieces[part].tensor.nbytes)
+            position = {"at": offset, "need": needs[plan.needs[part]]}
+            entries.append(entry_of(part, pieces[part]) | position)
+            offset += _within_slot(pieces[part].tensor.nbytes)
         head = {
             "rank": job.rank,
             "extra_bytes": extra_bytes,
@@ -274,7 +281,7 @@ class Snapshots(NoSnapshots):
         self._announce(sum(plan.sent_bytes), sum(plan.tensor_bytes))
 
     def _open(self, head: bytes, generation: int) -> None:
-        """Make the file and hand it to the keeper."""
+        """Makes the file and passes its descriptor to the keeper."""
         self._file = SnapshotFile.create(head, whole=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_KEPT_S)
@@ -288,7 +295,7 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Lay tensors over the slots of the file."""
+        """Makes tensors over the slots of the file, as targets for the copies."""
         self._pool = ThreadPoolExecutor(
             1, "snapshots", initializer=self._job.accelerator.make_current
         )
@@ -298,21 +305,21 @@ class Snapshots(NoSnapshots):
         if self._job.accelerator.is_cuda:
             self._stream = torch.cuda.Stream()
             start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            # Else copies go through a buffer of the driver's, and hold the device up.
+            # Without locked pages, copies go through a buffer of the driver and block the device.
             if lock_pages(start, len(memory), self._job.accelerator.device):
                 self._registered = start
         for tensor, entry in zip(tensors, entries, strict=True):
             for slot in range(SLOTS):
-                at = self._file.tensors_offset(slot) + entry["at"]
-                self._slots[slot].append(overlay(memory, at, tensor.dtype, tensor.shape))
+                offset = self._file.tensors_offset(slot) + entry["at"]
+                self._slots[slot].append(overlay(memory, offset, tensor.dtype, tensor.shape))
         self._sources = tensors
 
     def _versions(self) -> list[int]:
-        """Return numbers that change with the tensors."""
+        """Returns torch's version counters of the tensors, which increase with each change."""
         return [source._version for source in self._sources]
 
     def _copy(self, slot: int, step: int, extra: bytes, event: Any, versions: list[int]) -> None:
-        """Write a step into a slot; in a thread of its own."""
+        """Writes a step into a slot; runs on the copying thread."""
         if self._failure or self._file is None or self._socket is None:
             return
         file = self._file
@@ -321,13 +328,13 @@ class Snapshots(NoSnapshots):
         file.memory[start : start + len(extra)] = extra
         with torch.no_grad():
             if event is None and self._sources:
-                # One call: between many, the thread that trains would wait its turn many times.
+                # A single call: between several, the training thread would wait for the GIL often.
                 torch._foreach_copy_(self._slots[slot], self._sources)
             elif event is not None:
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(event)
-                    for place, source in zip(self._slots[slot], self._sources, strict=True):
-                        place.copy_(source, non_blocking=True)
+                    for target, source in zip(self._slots[slot], self._sources, strict=True):
+                        target.copy_(source, non_blocking=True)
                 self._stream.synchronize()
         if self._versions() != versions:
             raise ValueError(
@@ -338,7 +345,7 @@ class Snapshots(NoSnapshots):
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
 
     def _kept(self) -> str:
-        """Wait for the keeper to have a step kept; returns what went wrong."""
+        """Waits until the keeper reports a step as kept; returns an error text or ``""``."""
         if self._socket is None:
             return ""
         rank = self._job.rank
@@ -363,7 +370,7 @@ class Snapshots(NoSnapshots):
         self._report(f"off: {why}")
         self._say(
             f"warning: no copies of the state are kept in memory: {why}; after a loss without"
-            " notice training goes on from the last checkpoint"
+            " notice training resumes from the last checkpoint"
         )
 
 
@@ -373,12 +380,12 @@ def make_snapshots(
     report: Callable[[str], None],
     say: Callable[[str], None],
 ) -> NoSnapshots:
-    """Return what takes snapshots of a rank's state, if the node's agent keeps them.
+    """Returns the object that takes snapshots; it does nothing if the node's agent keeps none.
 
     Args:
-        job: this process among the others.
-        state: makes what takes the state apart; called at once, and only where it is needed.
-        report, say: see :class:`Snapshots`.
+        job: This process within the job.
+        state: Function that returns the state; called once, and only if snapshots are taken.
+        report, say: Functions for the lines of :class:`Snapshots`.
     """
     settings = job.environment.copies
     if settings is None:
@@ -388,16 +395,17 @@ def make_snapshots(
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """Describes one rank to the others.
+    """Describes the state and node of one rank.
 
     Attributes:
-        node: that it runs on.
-        domain: that is lost at once; a node, or the machine of several.
-        buddy: the node that keeps snapshots for this one, ``None`` where there is no other.
-        machine: whose memory its node uses.
-        available_bytes: that the machine has left.
-        extra_bytes: the most that it copies besides tensors.
-        parts: size of each part of the state that it holds, in bytes.
+        node: Name of the rank's node.
+        domain: Name of the failure domain, whose ranks are lost together: a node, or a machine of
+            several nodes.
+        buddy: Name of the node that keeps snapshots for this one, ``None`` if there is no other.
+        machine: Name of the machine that the node is on.
+        available_bytes: Free memory of the machine in bytes.
+        extra_bytes: Largest size of a step's extra bytes.
+        parts: Size in bytes of each part of the state on this rank.
     """
 
     node: str
@@ -411,11 +419,11 @@ class RankParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Parts that the same ranks copy.
+    """Describes a set of parts that the same ranks copy.
 
     Attributes:
-        ranks: any of which is enough.
-        is_sent: whether the one rank's copy is also with its buddy.
+        ranks: Ranks that copy the parts; each has all of them.
+        is_sent: Whether the only rank's copy is also sent to its buddy.
     """
 
     ranks: tuple[int, ...]
@@ -424,42 +432,42 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotPlan:
-    """Says which rank copies which part, and what is sent to another node.
+    """Assigns parts of the state to the ranks that copy them.
 
-    A part that ranks of several nodes hold, as data-parallel replicas and tied embeddings do, is
-    copied by one rank of each of these nodes and goes nowhere. A part of one node alone is copied
-    there by one rank and sent to the node's buddy. All ranks draw the same plan.
+    Some parts are on ranks of several nodes, such as data-parallel replicas and tied embeddings.
+    One rank on each of these nodes copies such a part, and it is not sent. A part on only one node
+    is copied there by one rank and sent to the node's buddy. All ranks compute the same plan.
 
     Attributes:
-        needs: for each part who copies it.
-        sent_bytes, tensor_bytes: of each rank: what it sends, and copies in all.
+        needs: Ranks that copy each part.
+        sent_bytes, tensor_bytes: Bytes that each rank sends, and bytes that it copies in total.
     """
 
     needs: dict[Part, Need] = field(default_factory=dict)
     sent_bytes: list[int] = field(default_factory=list)
     tensor_bytes: list[int] = field(default_factory=list)
 
-    def copied_by(self, rank: int, own: RankParts) -> list[Part]:
-        """Return the parts that a rank copies, those first that it sends."""
-        mine = [part for part in own.parts if rank in self.needs[part].ranks]
-        return sorted(mine, key=lambda part: (not self.needs[part].is_sent, part))
+    def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
+        """Returns the parts that a rank copies; those that it sends are first."""
+        copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
+        return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))
 
 
 def _within_slot(size: int) -> int:
-    """Return what a tensor takes in a slot, with the gap after it."""
+    """Returns the size of a tensor in a slot, including the gap after it."""
     return -(-size // ALIGN) * ALIGN
 
 
 def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
-    """Share out the copying.
+    """Returns a plan that balances the copied bytes among the ranks.
 
     Args:
-        ranks: of each rank.
+        ranks: Description of each rank.
     """
     holders: dict[Part, list[int]] = {}
     sizes: dict[Part, int] = {}
-    for rank, one in enumerate(ranks):
-        for part, size in one.parts.items():
+    for rank, rank_parts in enumerate(ranks):
+        for part, size in rank_parts.parts.items():
             holders.setdefault(part, []).append(rank)
             sizes[part] = size
     load = [0] * len(ranks)
@@ -475,40 +483,41 @@ def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
             load[rank] += _within_slot(sizes[part])
         is_sent = len(copying) == 1 and ranks[copying[0]].buddy is not None
         plan.needs[part] = Need(ranks=copying, is_sent=is_sent)
-    for rank, one in enumerate(ranks):
-        copied = plan.copied_by(rank, one)
+    for rank, rank_parts in enumerate(ranks):
+        sizes_here = rank_parts.parts
+        copied = plan.copied_by(rank, rank_parts)
         sent = [part for part in copied if plan.needs[part].is_sent]
-        plan.sent_bytes.append(sum(_within_slot(one.parts[part]) for part in sent))
-        plan.tensor_bytes.append(sum(_within_slot(one.parts[part]) for part in copied))
+        plan.sent_bytes.append(sum(_within_slot(sizes_here[part]) for part in sent))
+        plan.tensor_bytes.append(sum(_within_slot(sizes_here[part]) for part in copied))
     return plan
 
 
 def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | None) -> str | None:
-    """Name the node that lacks the memory for its part of a plan, ``None`` where all have it.
+    """Returns the reason why a node's memory does not suffice for a plan, ``None`` if it does.
 
     Args:
-        plan: of all ranks.
-        ranks: of each rank.
-        limit_bytes: that snapshots may take on a node, ``None`` for what is there.
+        plan: Plan of all ranks.
+        ranks: Description of each rank.
+        limit_bytes: Memory in bytes that snapshots may take on a node, ``None`` for no limit.
     """
     taken: dict[str, int] = defaultdict(int)
-    for rank, one in enumerate(ranks):
-        taken[one.node] += SLOTS * slot_bytes(one.extra_bytes, plan.tensor_bytes[rank])
-        if plan.sent_bytes[rank] and one.buddy is not None:
-            taken[one.buddy] += SLOTS * slot_bytes(one.extra_bytes, plan.sent_bytes[rank])
+    for rank, parts in enumerate(ranks):
+        taken[parts.node] += SLOTS * slot_bytes(parts.extra_bytes, plan.tensor_bytes[rank])
+        if plan.sent_bytes[rank] and parts.buddy is not None:
+            taken[parts.buddy] += SLOTS * slot_bytes(parts.extra_bytes, plan.sent_bytes[rank])
     for node, size in taken.items():
         if limit_bytes is not None and size > limit_bytes:
             return (
                 f"they take {size / _GIB:.3g} GiB on node {node} and --replicate-memory lets them"
                 f" take {limit_bytes / _GIB:.3g} GiB: raise it"
             )
-    nodes = {one.node: one.machine for one in ranks}
-    for one in ranks:
-        size = sum(taken[node] for node, machine in nodes.items() if machine == one.machine)
-        if size > _SHARE * one.available_bytes:
+    nodes = {parts.node: parts.machine for parts in ranks}
+    for parts in ranks:
+        size = sum(taken[node] for node, machine in nodes.items() if machine == parts.machine)
+        if size > _SHARE * parts.available_bytes:
             return (
-                f"they take {size / _GIB:.3g} GiB on the machine of node {one.node}, which has"
-                f" {one.available_bytes / _GIB:.3g} GiB left and must keep a fifth of that: use"
+                f"they take {size / _GIB:.3g} GiB on the machine of node {parts.node}, which has"
+                f" {parts.available_bytes / _GIB:.3g} GiB left and must keep a fifth of that: use"
                 " more nodes, or less memory for other things"
             )
     return None

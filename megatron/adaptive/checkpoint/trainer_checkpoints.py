@@ -1,8 +1,8 @@
-"""Saves and loads a training run, whole or not at all, by all ranks together.
+"""Saves and loads a training run, completely or not at all, by all ranks together.
 
-A checkpoint is megatron-core's ``torch_dist``, which loads into every mesh and partition, with a
-manifest of ours beside it (``checkpoint.folder``). One that does not fit a run is refused: what
-differs is named, with both values and the remedy.
+A checkpoint has megatron-core's ``torch_dist`` format, which loads into every mesh and partition,
+and a manifest next to it (``checkpoint.folder``). A checkpoint that does not fit a run is rejected
+with an error that lists each difference, both values and a remedy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,13 +79,18 @@ _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
 _REMEDY = "Free space there or name another folder with --save"
-# What layers of Transformer Engine keep for 8-bit types, which this trainer does not have.
+# Ends the names of the state that Transformer Engine's layers have for 8-bit types. This trainer
+# does not use those types.
 _SCRATCH = "_extra_state"
 
-# Those of megatron-core that say which weights there are.
+# Settings of megatron-core that decide which weights there are.
 _PARTS = (
-    *("multi_latent_attention", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
-    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    "multi_latent_attention",
+    "num_moe_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
 )
 _OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")
 _FLAGS = {"query_groups": "--num-query-groups"}
@@ -96,10 +101,10 @@ class Progress:
     """Counts how far a run has come.
 
     Attributes:
-        iteration: iterations done.
-        consumed_train_samples: training samples used.
-        consumed_valid_samples: validation samples used.
-        skipped_iterations: iterations without an update, for an overflow.
+        iteration: Number of iterations done.
+        consumed_train_samples: Number of training samples used.
+        consumed_valid_samples: Number of validation samples used.
+        skipped_iterations: Number of iterations without an update because of an overflow.
     """
 
     iteration: int = 0
@@ -112,13 +117,13 @@ class Checkpoints:
     """Saves and loads one run. Every method is collective over all ranks.
 
     Args:
-        run: the built run, which is not kept, only its model, optimizer and schedule.
-        local: the node's own disk, where checkpoints go first, ``None`` for ``--save`` at once.
-        config: its settings, by default as they are; ``config.checkpoint`` says what is saved and
+        run: Built run. Only its model, optimizer and scheduler are kept.
+        local: Local disk of the node, where checkpoints go first; ``None`` to write to ``--save``.
+        config: Settings, by default the run's. ``config.checkpoint`` decides what is saved and
             loaded.
 
     Attributes:
-        saver: writes them.
+        saver: Writer of the checkpoints.
     """
 
     def __init__(
@@ -127,7 +132,8 @@ class Checkpoints:
         self._config = run.job.config if config is None else config
         self._config_dict = self._config.to_dict()
         self._settings = self._config.checkpoint
-        self._chunks, self._optimizer = run.chunks, run.optimizer
+        self._chunks = run.chunks
+        self._optimizer = run.optimizer
         self._scheduler = run.scheduler
         self._all = RankGroup(run.job.rank, run.job.control_group)
         self.saver = CheckpointSaver(run.job, local)
@@ -136,11 +142,11 @@ class Checkpoints:
         self._standing: tuple[state.StateParts, list[int]] | None = None
 
     def save(self, progress: Progress, *, behind: bool = False) -> Path | None:
-        """Write a checkpoint and return its folder; see :meth:`CheckpointSaver.save`.
+        """Writes a checkpoint and returns its path; see :meth:`CheckpointSaver.save`.
 
         Args:
-            progress: how far the run has come; the iteration names the checkpoint.
-            behind: let training go on while it is written.
+            progress: Progress of the run; its iteration names the checkpoint.
+            behind: Whether training continues while the checkpoint is written.
         """
         return self.saver.save(
             CheckpointFolder(str(self._settings.save)),
@@ -152,14 +158,14 @@ class Checkpoints:
         )
 
     def apart(self, progress: Progress, *, is_whole: bool) -> state.StateParts:
-        """Take this rank's state apart as a checkpoint has it. Collective where optimizers are.
+        """Splits this rank's state for a checkpoint. Collective if optimizers communicate.
 
         Args:
-            progress: how far the run has come.
-            is_whole: also what another rank would write; the same at every call.
+            progress: Progress of the run.
+            is_whole: Whether to include parts that another rank would write; the same in each call.
 
         Returns:
-            The object of the call before, brought to now, where tensors are where they were.
+            The parts. If no tensor moved since the last call, its result with updated values.
         """
         if self._standing is not None:
             parts, addresses = self._standing
@@ -169,7 +175,7 @@ class Checkpoints:
             self._standing = None
         sharded, common = save_preprocess(
             self._state_to_save(progress),
-            # All of a run's checkpoints are cut alike.
+            # All checkpoints of a run are split alike, so one check is enough.
             validate_access_integrity=not (is_whole or self._is_checked),
             preprocess_common_before_consistancy_check=lambda common: {},  # differs by stage
         )
@@ -189,7 +195,7 @@ class Checkpoints:
         return parts
 
     def manifest(self, progress: Progress) -> Manifest:
-        """Return the manifest of a checkpoint of now."""
+        """Returns the manifest of a checkpoint of the current state."""
         return {
             "progress": dataclasses.asdict(progress),
             "config": self._config_dict,
@@ -201,24 +207,25 @@ class Checkpoints:
         }
 
     def load(self) -> Progress | None:
-        """Load the checkpoint that the settings name into model, optimizer and schedule.
+        """Loads the checkpoint that the settings name into model, optimizer and scheduler.
 
-        ``--finetune`` loads the weights and starts anew; ``--no-load-optim`` also goes on counting,
-        with the schedule of the learning rate at its place but from this run's settings. Random
-        states are restored into the same mesh; others need none, for dropout is drawn from the
-        seed and the place of each microbatch.
+        ``--finetune`` loads only the weights and starts counting at 0. ``--no-load-optim``
+        continues counting, and the learning rate continues on the schedule of this run's settings.
+        Random states are restored if the mesh is the same. Other meshes need none, because dropout
+        is drawn from the seed and the position of each microbatch.
 
         Returns:
-            How far the run had come, ``None`` where there is nothing to load.
+            Progress of the run, ``None`` if there is nothing to load.
 
         Raises:
-            CheckpointError: the checkpoint is missing where one must be, damaged, of a newer
-                format, or does not fit this run; the model may be loaded in part.
+            CheckpointError: If the checkpoint is missing and required, damaged, of a newer format,
+                or does not fit this run. The model may then be loaded in part.
         """
         steps: list[int] = []
         if self._settings.load is not None:
             steps = self._all.on_first(self._steps)
-        lora, folder = self._config.lora, self._settings.load_hf
+        lora = self._config.lora
+        folder = self._settings.load_hf
         if folder is not None and (lora.is_on or not steps):
             path = Path(folder)
             self._all.together(lambda: load_weights(self._chunks, path, self._config))
@@ -234,33 +241,37 @@ class Checkpoints:
         self._optimizer.reload_model_params()
 
     def _carry_description(self) -> None:
-        """Keeps what a model's folder says beside its weights, for ``export-hf``."""
-        given = self._settings
-        sources = [Path(given.load) / DESCRIPTION] if given.load is not None else []
-        sources += [Path(given.load_hf)] if given.load_hf is not None else []
-        if given.save is not None and sources:
+        """Copies the model's configuration and tokenizer next to the checkpoints, for export."""
+        settings = self._settings
+        sources = [Path(settings.load) / DESCRIPTION] if settings.load is not None else []
+        sources += [Path(settings.load_hf)] if settings.load_hf is not None else []
+        if settings.save is not None and sources:
             try:
-                Path(given.save).mkdir(parents=True, exist_ok=True)
-                carry_description(sources, Path(given.save))
+                Path(settings.save).mkdir(parents=True, exist_ok=True)
+                carry_description(sources, Path(settings.save))
                 carry_flags(self._config)
             except OSError as error:
-                raise CheckpointError(f"{given.save}: {error.strerror}. {_REMEDY}") from None
+                raise CheckpointError(f"{settings.save}: {error.strerror}. {_REMEDY}") from None
 
     def _load(self, iteration: int) -> Progress:
-        """Load one checkpoint."""
+        """Loads the checkpoint of an iteration."""
         path, manifest = self._all.on_first(lambda: self._find(iteration))
         self._standing = None
-        about = path, iteration, manifest["save_id"], manifest["files"], manifest["blocks"]
-        with self.saver.reading(*about) as reader:
-            common, loaded, has_all, has_adapters = self._read(reader, manifest)
-        state.load_model(self._chunks, loaded, strict=has_all)
-        if self._config.lora.load_lora is not None and not has_adapters:
+        save_id = manifest["save_id"]
+        files = manifest["files"]
+        blocks = manifest["blocks"]
+        with self.saver.reading(path, iteration, save_id, files, blocks) as reader:
+            content = self._read(reader, manifest)
+        common = content.common
+        loaded = content.loaded
+        state.load_model(self._chunks, loaded, strict=content.has_all)
+        if self._config.lora.load_lora is not None and not content.has_adapters:
             self._load_adapters(self._config.lora.load_lora)
         if self._loads_optimizer:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
             state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
         else:
-            self._optimizer.reload_model_params()  # their 32-bit copies
+            self._optimizer.reload_model_params()  # updates the 32-bit copies of the weights
             if not self._settings.finetune:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
@@ -271,17 +282,18 @@ class Checkpoints:
         return progress
 
     def _take(self, progress: Progress) -> TakenState:
-        """Take the state as it is now."""
-        parts, about = self.apart(progress, is_whole=False), self.manifest(progress)
+        """Returns the current state."""
+        parts = self.apart(progress, is_whole=False)
+        about = self.manifest(progress)
         return TakenState(
             pieces=parts.pieces,
-            objects={name: SavedObject.of(found) for name, found in parts.objects.items()},
+            objects={name: SavedObject.of(value) for name, value in parts.objects.items()},
             once=common_files(parts.common),
             manifest=lambda save_id, _: {**about, "save_id": save_id},
         )
 
     def _refresh(self, parts: state.StateParts, progress: Progress) -> None:
-        """Bring to now what is elsewhere at each step."""
+        """Updates the values that are copies: counters, parameter groups and random states."""
         parts.common.update(self._counters(progress))
         if "optimizer" in parts.common:
             state.refresh_optimizer(parts.common["optimizer"], self._optimizer)
@@ -300,7 +312,7 @@ class Checkpoints:
         content = dict(state.METADATA)
         weights = state.sharded_model(self._chunks, content)
         if self._config.lora.is_on and self._settings.load_hf is not None:
-            weights = _only(weights, adapters=True, base=False)  # which is there already
+            weights = _only(weights, adapters=True, base=False)  # --load-hf has the base weights
         whole: dict[str, Any] = {_CONTENT: content, **self._counters(progress), **weights}
         if not self._settings.no_save_optim:
             whole["optimizer"] = state.sharded_optimizer(
@@ -311,24 +323,26 @@ class Checkpoints:
         return state.without_local_copies(whole)
 
     def _steps(self) -> list[int]:
-        """Return the iterations to try, best first, none to start from scratch; on rank 0 only."""
-        folder, named = CheckpointFolder(str(self._settings.load)), self._settings.ckpt_step
+        """Returns the iterations to try, the best first, none to start afresh; only on rank 0."""
+        folder = CheckpointFolder(str(self._settings.load))
+        named = self._settings.ckpt_step
         steps = [*folder.candidates()] if named is None else [named]
         if steps:
             return steps
-        why = "holds no checkpoint" if folder.path.is_dir() else "does not exist"
+        reason = "holds no checkpoint" if folder.path.is_dir() else "does not exist"
         if self._settings.exit_on_missing_checkpoint:
             raise CheckpointError(
-                f"--load {folder.path} {why}: name a folder with one, or leave out "
+                f"--load {folder.path} {reason}: name a folder with one, or leave out "
                 "--exit-on-missing-checkpoint to start from scratch"
             )
-        start = "scratch" if (given := self._settings.load_hf) is None else f"--load-hf {given}"
-        text = printable(f"--load {folder.path} {why}: starting from {start}")
+        base = self._settings.load_hf
+        start = "scratch" if base is None else f"--load-hf {base}"
+        text = printable(f"--load {folder.path} {reason}: starting from {start}")
         _LOG.warning("WARNING: %s", text)
         return []
 
     def _find(self, iteration: int) -> tuple[Path, Manifest]:
-        """Return the checkpoint of an iteration; on rank 0 only."""
+        """Returns path and manifest of an iteration's checkpoint; only on rank 0."""
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
         if not manifest["config"]:
@@ -357,20 +371,12 @@ class Checkpoints:
         return not (self._settings.no_load_optim or self._settings.finetune)
 
     def _loads_rng(self, manifest: Manifest) -> bool:
-        wanted = not (self._settings.no_load_rng or self._settings.finetune)
-        return (
-            wanted and manifest["has_rng"] and manifest["shape"] == state.mesh_shape(self._config)
-        )
+        if self._settings.no_load_rng or self._settings.finetune or not manifest["has_rng"]:
+            return False
+        return bool(manifest["shape"] == state.mesh_shape(self._config))
 
-    def _read(
-        self, reader: CheckpointReader, manifest: Manifest
-    ) -> tuple[dict[str, Any], dict[str, Any], bool, bool]:
-        """Read a checkpoint.
-
-        Returns:
-            What all ranks have in common, this rank's state, and whether the checkpoint has all
-            weights of the run, and those of adapters.
-        """
+    def _read(self, reader: CheckpointReader, manifest: Manifest) -> _Content:
+        """Returns the content of a checkpoint for this rank."""
         path, common = reader.path, self._all.together(lambda: _common(reader))
         content = common.get(_CONTENT) or {}  # versions of Megatron-LM before 0.14 have none
         weights = state.sharded_model(self._chunks, content)
@@ -380,60 +386,79 @@ class Checkpoints:
             has_base = EMBEDDING in reader.tensors
             if not has_base and self._settings.load_hf is None:
                 raise CheckpointError(
-                    f"--load {path} holds adapters alone: give their model as --load-hf"
+                    f"--load {path} holds only adapters: give their model as --load-hf"
                 )
             has_all = has_adapters and has_base
             weights = _only(weights, adapters=has_adapters, base=has_base)
         whole: dict[str, Any] = dict(weights)
         if self._loads_optimizer:
-            own, saved = self._optimizer, common["optimizer"]
-            self._all.together(lambda: state.require_same_groups(own, saved, f"--load {path}"))
+            optimizer = self._optimizer
+            saved = common["optimizer"]
+            self._all.together(
+                lambda: state.require_same_groups(optimizer, saved, f"--load {path}")
+            )
             whole["optimizer"] = state.sharded_optimizer(
                 self._optimizer, weights, content, loading=True
             )
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
-        # What fails while shards are read names ranks itself.
+        # Reading shards raises errors that name the ranks already.
         loaded = self._all.together(
             lambda: self._read_shards(whole, common, reader), name_ranks=False
         )
-        return common, loaded, has_all, has_adapters
+        return _Content(common, loaded, has_all, has_adapters)
 
     def _read_shards(
         self, whole: dict[str, Any], common: dict[str, Any], reader: CheckpointReader
     ) -> dict[str, Any]:
-        """Read the shards of a state, beside what all ranks have in common. Collective."""
+        """Returns the common values with the shards of a state read into them. Collective."""
 
         def read(shards: Any, _: object = None) -> Any:
             return self._all.together(lambda: _read_into(shards, reader))
 
-        shards, own, factories = load_preprocess(whole)
+        shards, unsharded, factories = load_preprocess(whole)
         shards = self._all.together(
             lambda: _present(extract_sharded_base(shards)[0], reader), name_ranks=False
         )
         if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
-            # Of a strategy of megatron-core this uses nothing else.
+            # The wrapper calls only this method of megatron-core's strategy.
             strategy = SimpleNamespace(load=read)
             sharing = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
             loaded = sharing.load(shards, reader.path)
         else:
             loaded = read(shards)
-        merge(common, own)
+        merge(common, unsharded)
         merge(common, loaded)
         return state.with_own_storage(apply_factory_merges(common, factories))
 
     def _replicas(self) -> int:
-        """Ranks that can share out what they hold alike; all ranks of the job must agree on it."""
+        """Returns the number of ranks that share the reading and writing of equal state."""
         if self._config.parallel.unequal_sizes is not None:
             return 1
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
 
+class _Content(NamedTuple):
+    """Holds the content of a checkpoint for one rank.
+
+    Attributes:
+        common: Values that all ranks share.
+        loaded: State of this rank.
+        has_all: Whether the checkpoint has all weights of the run.
+        has_adapters: Whether it has the adapters' weights.
+    """
+
+    common: dict[str, Any]
+    loaded: dict[str, Any]
+    has_all: bool
+    has_adapters: bool
+
+
 def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> dict[str, Any]:
-    """Returns those weights of each chunk that are or are not of adapters, or both."""
+    """Returns each chunk's weights of adapters, of the base model, or both."""
     kept = {True: adapters, False: base}
     return {
-        chunk: {name: one for name, one in part.items() if kept[MARK in name]}
+        chunk: {name: weight for name, weight in part.items() if kept[MARK in name]}
         for chunk, part in weights.items()
     }
 
@@ -443,10 +468,10 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """Return the shards that a checkpoint has: all but what layers keep for 8-bit types.
+    """Returns the shards that a checkpoint has; only state for 8-bit types may be missing.
 
     Raises:
-        CheckpointError: others are missing.
+        CheckpointError: If other shards are missing.
     """
 
     def is_there(shard: Any) -> bool:
@@ -455,8 +480,9 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
         return shard.key in reader.tensors
 
     present, others = extract_matching_values(shards, is_there)
-    # Layers of Transformer Engine keep their own scratch state, which others do not write.
-    absent = sorted({one.key for one in nested_values(others) if not one.key.endswith(_SCRATCH)})
+    # Layers of Transformer Engine have scratch state, which other layers do not write.
+    keys = {shard.key for shard in nested_values(others)}
+    absent = sorted(key for key in keys if not key.endswith(_SCRATCH))
     if absent:
         raise CheckpointError(
             f"--load {reader.path} has no {absent[0]} ({len(absent)} such): it is of another "
@@ -466,19 +492,20 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
 
 
 def _read_into(shards: Any, reader: CheckpointReader) -> Any:
-    """Return a state with what was saved in the place of shards."""
-    wanted: list[WantedPart] = []
+    """Returns a state with each shard replaced by its saved value."""
+    parts: list[WantedPart] = []
     objects: dict[str, list[Any]] = {}
     padding: list[torch.Tensor] = []
 
-    def found(shard: Any) -> Any:
+    def prepare_target(shard: Any) -> Any:
         if isinstance(shard, ShardedObject):
             name = shard.unique_key
             if name not in objects:
                 objects[name] = reader.read_object(name)
             left = objects[name]
             return left.pop(0) if len(left) > 1 else left[0]
-        saved, size = reader.tensors[shard.key].size, torch.Size(shard.global_shape)
+        saved = reader.tensors[shard.key].size
+        size = torch.Size(shard.global_shape)
         if saved != size and not shard.allow_shape_mismatch:
             raise CheckpointError(
                 f"{reader.path} has {shard.key} with shape {list(saved)}, and the run"
@@ -486,10 +513,11 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
             )
         if shard.data is None:
             shard.init_data(torch.device("cpu"))
-        data, lead = shard.data.detach(), shard.prepend_axis_num
+        data = shard.data.detach()
+        lead = shard.prepend_axis_num
         ends = zip(data.shape, saved[lead:], shard.global_offset[lead:], strict=True)
-        for axis, (length, end, at) in enumerate(ends):
-            if (kept := min(length, max(0, end - at))) < length:
+        for axis, (length, end, begin) in enumerate(ends):
+            if (kept := min(length, max(0, end - begin))) < length:
                 padding.append(data.narrow(axis, kept, length - kept))
         part = WantedPart(
             name=shard.key,
@@ -497,12 +525,12 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
             target=data[(None,) * lead],
             may_exceed=shard.allow_shape_mismatch,
         )
-        wanted.append(part)
+        parts.append(part)
         return data
 
-    state = dict_list_map_outplace(found, shards)
-    reader.read(wanted)
-    for rows in padding:  # of a vocabulary that was padded less
+    state = dict_list_map_outplace(prepare_target, shards)
+    reader.read(parts)
+    for rows in padding:  # the saved vocabulary has fewer padding rows
         rows.zero_()
     return state
 
@@ -512,10 +540,10 @@ def _replica_group() -> dist.ProcessGroup:
 
 
 def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
-    """Prepares ``--save``, if it is given, for this job alone; see :func:`local_disk.prepare`.
+    """Prepares ``--save``, if it is set, for this job alone; see :func:`node_local.prepare`.
 
-    An upload that ranks before these had begun is finished only where the run goes on from the
-    newest checkpoint of its own.
+    Finishes the upload of a previous run only if this run resumes from the newest checkpoint in
+    ``--save``.
     """
     settings = config.checkpoint
     if settings.save is None:
@@ -538,7 +566,7 @@ def check_model_folder(job: Job, config: TrainerConfig) -> None:
     checkpoint does not need the folder's weights, so it skips the check.
 
     Raises:
-        AdaptiveError: see :class:`HuggingFaceReader`.
+        AdaptiveError: If the folder does not fit; see :class:`HuggingFaceReader`.
     """
     settings = config.checkpoint
     if (folder := settings.load_hf) is None:
@@ -554,16 +582,17 @@ def check_model_folder(job: Job, config: TrainerConfig) -> None:
 
 
 class RunState(SnapshotState):
-    """Takes one run's state apart for snapshots in memory; see ``SnapshotState``.
+    """Gives access to one run's state for snapshots in memory; see ``SnapshotState``.
 
     Args:
-        run: the built run.
-        progress: returns how far it has come.
+        run: Built run.
+        progress: Function that returns the run's progress.
     """
 
     def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:
-        self._run, self._progress = run, progress
-        # Whatever the run's own checkpoints leave out.
+        self._run = run
+        self._progress = progress
+        # Snapshots need the optimizer's state even if the run's checkpoints leave it out.
         config = run.job.config
         settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
         config = dataclasses.replace(config, checkpoint=settings)
@@ -572,11 +601,12 @@ class RunState(SnapshotState):
 
     def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
         gather_parameters(self._run)
-        progress, former = self._progress(), self._parts
+        progress = self._progress()
+        former = self._parts
         parts = self._parts = self._checkpoints.apart(progress, is_whole=True)
         for name in parts.objects:
             if f"{_SCRATCH}/" not in name:
-                raise TypeError(f"{name} is no tensor: snapshots of the state cannot hold it")
+                raise TypeError(f"{name} is not a tensor: snapshots of the state cannot hold it")
         line = json.dumps({"progress": dataclasses.asdict(progress)}).encode()
         extra = line + b"\n" + plain_values.dumps(parts.common)
         return None if parts is former else parts.pieces, extra
@@ -589,20 +619,20 @@ class RunState(SnapshotState):
 
 
 def require_same_model(
-    manifest: Manifest, config: TrainerConfig, padded_vocab_size: int, what: str
+    manifest: Manifest, config: TrainerConfig, padded_vocab_size: int, name: str
 ) -> None:
-    """Check that a checkpoint is of the model that the run's settings describe.
+    """Checks that a checkpoint is of the model that the run's settings describe.
 
     Args:
-        manifest: of the checkpoint.
-        config: the run's settings.
-        padded_vocab_size: rows of the run's embedding.
-        what: names the checkpoint in the error.
+        manifest: Manifest of the checkpoint.
+        config: Settings of the run.
+        padded_vocab_size: Number of rows of the run's embedding.
+        name: Name of the checkpoint for the error.
 
     Raises:
-        CheckpointError: it is of another model; the text lists the settings that differ.
+        CheckpointError: If it is of another model; the text lists the settings that differ.
     """
-    saved = _saved_config(manifest, what)
+    saved = _saved_config(manifest, name)
     names = SHAPES if config.checkpoint.finetune else SHAPES + MEANINGS
     different = _differences(saved.model, config.model, names)
     different += _differences(saved.core, config.core, _PARTS)
@@ -614,7 +644,7 @@ def require_same_model(
             "model of both"
         )
     elif config.lora.is_on and not config.checkpoint.finetune:
-        different.append("it has no adapters to go on with; start some with --finetune")
+        different.append("it has no adapters to continue; --finetune starts new ones")
     if not _same_vocabulary(saved, manifest["padded_vocab_size"], config, padded_vocab_size):
         different.append(
             f"padded vocabulary is {manifest['padded_vocab_size']} in the checkpoint and "
@@ -622,31 +652,31 @@ def require_same_model(
         )
     if different:
         raise CheckpointError(
-            f"{what} is of another model: {'; '.join(different)}. Give the settings it was "
+            f"{name} is of another model: {'; '.join(different)}. Give the settings it was "
             "trained with, or name another folder with --load"
         )
 
 
-def require_same_optimizer(manifest: Manifest, config: TrainerConfig, what: str) -> None:
-    """Check that the optimizer state in a checkpoint fits the run's optimizer.
+def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str) -> None:
+    """Checks that the optimizer state in a checkpoint fits the run's optimizer.
 
     Raises:
-        CheckpointError: there is none, or it is of another kind.
+        CheckpointError: If there is none, or it is of another kind.
     """
     remedy = "load the weights alone with --no-load-optim or --finetune"
     if not manifest["has_optimizer"]:
-        raise CheckpointError(f"{what} holds no optimizer state (--no-save-optim): {remedy}")
-    before = _optimizer_of(_saved_config(manifest, what))
+        raise CheckpointError(f"{name} holds no optimizer state (--no-save-optim): {remedy}")
+    before = _optimizer_of(_saved_config(manifest, name))
     for flag, now in _optimizer_of(config).items():
         if before[flag] != now:
             raise CheckpointError(
-                f"{what} holds the state of another optimizer: {flag} is {before[flag]} in the "
+                f"{name} holds the state of another optimizer: {flag} is {before[flag]} in the "
                 f"checkpoint and {now} here. Give the same, or {remedy}"
             )
 
 
 def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
-    """Return the settings that give the optimizer's state its form, by flag."""
+    """Returns the settings that decide the form of the optimizer's state, by flag."""
     settings = config.optimizer
     return {
         "--optimizer": settings.optimizer,
@@ -657,24 +687,26 @@ def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
     }
 
 
-def _saved_config(manifest: Manifest, what: str) -> TrainerConfig:
+def _saved_config(manifest: Manifest, name: str) -> TrainerConfig:
     try:
         return TrainerConfig.from_dict(manifest["config"])
     except ConfigError as error:
-        raise CheckpointError(f"{what}: {error}") from None
+        raise CheckpointError(f"{name}: {error}") from None
 
 
 def _given(value: bool) -> str:
     return "given" if value else "not given"
 
 
-def _differences(saved: Any, own: Any, names: Sequence[str]) -> list[str]:
-    specs = {spec.dest: spec for spec in fields_of(own.__class__)}
+def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
+    """Returns a line for each named setting that differs from a checkpoint's."""
+    specs = {spec.dest: spec for spec in fields_of(settings.__class__)}
     lines = []
     for name in names:
-        if _is_without_effect(name, saved, own):
+        if _is_without_effect(name, saved, settings):
             continue
-        before, now = getattr(saved, name), getattr(own, name)
+        before = getattr(saved, name)
+        now = getattr(settings, name)
         if before == now:
             continue
         spec = specs.get(name)
@@ -686,7 +718,7 @@ def _differences(saved: Any, own: Any, names: Sequence[str]) -> list[str]:
 
 
 def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
-    """Return whether a setting changes nothing in ``model``, or another names the difference."""
+    """Returns whether a setting has no effect, or its effect is covered by another setting."""
     if name == "add_qkv_bias":
         return bool(saved.add_bias_linear or model.add_bias_linear)
     if name == "max_position_embeddings":
@@ -697,18 +729,18 @@ def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
 
 
 def _same_vocabulary(
-    saved: TrainerConfig, saved_rows: int, own: TrainerConfig, own_rows: int
+    saved: TrainerConfig, saved_rows: int, config: TrainerConfig, rows: int
 ) -> bool:
-    """Return whether both numbers of rows can be one vocabulary, padded for each run's mesh.
+    """Returns whether both numbers of rows can be one vocabulary, padded for each run's mesh.
 
-    Rows that only pad may come and go with the tensor parallel size; others may not.
+    The number of padding rows may change with the tensor parallel size; other rows may not change.
     """
 
-    def smallest(config: TrainerConfig, rows: int) -> int:
+    def fewest(config: TrainerConfig, rows: int) -> int:
         multiple = (
             config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
         )
         return rows - multiple + 1
 
-    largest = min(saved_rows, own_rows)
-    return max(smallest(saved, saved_rows), smallest(own, own_rows)) <= largest
+    largest = min(saved_rows, rows)
+    return max(fewest(saved, saved_rows), fewest(config, rows)) <= largest

@@ -1,22 +1,23 @@
-"""Writes the state of all ranks in the form of ``torch.distributed.checkpoint``.
+"""Writes the state of all ranks in the format of ``torch.distributed.checkpoint``.
 
 ::
 
-    __<rank>_0.distcp    what a rank writes: its tensors, then its objects, each as torch.save does
+    __<rank>_0.distcp    file of a rank: its tensors, then its objects, each as torch.save does
                          [ head of torch.save | bytes of the tensor | end of torch.save ] ...
                          [ pickled object | the same as plain values ] ...
-    .metadata            name, place in the whole tensor, file and offset of each of them
-    index.json           the same, with the offset of the bytes alone, and without pickles
+    .metadata            name, offset in the whole tensor, file and position of each of them
+    index.json           the same, with the position of the bytes alone, and without pickles
 
-Every checkpoint is written here: the trainer's, which megatron-core reads as ``torch_dist``, those
-of a ``Pipeline``, and those made of snapshots in memory. Torch and Megatron-LM read it by its
-``.metadata``, we by the index (``checkpoint.reader``). It is written in the process that trains:
-megatron-core's own writer starts a process by ``spawn`` and others by ``fork`` at each save, which
-costs seconds and copies the sockets and mappings of the channels into the children.
+This module writes every checkpoint: those of the trainer, which megatron-core reads as
+``torch_dist``, those of a ``Pipeline``, and those made from snapshots in memory. Torch and
+Megatron-LM read a checkpoint by its ``.metadata``, this program by the index
+(``checkpoint.reader``). The process that trains also writes. megatron-core's writer would start
+processes by ``spawn`` and ``fork`` at each save, which takes seconds and copies the sockets and
+mappings of the channels into the children.
 
-Ranks agree on who writes what when some rank's state changes its layout. Until then a checkpoint is
-one write of each rank and a few numbers between them. That matters behind training, where each line
-of Python holds up the thread that trains.
+Ranks agree on the parts that each writes when the layout of some rank's state changes. Until then a
+checkpoint is one write per rank and a few numbers between ranks. This matters in the background,
+where each line of Python delays the training thread.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 COMMON, PICKLED_COMMON = "common.values", "common.pt"
-"""Files of what all ranks of the trainer have in common, without and with pickles."""
+"""Names of the files with values that all ranks of the trainer share, without and with pickles."""
 _CORE = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -60,29 +61,42 @@ _CORE = {
 }
 
 Part = tuple[str, tuple[int, ...]]
-"""Name in a checkpoint, and place in the whole tensor."""
+"""Name of a tensor or object in a checkpoint, and offset in the whole tensor."""
 
 Entry = dict[str, Any]
-"""Describes a part in a checkpoint's index, see :func:`entry_of`; an object by its ``name`` alone.
+"""Describes a part in a checkpoint's index, see :func:`entry_of`; an object has only ``name``.
 
-Once it is written it has also ``path`` and ``place``: the file, and where it is there.
+After the write it also has ``path``, the name of the file, and ``place``, a :class:`Place`.
 """
 
-Place = tuple[int, int, int, int]
-"""Offset and length in a file, in bytes, of what ``torch.save`` makes; and of a tensor's bytes in
-that, or of an object's plain values after it, both zero of one that says nothing."""
+
+class Place(NamedTuple):
+    """Locates a part in a file.
+
+    Attributes:
+        begin: Offset of the output of ``torch.save`` in bytes.
+        length: Length of it in bytes.
+        content: Offset of a tensor's bytes, or of an object's plain values, 0 if those are empty.
+        content_length: Length of these in bytes, 0 if they are empty.
+    """
+
+    begin: int
+    length: int
+    content: int
+    content_length: int
+
 
 Heads = dict[tuple[torch.dtype, torch.Size], int]
-"""Bytes that ``torch.save`` writes before those of a tensor, by its type and size."""
+"""Number of bytes that ``torch.save`` writes before a tensor's bytes, by type and size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedObject:
-    """Holds a value of the state that is no tensor.
+    """Holds a value of the state that is not a tensor.
 
     Attributes:
-        pickled: for torch and Megatron-LM, from :func:`pickled`.
-        plain: the same for us, from :func:`values.dumps`.
+        pickled: Bytes for torch and Megatron-LM, from :func:`pickled`.
+        plain: Bytes for this program, from :func:`plain_values.dumps`.
     """
 
     pickled: bytes
@@ -90,10 +104,10 @@ class SavedObject:
 
     @classmethod
     def of(cls, value: Any) -> SavedObject:
-        """Write a value in both forms; ``[None]``, which most layers have, as nothing.
+        """Serializes a value in both forms; ``[None]``, which most layers have, becomes empty.
 
         Raises:
-            TypeError: it has no plain form.
+            TypeError: If it has no plain form.
         """
         plain = b"" if value == [None] else plain_values.dumps(value)
         return cls(pickled=pickled(value) if plain else _nothing(), plain=plain)
@@ -101,12 +115,12 @@ class SavedObject:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A tensor of the state.
+    """A part of a tensor of the state.
 
     Attributes:
-        tensor: that holds it until the next update.
-        size: of its part of the whole tensor.
-        whole: size of that.
+        tensor: Tensor with the data, valid until the next update.
+        size: Shape of this part.
+        whole: Shape of the whole tensor.
     """
 
     tensor: torch.Tensor
@@ -116,15 +130,15 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class TakenState:
-    """Holds the state of a rank at a step, as a checkpoint has it.
+    """Holds the state of a rank at a step, in the form that a checkpoint has.
 
     Attributes:
-        pieces: its tensors; of what several ranks hold the first one's are written.
-        objects: the same of other values, by name.
-        once: files that a checkpoint has once, by name; those of rank 0 are written.
-        manifest: returns what the program's own manifest holds besides files, given the ID of the
-            save, empty where all of it goes to one folder, and all ranks. Collective; what rank 0
-            gets counts.
+        pieces: Tensors. If several ranks have the same part, the first one's is written.
+        objects: Other values by name; the same rule applies.
+        once: Contents of files that a checkpoint has once, by name; those of rank 0 are written.
+        manifest: Function that returns the entries of the program's manifest, except files. It is
+            called with the identifier of the save, empty if all goes to one folder, and all ranks.
+            Collective; rank 0's result is used.
     """
 
     pieces: Mapping[Part, Piece]
@@ -134,7 +148,7 @@ class TakenState:
 
 
 def entry_of(part: Part, piece: Piece) -> Entry:
-    """Return what the index of a checkpoint says of a part, as JSON can hold it."""
+    """Returns the description of a part for the index, in types that JSON can express."""
     name, offset = part
     return {
         "name": name,
@@ -146,7 +160,7 @@ def entry_of(part: Part, piece: Piece) -> Entry:
 
 
 class ShardWriter:
-    """Writes one checkpoint after the other."""
+    """Writes one checkpoint after another, and reuses the layout if it did not change."""
 
     def __init__(self) -> None:
         self._layout: list[Entry] | None = None
@@ -159,59 +173,65 @@ class ShardWriter:
     def write(
         self, state: TakenState, folder: Path, ranks: RankGroup
     ) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """Write what ranks hold, durably; collective.
+        """Writes the parts of all ranks, durably; collective.
 
         Args:
-            state: of this rank.
-            folder: of the checkpoint; it exists on all ranks.
-            ranks: all of them.
+            state: State of this rank.
+            folder: Folder of the checkpoint, which all ranks see.
+            ranks: All ranks.
 
         Returns:
-            On rank 0 the files that the checkpoint has once, which are still to be written; and
-            of all ``files`` the sizes, and ``blocks``, their checksums, as manifests have them.
+            On rank 0 the files that the checkpoint has once, which the caller must write. On all
+            ranks the entries ``files``, sizes by name, and ``blocks``, checksums by name, of the
+            manifest.
 
         Raises:
-            CheckpointError: it could not be written on some rank.
+            CheckpointError: If it could not be written on some rank.
         """
-        pieces, objects = state.pieces, state.objects
-        layout = [entry_of(*one) for one in pieces.items()] + [{"name": name} for name in objects]
+        pieces = state.pieces
+        objects = state.objects
+        layout = [entry_of(part, piece) for part, piece in pieces.items()]
+        layout += [{"name": name} for name in objects]
         if ranks.any(layout != self._layout):
             self._share_out(ranks.gather(layout), ranks.rank)
             self._layout = layout
-        tensors = [one.tensor.view(one.size) for one in pieces.values()]
+        tensors = [piece.tensor.view(piece.size) for piece in pieces.values()]
         every: list[Any] = [*tensors, *objects.values()]
-        own = [one for number, one in enumerate(every) if number in self._own]
+        assigned = [value for number, value in enumerate(every) if number in self._own]
         path = folder / f"__{ranks.rank}_0.distcp"
-        written, total = ranks.together(lambda: write_file(path, own, self._heads))
+        written, total = ranks.together(lambda: write_file(path, assigned, self._heads))
         if ranks.any(written != self._written):
             self._place(written, ranks)
         once = {**state.once, **self._indices} if ranks.is_first else {}
         sums = {name: sum_of(content) for name, content in once.items()}
-        for rank, one in enumerate(ranks.gather(total)):
-            sums[f"__{rank}_0.distcp"] = one
+        for rank, total_of_rank in enumerate(ranks.gather(total)):
+            sums[f"__{rank}_0.distcp"] = total_of_rank
         files = {name: size for name, (size, _) in sums.items()}
-        return once, {"files": files, "blocks": {name: one for name, (_, one) in sums.items()}}
+        blocks = {name: checksums for name, (_, checksums) in sums.items()}
+        return once, {"files": files, "blocks": blocks}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
-        """Bring the index up to date where parts came to lie elsewhere. Collective."""
+        """Updates the index for parts whose place in a file changed. Collective."""
         is_new = len(written) != len(self._written)
         changed = {
-            number: one
-            for number, one in enumerate(written)
-            if is_new or one != self._written[number]
+            number: position
+            for number, position in enumerate(written)
+            if is_new or position != self._written[number]
         }
         self._written = written
         for rank, places in enumerate(ranks.gather(changed)):
-            for number, place in places.items():
-                file = {"path": f"__{rank}_0.distcp", "place": place}
+            for number, position in places.items():
+                file = {"path": f"__{rank}_0.distcp", "place": position}
                 self._tables[rank][number].update(file)
         if ranks.is_first:
             self._indices = indices_of([entry for table in self._tables for entry in table])
 
     def _share_out(self, layouts: Sequence[Sequence[Entry]], rank: int) -> None:
-        """Let the first rank that holds a part write it."""
+        """Assigns each part to the first rank that has it."""
         taken: set[Part] = set()
-        self._tables, self._own, self._written = [[] for _ in layouts], set(), []
+        self._tables = [[] for _ in layouts]
+        self._own = set()
+        self._written = []
         for holder, layout in enumerate(layouts):
             for number, entry in enumerate(layout):
                 part = entry["name"], tuple(entry.get("offset", ()))
@@ -223,7 +243,7 @@ class ShardWriter:
 
 
 def indices_of(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Return the files that say where these parts of a checkpoint are: torch's, and ours."""
+    """Returns the index files for these parts of a checkpoint: torch's and this program's."""
     return {METADATA: _torch_index(entries), INDEX: _plain_index(entries)}
 
 
@@ -231,32 +251,35 @@ def _plain_index(entries: Sequence[Entry]) -> bytes:
     tensors: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for entry in entries:
-        name, (_, _, at, length) = entry["name"], entry["place"]
+        name = entry["name"]
+        _, _, content, length = entry["place"]
         if "size" not in entry:
-            objects[name] = [entry["path"], at, length] if length else None
+            objects[name] = [entry["path"], content, length] if length else None
             continue
         saved = {"type": entry["type"], "whole": entry["whole"], "parts": []}
-        part = [entry["offset"], entry["size"], entry["path"], at]
+        part = [entry["offset"], entry["size"], entry["path"], content]
         tensors.setdefault(name, saved)["parts"].append(part)
     return json.dumps({"tensors": tensors, "objects": objects}, separators=(",", ":")).encode()
 
 
 def _torch_index(entries: Sequence[Entry]) -> bytes:
-    found: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
+    described: dict[str, Any] = {}
+    infos: dict[MetadataIndex, Any] = {}
     for entry in entries:
-        name, place = entry["name"], None
+        name = entry["name"]
+        offset = None
         if "size" not in entry:
-            found[name] = BytesStorageMetadata()
+            described[name] = BytesStorageMetadata()
         else:
-            place = torch.Size(entry["offset"])
+            offset = torch.Size(entry["offset"])
             kind = TensorProperties(dtype=getattr(torch, entry["type"]))
             whole = TensorStorageMetadata(kind, torch.Size(entry["whole"]), [])
-            chunk = ChunkStorageMetadata(place, torch.Size(entry["size"]))
-            found.setdefault(name, whole).chunks.append(chunk)
-        at, length, _, _ = entry["place"]
-        places[MetadataIndex(name, place)] = filesystem._StorageInfo(entry["path"], at, length)
-    index = Metadata(found, storage_data=places)
+            chunk = ChunkStorageMetadata(offset, torch.Size(entry["size"]))
+            described.setdefault(name, whole).chunks.append(chunk)
+        begin, length, _, _ = entry["place"]
+        info = filesystem._StorageInfo(entry["path"], begin, length)
+        infos[MetadataIndex(name, offset)] = info
+    index = Metadata(described, storage_data=infos)
     index.version = filesystem.CURRENT_DCP_VERSION
     return pickle.dumps(index)
 
@@ -264,50 +287,52 @@ def _torch_index(entries: Sequence[Entry]) -> bytes:
 def write_file(
     path: Path, data: Iterable[torch.Tensor | SavedObject], heads: Heads
 ) -> tuple[list[Place], FileSum]:
-    """Write a rank's file of tensors and objects, durably.
+    """Writes a rank's file of tensors and objects, durably.
 
     Args:
-        path: of the file.
-        data: that it holds.
-        heads: as far as they are known; others are added.
+        path: Path of the file.
+        data: Tensors and objects to write.
+        heads: Known lengths of torch's heads; unknown ones are added.
 
     Returns:
-        Where each of them is in it, and its size and checksums.
+        Place of each of them in the file, and the file's size and checksums.
 
     Raises:
-        OSError: it could not be written.
+        OSError: If it could not be written.
     """
-    found, sums = list[Place](), Checksums()
+    places: list[Place] = []
+    sums = Checksums()
     try:
         with path.open("wb", buffering=0) as file:
-            for one in data:
-                at = sums.size
-                if isinstance(one, SavedObject):
-                    length = write_summed(file, sums, one.pickled)
-                    plain = write_summed(file, sums, one.plain)
-                    found.append((at, length, at + length if plain else 0, plain))
+            for value in data:
+                begin = sums.size
+                if isinstance(value, SavedObject):
+                    length = write_summed(file, sums, value.pickled)
+                    plain = write_summed(file, sums, value.plain)
+                    places.append(Place(begin, length, begin + length if plain else 0, plain))
                     continue
-                tensor = _compact(one)
-                form, saved = (tensor.dtype, tensor.shape), _buffered(tensor)
+                tensor = _compact(value)
+                form = (tensor.dtype, tensor.shape)
+                saved = _buffered(tensor)
                 if form not in heads:
                     saved.seek(0)
                     reader: Any = torch._C.PyTorchFileReader(saved)
                     heads[form] = int(reader.get_record_offset("data/0"))
                 with saved.getbuffer() as content:
                     length = write_summed(file, sums, content)
-                found.append((at, length, at + heads[form], tensor.nbytes))
-        sync(path)  # by who wrote it: what another node has not written yet only that one can
+                places.append(Place(begin, length, begin + heads[form], tensor.nbytes))
+        sync(path)  # only the node that wrote a file can flush it
         sync(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-    return found, sums.result()
+    return places, sums.result()
 
 
 def common_files(common: Any) -> dict[str, bytes]:
-    """Returns the files with which megatron-core and we find what all ranks have in common.
+    """Returns the files with values that all ranks share, for megatron-core and for this program.
 
     Raises:
-        TypeError: it has no plain form.
+        TypeError: If a value has no plain form.
     """
     form = json.dumps(_CORE).encode()
     return {
@@ -323,21 +348,21 @@ def _nothing() -> bytes:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the host's memory, without what else is in memory that it lies in."""
+    """Returns a tensor in host memory whose storage has no other elements."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
 
 
-def overlay(memory: Any, at: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    """Return a tensor that lies in a buffer, from an offset in bytes on."""
+def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
+    """Returns a tensor over a buffer, from an offset in bytes."""
     if not (count := math.prod(size)):
         return torch.empty(size, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(size)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(size)
 
 
 def pickled(value: Any) -> bytes:
-    """Return the file that ``torch.save`` makes, which itself would hide why writing it fails."""
+    """Returns the output of ``torch.save``, which hides the cause of errors if it writes a file."""
     return _buffered(value).getvalue()
 
 

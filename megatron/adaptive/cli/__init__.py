@@ -1,6 +1,7 @@
-"""The subcommands, a file each: ``main(argv)`` takes the arguments behind the name.
+"""Contains the subcommands, one per file. ``main(argv)`` gets the arguments after the subcommand.
 
-It returns the exit status, 0 where its docstring names no other, and raises an ``AdaptiveError``
-for what a user can mend, such as ``ConfigError`` for a wrong option or file and ``SetupError`` for
-what the machine lacks; ``run_cli`` prints that as one line and gives status 2.
+It returns the exit status: 0, unless its docstring names another. It raises an ``AdaptiveError``
+for what a user can fix, such as ``ConfigError`` for a wrong option or file and ``SetupError`` for
+something that the machine lacks. ``run_cli`` prints such an error as one line and returns status 2.
+
 """

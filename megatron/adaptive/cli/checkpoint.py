@@ -1,7 +1,7 @@
-"""``checkpoint``: lists checkpoints, describes one, and checks that they are what was written.
+"""``checkpoint``: lists checkpoints, describes one, and checks them for damage.
 
-Starts no process group and imports no torch. Only ``import-hf`` and ``export-hf`` import it, which
-make checkpoints of Hugging Face folders, and go back.
+Starts no process group and imports no torch, except in ``import-hf`` and ``export-hf``, which
+convert Hugging Face folders to checkpoints and back.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _EXIT_DAMAGED = 1
 _MIB = 1 << 20
 _RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 _GB = 10**9
-_LONG = ("config", "files", "blocks", "options", "states")  # of manifests
+_LONG = ("config", "files", "blocks", "options", "states")  # Keys of manifests with long values.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``verify``, ``list`` or ``show``.
+    """Runs ``verify``, ``list`` or ``show``.
 
     Returns:
-        The exit status: 1 where a checkpoint is damaged.
+        Exit status: 1 if a checkpoint is damaged.
     """
     options = _parser().parse_args(argv)
     path = Path(options.folder)
@@ -53,13 +53,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="checkpoint",
-        description="List checkpoints, describe one, or check that they are what was written.",
+        prog="checkpoint", description="List checkpoints, describe one, or check them for damage."
     )
-    what = "verify reads all of them; list looks at manifests; show describes the newest, or one"
-    parser.add_argument("what", choices=("verify", "list", "show"), help=what)
-    parser.add_argument("folder", metavar="DIR", help="folder of checkpoints, or one of them")
-    parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="this one alone")
+    text = (
+        "verify: read all files; list: read manifests only; show: describe the newest or one step"
+    )
+    parser.add_argument("what", choices=("verify", "list", "show"), help=text)
+    parser.add_argument(
+        "folder", metavar="DIR", help="folder of checkpoints, or a single checkpoint"
+    )
+    parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="only this step")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -91,7 +94,7 @@ def _table(rows: Sequence[dict[str, Any]], *, is_read: bool) -> list[str]:
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved_s"]))
         state = "whole" if is_read else "complete"
         if not row["has_checksums"]:
-            state = "of a former version: sizes alone are known"
+            state = "written by an older version: only sizes can be checked"
         if row["problems"]:
             state = "DAMAGED"
         size = f"{row['bytes'] / _MIB:.1f}"
@@ -103,28 +106,28 @@ def _table(rows: Sequence[dict[str, Any]], *, is_read: bool) -> list[str]:
 def _about(folders: StepFolders, step: int) -> dict[str, Any]:
     path = folders.complete_path(step)
     body = folders.read_manifest(path)
-    found = {name: one for name, one in body.items() if name not in _LONG}
+    about = {name: value for name, value in body.items() if name not in _LONG}
     tensors: dict[str, Any] = {}
     if INDEX in body["files"]:
         try:
             tensors = {
-                name: {"type": one["type"], "shape": one["whole"], "parts": len(one["parts"])}
-                for name, one in parse_json(read_whole(path / INDEX))["tensors"].items()
+                name: {"type": entry["type"], "shape": entry["whole"], "parts": len(entry["parts"])}
+                for name, entry in parse_json(read_whole(path / INDEX))["tensors"].items()
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             why = f"{path / INDEX} cannot be read ({error}): see checkpoint verify {path}"
             raise DamagedCheckpointError(why) from None
-    return {"path": str(path), **found, "files": body["files"], "tensors": tensors}
+    return {"path": str(path), **about, "files": body["files"], "tensors": tensors}
 
 
 def _lines(about: dict[str, Any]) -> list[str]:
     lines = []
-    for name, one in about.items():
-        if not isinstance(one, dict):
-            lines.append(f"{name}: {one}")
+    for name, entry in about.items():
+        if not isinstance(entry, dict):
+            lines.append(f"{name}: {entry}")
             continue
         lines.append(f"{name}:")
-        for key, value in one.items():
+        for key, value in entry.items():
             if name == "tensors":
                 value = f"{value['type']} {value['shape']} in {value['parts']}"
             lines.append(f"  {key}: {value}")
@@ -132,16 +135,17 @@ def _lines(about: dict[str, Any]) -> list[str]:
 
 
 def import_hf(argv: Sequence[str]) -> None:
-    """Writes a checkpoint of iteration 0, and the flags of the model beside it."""
+    """Writes a checkpoint of iteration 0, and a file with the model's flags next to it."""
     parser = CommandParser(
         prog="import-hf",
-        description="Make a checkpoint of a Hugging Face folder, in any size of memory.",
+        description="Convert a Hugging Face folder to a checkpoint, in bounded memory.",
     )
     parser.add_argument("folder", metavar="DIR", help="config.json and *.safetensors")
     parser.add_argument("--output", required=True, metavar="CKPT", help="folder for --load")
     options = parser.parse_args(argv)
-    folder, output = Path(options.folder).absolute(), Path(options.output)
-    document, words = load_config(folder)
+    folder = Path(options.folder).absolute()
+    output = Path(options.output)
+    document, flags = load_config(folder)
     kind = document.get("dtype", document.get("torch_dtype"))
     half = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(str(kind), [])
     config = parse([*_RUN, *half, LOAD_FLAG, str(folder)], world_size=1)
@@ -149,18 +153,18 @@ def import_hf(argv: Sequence[str]) -> None:
     from megatron.adaptive.checkpoint.hugging_face_weights import import_folder
 
     path = import_folder(folder, output, config)
-    (output / FLAGS_FILE).write_text(shlex.join(words) + "\n", encoding="utf-8")
+    (output / FLAGS_FILE).write_text(shlex.join(flags) + "\n", encoding="utf-8")
     show(f"{path}: train with --load {output} --finetune and the flags in {FLAGS_FILE} there")
 
 
 def export_hf(argv: Sequence[str]) -> None:
-    """Writes a folder as ``transformers`` does."""
+    """Writes a folder in the format of ``transformers``."""
     parser = CommandParser(
         prog="export-hf",
-        description="Write a checkpoint as a Hugging Face folder, for transformers or vLLM.",
+        description="Convert a checkpoint to a Hugging Face folder, for transformers or vLLM.",
     )
     parser.add_argument("checkpoints", metavar="CKPT", help="folder of --save")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder that is made")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="iteration")
     text = "folder with config.json and tokenizer; by default that of import-hf or --load-hf"
     parser.add_argument("--config", metavar="DIR", help=text)
@@ -187,7 +191,7 @@ def export_hf(argv: Sequence[str]) -> None:
 
 
 def _load_libraries() -> None:
-    """Imports torch and megatron-core, with what they lack on this machine."""
+    """Imports torch and megatron-core, adapted to this machine."""
     from megatron.adaptive import accelerator
 
     accelerator.install()

@@ -1,4 +1,4 @@
-"""Ends every command line program in one way when it meets an expected error."""
+"""Runs command line programs so that each ends in the same way on an expected error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOPPED = "stopped by the user"
 
 
 def show(text: str = "", *, file: TextIO | None = None) -> None:
-    """Prints text that holds words from outside: names, paths, lines of others' files."""
+    """Prints text from outside, such as names, paths or lines of other files, made printable."""
     print(printable(text, lines=True), file=file, flush=True)
 
 
@@ -33,10 +33,10 @@ def open_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            made = os.open(os.devnull, flags)
-            if made != number:
-                os.dup2(made, number)
-                os.close(made)
+            descriptor = os.open(os.devnull, flags)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             mode = "r" if flags == os.O_RDONLY else "w"
@@ -67,7 +67,7 @@ def end_at_once(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def interrupts_end_at_once() -> Iterator[None]:
-    """Lets Ctrl-C, SIGTERM and SIGHUP end the process in the body with one line.
+    """Ends the process with one line if Ctrl-C, SIGTERM or SIGHUP arrives within the block.
 
     Use it around imports, which may turn an interrupt into another error. Ignored signals stay
     ignored.
@@ -85,17 +85,17 @@ def interrupts_end_at_once() -> Iterator[None]:
 
 
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Runs ``main(argv)`` and turns an expected error into one line on stderr.
+    """Runs ``main(argv)`` and prints an expected error as one line on stderr.
 
     Args:
-        main: the program; gets the arguments without the program's name, returns its exit status
-            (``None`` counts as 0).
-        argv: the arguments, ``sys.argv[1:]`` by default.
+        main: Program. It gets the arguments without the program's name and returns its exit status;
+            ``None`` counts as 0.
+        argv: Arguments, ``sys.argv[1:]`` by default.
 
     Returns:
-        The exit status: 2 for an :class:`AdaptiveError`, 130 for Ctrl-C, 141 where the reader of
-        its output has gone, as ``head`` does. Other exceptions pass through with their traceback,
-        for they are bugs.
+        Exit status: 2 for an :class:`AdaptiveError`, 130 for Ctrl-C, 141 if the reader of the
+        output has closed it, as ``head`` does. Other exceptions are bugs: they are not caught and
+        keep their traceback.
     """
     open_streams()
     try:
@@ -106,12 +106,12 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         print(_STOPPED, file=sys.stderr, flush=True)
         return 130
     except BrokenPipeError:
-        # What is still buffered must not fail once more when Python ends.
+        # Python flushes the buffered rest at exit, which must not fail a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
-        known = expected(error)
-        if known is None:
+        expected_error = expected(error)
+        if expected_error is None:
             raise
-        say(f"error: {known}")
+        say(f"error: {expected_error}")
         return EXIT_EXPECTED_ERROR

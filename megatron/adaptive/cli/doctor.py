@@ -1,4 +1,4 @@
-"""Checks whether a node is fit for a run, and says how to mend what is not."""
+"""Checks whether a node is fit for a run, and suggests how to fix what is not."""
 
 from __future__ import annotations
 
@@ -30,26 +30,32 @@ from megatron.adaptive.planner.discover_cluster import describe_node
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks and prints.
+    """Checks this node and prints the findings.
 
     Returns:
-        1 if something is missing without which a run cannot work.
+        1 if something is missing that a run needs, else 0.
     """
     parser = CommandParser(
         prog="python -m megatron.adaptive doctor",
-        description="Check this node; with --master-addr also the way between nodes: give the "
-        "same address on two nodes, one of which has it.",
+        description="Check this node. With --master-addr also check the connection between two"
+        " nodes: start it on both with the address of one of them.",
     )
     add = parser.add_argument
-    add("--master-addr", help="address of one of the nodes that is checked")
-    add("--master-port", type=number(int, 1, 65535, "port"), default=29500, help="its port (29500)")
+    add("--master-addr", help="address of one of the two nodes")
+    add(
+        "--master-port",
+        type=number(int, 1, 65535, "port"),
+        default=29500,
+        help="port at that address (29500)",
+    )
     wait_s = number(float, 0, 1e9)
     add("--timeout", type=wait_s, default=60.0, help="seconds to wait for the other node (60)")
     add("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(argv)
     checks = check_node(options.master_port)
     if options.master_addr is not None:
-        address, secret = resolve(options.master_addr), job_secret() or _KNOWN_TO_ALL
+        address = resolve(options.master_addr)
+        secret = job_secret() or _KNOWN_TO_ALL
         if interface_of(address) is not None:
             checks += asyncio.run(answer_peers(options.master_port, options.timeout, secret))
         else:
@@ -60,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _print(checks: Sequence[Check], *, as_json: bool) -> None:
     if as_json:
-        found = {"node": node_report(), "checks": [asdict(check) for check in checks]}
-        print(json.dumps({"host": socket.gethostname(), **found}, indent=2))
+        report = {"node": node_report(), "checks": [asdict(check) for check in checks]}
+        print(json.dumps({"host": socket.gethostname(), **report}, indent=2))
         return
     width = max(len(check.name) for check in checks)
     for check in checks:
@@ -76,7 +82,7 @@ _LEAST_PYTHON = (3, 10)
 _MOST_SKEW_S = 0.1
 _CONNECT_S = 5.0
 _PURPOSE = "doctor"
-# It starts and changes nothing: the user need not carry a secret from node to node to be helped.
+# The check starts and changes nothing, so a user need not copy a secret between the nodes for it.
 _KNOWN_TO_ALL = "megatron.adaptive doctor"
 _OPEN = "open the ports between the nodes; gloo and NCCL take any above 1023"
 _TORCH = (
@@ -87,13 +93,13 @@ _TORCH = (
 
 @dataclass(frozen=True)
 class Check:
-    """Holds one finding.
+    """Describes one finding.
 
     Attributes:
-        name: what was looked at.
-        state: ``warning`` where a run may work, ``error`` where it cannot.
-        text: what was found.
-        mend: what to do; empty if all is well.
+        name: Name of the item that was checked.
+        state: ``warning`` if a run may work anyway, ``error`` if it cannot.
+        text: Result of the check.
+        mend: Suggested fix, empty if all is well.
     """
 
     name: str
@@ -103,7 +109,7 @@ class Check:
 
 
 def _check(name: str, text: str, mend: str = "", *, is_error: bool = False) -> Check:
-    """Returns a finding, which is well where there is nothing to mend."""
+    """Returns a finding; its state is ``ok`` if there is no fix to suggest."""
     return Check(name, ("error" if is_error else "warning") if mend else "ok", text, mend)
 
 
@@ -111,18 +117,18 @@ def check_node(port: int) -> list[Check]:
     """Checks this node alone.
 
     Args:
-        port: the one that a run would use.
+        port: Port that a run would use.
     """
     steps = (_software, _extension, _shared_memory, _rdma, _names, _clock)
     return [check for step in steps for check in step()] + [_port(port)]
 
 
 def node_report() -> dict[str, Any]:
-    """Describes this node as an entry of a cluster file, as far as its tools say it."""
+    """Describes this node as an entry of a cluster file, as far as its tools report the facts."""
     texts = []
-    for words in (["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"]):
+    for command in (["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"]):
         try:
-            done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
             texts.append("" if done.returncode else done.stdout)
         except (OSError, subprocess.TimeoutExpired):
             texts.append("")
@@ -184,7 +190,8 @@ def _shared_memory() -> Iterator[Check]:
     except OSError as error:
         yield _check("/dev/shm", str(error.strerror), "mount a tmpfs there", is_error=True)
         return
-    size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+    size = facts.f_blocks * facts.f_frsize
+    free = facts.f_bavail * facts.f_frsize
     mend = "start the container with --shm-size 16g, or in Kubernetes mount an emptyDir of medium"
     mend = f"{mend} Memory there" if free < _LEAST_SHM else ""
     yield _check("/dev/shm", f"{size / _GIB:.2f} GiB, {free / _GIB:.2f} GiB free", mend)
@@ -204,7 +211,8 @@ def _rdma() -> Iterator[Check]:
             mend = "give the interface of the device an IPv4 address"
         yield _check("RDMA", f"{port.device}:{port.port} {port.state}, {port.link}, {gid}", mend)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text, mend = "unlimited", ""
+    text = "unlimited"
+    mend = ""
     if soft != resource.RLIM_INFINITY:
         text = f"{soft >> 10} KiB; RDMA pins more"
         mend = "ulimit -l unlimited, --ulimit memlock=-1 for a container, or limits.conf"
@@ -220,14 +228,15 @@ def _names() -> Iterator[Check]:
         mend = "bring a network interface up; on one machine alone this does not matter"
         yield _check("network", str(error), mend)
     try:
-        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)})
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)})
     except OSError as error:
         mend = f"add a line with this node's address and {host} to /etc/hosts"
         yield _check("host name", f"{host}: {error.strerror}", mend)
         return
-    text, mend = f"{host} is {', '.join(found)}", ""
-    if all(is_loopback(address) for address in found):
-        text += " here: gloo would listen where nobody else reaches it"
+    text = f"{host} is {', '.join(addresses)}"
+    mend = ""
+    if all(is_loopback(address) for address in addresses):
+        text += " here: gloo would listen at an address that no other node reaches"
         mend = (
             f"take {host} off the loopback's line of /etc/hosts; run_master.sh, run_worker.sh and "
             "submit set GLOO_SOCKET_IFNAME, by hand set it yourself"
@@ -249,28 +258,28 @@ def _port(port: int) -> Check:
 
 
 def _ignore(text: str) -> None:
-    """Reports no visitor: what matters here is who is let in."""
+    """Ignores the report about a refused visitor; only admitted visitors matter here."""
 
 
 async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Lets other nodes check their way to this one, until the first has, or the time is over.
+    """Lets other nodes check their connection to this one, until one has done so or time is up.
 
     Args:
-        port: where to listen.
-        limit_s: how long to wait.
-        secret: that others prove.
+        port: Port to listen at.
+        limit_s: Time limit in seconds.
+        secret: Secret that the other nodes must prove.
     """
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:
-        """Answers with the time and tries the way back to the peer."""
+        """Answers with the time, and tries to connect back to the peer."""
         message = await link.receive(_CONNECT_S)
         if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
-            return await link.close()  # something else that knocked
+            return await link.close()  # Another program has connected.
         why = ""
         try:
-            found = await Connection.connect(link.peer, back, _CONNECT_S, secret, _PURPOSE)
-            await found.close()
+            link_back = await Connection.connect(link.peer, back, _CONNECT_S, secret, _PURPOSE)
+            await link_back.close()
         except OSError as error:
             why = str(error)
         link.send("checked", unix_s=time.time(), back=why)
@@ -295,7 +304,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
 
 
 def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Checks the way between this node and the one at ``address``, on which doctor runs as well."""
+    """Checks the connection to the node at an address, where doctor must also run."""
     end_s = time.monotonic() + limit_s
     while True:
         try:
@@ -303,7 +312,7 @@ def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_A
         except OSError as error:
             if time.monotonic() > end_s:
                 mend = "start doctor there with the same --master-addr; open the port in firewalls"
-                return [_check("way there", f"{address}:{port}: {error}", mend, is_error=True)]
+                return [_check("to that node", f"{address}:{port}: {error}", mend, is_error=True)]
         time.sleep(0.5)
 
 
@@ -316,20 +325,23 @@ async def _try_way(address: str, port: int, secret: str) -> list[Check]:
         message = await link.receive(3 * _CONNECT_S)
         end_s = time.time()
         if message is None or not isinstance(message.get("unix_s"), float):
-            raise ConnectionResetError("what listens there did not answer")
+            raise ConnectionResetError("the program that listens there did not answer")
     finally:
         back.close()
         await link.close()
-    early, late = begin_s - message["unix_s"], end_s - message["unix_s"]
+    early = begin_s - message["unix_s"]
+    late = end_s - message["unix_s"]
     skew_s = 0.0 if early <= 0 <= late else min(abs(early), abs(late))
-    text = f"they differ by {skew_s:.3f} s, give or take {end_s - begin_s:.3f} s"
+    text = f"they differ by {skew_s:.3f} s ± {end_s - begin_s:.3f} s"
     mend = "run chronyd or ntpd on both nodes" if skew_s > _MOST_SKEW_S else ""
     why = "".join(letter for letter in str(message.get("back"))[:200] if letter.isprintable())
     return [
         _check(
-            "way there",
+            "to that node",
             f"{address}:{port} from {link.own_address} on {interface_of(link.own_address)}",
         ),
-        _check("way back", why or "reached from there", _OPEN if why else "", is_error=True),
+        _check(
+            "from that node", why or "it reaches this node", _OPEN if why else "", is_error=True
+        ),
         _check("clocks", text, mend),
     ]

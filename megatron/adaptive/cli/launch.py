@@ -1,10 +1,10 @@
-"""Runs torchrun, with the trainer's options checked beforehand and a short message at the end.
+"""Runs torchrun, but checks the trainer's options first and ends with a short message.
 
-Takes torchrun's own command line. Differences: bad options of ``pretrain_gpt.py`` end it before any
-process starts. A failed job ends with a line about the failed rank, without the launcher's
-traceback. Ctrl-C and SIGHUP (sent when the terminal is closed) are passed on to the ranks, which
-save a checkpoint and end. SIGHUP stays ignored under ``nohup``. SIGUSR1, which Slurm sends to every
-process of a job before its time is over, is ignored here: the ranks handle it.
+Takes torchrun's own command line, with these differences: bad options of ``pretrain_gpt.py`` end it
+before any process starts. A failed job ends with one line about the failed rank, without the
+launcher's traceback. Ctrl-C and SIGHUP (sent when the terminal is closed) are passed on to the
+ranks, which save a checkpoint and end. SIGHUP stays ignored under ``nohup``. SIGUSR1, which Slurm
+sends to every process of a job before its time is over, is ignored here: the ranks handle it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def main(argv: Sequence[str]) -> int:
     """Runs torchrun with ``argv``.
 
     Returns:
-        The job's exit status: that of the rank that failed first, 128 + N after signal N.
+        Exit status of the job: that of the rank that failed first, or 128 + N after signal N.
     """
-    # Ranks inherit it until they watch for the signal themselves.
+    # Ranks inherit this, and ignore the signal until they install their own handler.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # torch sets its handlers only right before it starts ranks. Its imports take about a second,
     # and it may turn an interrupt during them into another error.
@@ -65,9 +65,10 @@ def _launch(argv: Sequence[str]) -> int:
 
     options = _read_options(argv)
     script = Path(options.training_script)
-    if not (options.module or options.no_python or script.is_file()):  # else each rank would say it
-        what = "is a folder" if script.is_dir() else "no such file"
-        raise ConfigError(f"{script}: {what}; name the script to start, such as {_TRAINER}")
+    # Report it once here; otherwise each rank would report it.
+    if not (options.module or options.no_python or script.is_file()):
+        problem = "is a folder" if script.is_dir() else "no such file"
+        raise ConfigError(f"{script}: {problem}; name the script to start, such as {_TRAINER}")
     _check_trainer(options)
     least = options.nnodes.partition(":")[0]
     require_files(options.world_size or int(options.nproc_per_node) * int(least))
@@ -77,10 +78,10 @@ def _launch(argv: Sequence[str]) -> int:
     if options.nnodes in ("1", "1:1"):
         os.environ |= loopback_variables(os.environ)
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed."):  # repeats in many lines what the rank said
+        if name.startswith("torch.distributed."):  # it repeats the rank's error over many lines
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        _check_way(options)
+        _wait_for_store(options)
         run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         return _report(error)
@@ -94,12 +95,12 @@ def _launch(argv: Sequence[str]) -> int:
 
 
 def _read_options(argv: Sequence[str]) -> Any:
-    """Reads torchrun's options; its parser prints all of them before it says what is wrong."""
+    """Parses torchrun's options; replaces its error message, which begins with all options."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     parser = get_args_parser()
-    text = "processes of all nodes, where nodes have different numbers"
-    parser.add_argument("--world-size", type=count, help=text)
+    help_text = "processes of all nodes, if nodes have different numbers"
+    parser.add_argument("--world-size", type=count, help=help_text)
 
     def complain(message: str) -> NoReturn:
         raise ConfigError(f"{message}; see python -m megatron.adaptive launch --help")
@@ -112,19 +113,19 @@ def _read_options(argv: Sequence[str]) -> Any:
         raise ConfigError(
             f"--rdzv-backend {options.rdzv_backend}: not one of {', '.join(_MEETINGS)}"
         )
-    word = options.nproc_per_node
+    text = options.nproc_per_node
     try:
-        number = natural(word)
-        number = determine_local_world_size(word) if number is None else number
+        number = natural(text)
+        number = determine_local_world_size(text) if number is None else number
     except ValueError as error:
-        reason = "is no number" if word in str(error) else str(error).rstrip(".")
+        reason = "is no number" if text in str(error) else str(error).rstrip(".")
         raise ConfigError(
-            f"--nproc-per-node {word}: {reason}; write how many processes, or cpu or gpu for one "
+            f"--nproc-per-node {text}: {reason}; write how many processes, or cpu or gpu for one "
             "on each"
         ) from None
     if not 1 <= number <= _MAX_PROCESSES:
         raise ConfigError(
-            f"--nproc-per-node {word}: there must be at least 1 process, at most {_MAX_PROCESSES}"
+            f"--nproc-per-node {text}: there must be at least 1 process, at most {_MAX_PROCESSES}"
         )
     options.nproc_per_node = str(number)
     handled = getattr(options, "signals_to_handle", None)
@@ -134,13 +135,13 @@ def _read_options(argv: Sequence[str]) -> Any:
     return options
 
 
-def _check_way(options: Any) -> None:
+def _wait_for_store(options: Any) -> None:
     """Waits for the store of the first node and reports the wait.
 
     torchrun itself would wait for it without a limit and without a message.
 
     Raises:
-        MeetingError: Its name does not resolve, nobody listens there, or what listens is no store.
+        MeetingError: The name does not resolve, nobody listens there, or the listener is no store.
     """
     if options.standalone or options.rdzv_backend.startswith("etcd"):
         return
@@ -151,16 +152,17 @@ def _check_way(options: Any) -> None:
 
     from megatron.adaptive.engine.rendezvous import MeetingError, connect, reach
 
-    place = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+    endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     try:
-        host, port = parse_rendezvous_endpoint(place, _PORT)
+        host, port = parse_rendezvous_endpoint(endpoint, _PORT)
         wait_s = float(_parse_rendezvous_config(options.rdzv_conf).get("timeout", _WAIT_S))
     except ValueError as error:
         raise MeetingError(str(error)) from None
     begin_s = time.monotonic()
     end_s = begin_s + wait_s
     reach(host, port, begin_s + _LOOK_UP_S, only_look_up=True)
-    if options.rdzv_backend == "c10d":  # nobody may listen yet: the endpoint's node serves it later
+    # Nobody may listen yet: the endpoint's node serves the store only later.
+    if options.rdzv_backend == "c10d":
         with contextlib.suppress(OSError):
             socket.create_connection((host, port), 1.0).close()
             connect(host, port, time.monotonic() + 1.0)
@@ -181,12 +183,12 @@ def _check_way(options: Any) -> None:
 
 def _no_meeting(options: Any, error: Exception) -> SetupError:
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-    place = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+    endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     return SetupError(
-        f"the processes of the job cannot meet at {place} ({reason}): the port may be in use or "
-        "the host out of reach; give --standalone on one machine, or another port, and let it, and "
-        "all above 1023 between the nodes, through the firewall; doctor --master-addr HOST on both "
-        "nodes checks the way"
+        f"the processes of the job cannot meet at {endpoint} ({reason}): the port may be in use or "
+        "the host unreachable; on one machine give --standalone, else another port, and open it and"
+        " all above 1023 between the nodes in the firewall; doctor --master-addr HOST on both"
+        " nodes checks the connection"
     )
 
 
@@ -204,13 +206,13 @@ def _report(error: Any) -> int:
     rank, failure = error.get_first_failure()
     code = int(failure.exitcode)
     if code == EXIT_EXPECTED_ERROR:
-        return code  # the rank has said what was wrong
+        return code  # the rank has printed the reason
     if code < 0:
         name = signal.Signals(-code).name
-        how = f"was killed by signal {-code} ({name})"
+        description = f"was killed by signal {-code} ({name})"
         if name == "SIGKILL":
-            how += "; if nothing above says why, the machine ran out of memory (see dmesg)"
+            description += "; if nothing above says why, the machine ran out of memory (see dmesg)"
     else:
-        how = f"ended with status {code}; its message is above"
-    print(f"error: rank {rank} (pid {failure.pid}) {how}", file=sys.stderr, flush=True)
+        description = f"ended with status {code}; its message is above"
+    print(f"error: rank {rank} (pid {failure.pid}) {description}", file=sys.stderr, flush=True)
     return 1 if code < 0 else code

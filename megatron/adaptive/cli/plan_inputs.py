@@ -1,7 +1,7 @@
-"""Reads the inputs that ``plan`` and ``validate`` share: model, cluster, measured durations.
+"""Reads the inputs that ``plan`` and ``validate`` share: model, cluster and measured durations.
 
-``--calibrate`` fits a profile to the traces of runs. Owns the options and what the runs do not say
-themselves; fitting is ``planner.calibrate``'s.
+``--calibrate`` fits a profile to the traces of runs. This module owns the options and reads what
+traces lack; ``planner.calibrate`` does the fitting.
 """
 
 from __future__ import annotations
@@ -35,24 +35,26 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Adds the options of the inputs, those of calibration included."""
+    """Adds the options of the inputs, including those of calibration."""
     add = parser.add_argument
     text = "name (gpt2-xl, llama2-70b, ...), arguments, file, or folder of a config.json"
     add("--model", required=required, help=text)
     add("--cluster", type=Path, required=required, metavar="FILE", help="nodes and links")
-    add("--profile", type=Path, nargs="+", metavar="FILE", help="what was measured; else estimated")
-    add("--precision", choices=("fp32", "fp16", "bf16"), help="best that all GPUs have")
-    add("--fp8", action="store_true", help="layers multiply in fp8, as --fp8-format hybrid")
+    add(
+        "--profile", type=Path, nargs="+", metavar="FILE", help="measured durations, else estimates"
+    )
+    add("--precision", choices=("fp32", "fp16", "bf16"), help="default: the best of all GPUs")
+    add("--fp8", action="store_true", help="matrix products in fp8, as --fp8-format hybrid")
     length = number(int, 1, 100_000_000)
-    text = "tokens of a sample, for a config.json; as many as the model takes, 4096 at most"
+    text = "tokens of a sample, for a config.json; default: the model's maximum, at most 4096"
     add("--seq-length", type=length, metavar="N", help=text)
     times = number(float, 1, 1000)
-    text = "tokens of the busiest rank of experts over the average (%(default)s)"
+    text = "tokens of the busiest rank of experts relative to the average (%(default)s)"
     add("--expert-imbalance", type=times, default=1.0, metavar="X", help=text)
-    text = "fused with Transformer Engine, kernel by torch's on GPUs, unfused with scores kept"
+    text = "fused: Transformer Engine; kernel: torch's on GPUs; unfused: scores are kept"
     add("--attention", choices=ATTENTIONS, help=text)
     share = number(float, 0, 0.9)
-    text = "share of each GPU's memory that plans leave alone (%(default)s)"
+    text = "fraction of each GPU's memory that plans leave free (%(default)s)"
     add("--memory-margin", type=share, default=MEMORY_MARGIN, metavar="X", help=text)
     group = parser.add_argument_group("calibration")
     runs: dict[str, Any] = {"type": Path, "action": "append", "default": []}
@@ -62,11 +64,11 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
 
 
 def read_inputs(options: argparse.Namespace) -> PlanInputs:
-    """Reads the inputs; says on stderr which measured links are of no use.
+    """Reads the inputs; reports measured links that cannot be used on stderr.
 
     Raises:
-        ConfigError: a file is missing or wrong, or they do not belong together.
-        TraceError: a trace of ``--calibrate`` is damaged.
+        ConfigError: A file is missing or invalid, or the files do not belong together.
+        TraceError: A trace of ``--calibrate`` is damaged.
     """
     document = profile_file.load_all(options.profile) if options.profile else None
     memories = {} if document is None else profile_file.of_nodes(document, "memory_bytes")
@@ -75,16 +77,16 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
     if options.fp8:
         if document is not None or options.calibrate:
             raise ConfigError("--fp8: what is measured is in 16 bits: drop it or the measurements")
-        words = (*model.arguments, *FP8_FLAGS)
-        model = replace(model, precision=model.precision.with_fp8(), arguments=words)
+        arguments = (*model.arguments, *FP8_FLAGS)
+        model = replace(model, precision=model.precision.with_fp8(), arguments=arguments)
     if document is not None:
         profile_file.check_model(document, model, " ".join(map(str, options.profile)))
-        document, strange = profile_file.renamed(
-            document, {one.name: one.gpu for one in cluster.types}
+        document, unknown_types = profile_file.renamed(
+            document, {node_type.name: node_type.gpu for node_type in cluster.types}
         )
-        if strange:
+        if unknown_types:
             print(
-                f"links measured between nodes of type {', '.join(strange)} are not used: the"
+                f"links measured between nodes of type {', '.join(unknown_types)} are not used: the"
                 " cluster has no such type",
                 file=sys.stderr,
             )
@@ -94,7 +96,7 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
 
 
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
-    """Reads the model, in the precision of the profile, or the best that all GPUs have."""
+    """Reads the model, in the precision of the profile, else in the best that all GPUs support."""
     parts = [known_gpu(node.gpu) for node in cluster.types]
     default = "bf16"
     if any(part is not None and "bf16" not in part.flops for part in parts):
@@ -114,15 +116,15 @@ def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Mode
 
 
 def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
-    """Reads the whole numbers of an option such as ``--tp``; none where it is not given.
+    """Parses the whole numbers of an option such as ``--tp``; returns none if it is not given.
 
     Raises:
-        ConfigError: other text, a number below 1, or one twice.
+        ConfigError: The text is not a list of numbers, a number is below 1, or one occurs twice.
     """
     if text is None:
         return ()
     try:
-        counts = tuple(int(word) for word in text.split(","))
+        counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         counts = (0,)
     if any(count < 1 for count in counts) or len(set(counts)) < len(counts):
@@ -131,8 +133,8 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
 
 
 def add_host_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that says of which type the hosts of runs are."""
-    text = "node type of a host of these runs; needed where the cluster has several"
+    """Adds the option that sets the node types of the runs' hosts."""
+    text = "node type of a host of these runs; needed if the cluster has several types"
     hosts: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST=TYPE"}
     parser.add_argument("--calibrate-host", **hosts, help=text)
 
@@ -140,47 +142,48 @@ def add_host_argument(parser: argparse.ArgumentParser) -> None:
 def calibrated(
     options: argparse.Namespace, model: Model, cluster: Cluster, document: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Replaces parts of a profile by what was fitted to traces.
+    """Replaces parts of a profile by values fitted to traces.
 
     Args:
-        options: with those of :func:`add_input_arguments`.
-        model: that the runs trained.
-        cluster: whose node types the runs' hosts are of.
-        document: a profile file's content; None for none.
+        options: Parsed options of :func:`add_input_arguments`.
+        model: Model that the runs trained.
+        cluster: Cluster with the node types of the runs' hosts.
+        document: Content of a profile file, ``None`` for no profile.
 
     Returns:
-        The content given where no run is.
+        Content of the profile, unchanged if there are no runs.
 
     Raises:
-        ConfigError: a run does not say what is needed, or trained another model.
-        TraceError: a trace is damaged.
+        ConfigError: A run lacks a necessary fact, or trained another model.
+        TraceError: A trace is damaged.
     """
     if not options.calibrate:
         return document
     runs = traced_runs(options.calibrate, options, model, cluster)
     if document is None:
         return calibrate(model, runs)
-    found = calibrate(model, runs, document["model"])
-    return profile_file.merge([("the profile", document), ("the runs", found)])
+    fitted = calibrate(model, runs, document["model"])
+    return profile_file.merge([("the profile", document), ("the runs", fitted)])
 
 
 def traced_runs(
     folders: Iterable[Path], options: argparse.Namespace, model: Model, cluster: Cluster
 ) -> list[TracedRun]:
-    """Reads runs and adds what their traces do not hold.
+    """Reads runs and adds what their traces lack.
 
     Args:
-        folders: of the traces of each, with the trainer's progress beside them.
-        options: with ``--calibrate-host``, which a cluster of one node type does not need.
-        model: that they trained.
-        cluster: whose node types the hosts are of.
+        folders: Folders of traces, each with the trainer's progress file next to them.
+        options: Parsed options with ``--calibrate-host``, which a cluster of one type does not
+            need.
+        model: Model that the runs trained.
+        cluster: Cluster with the node types of the hosts.
 
     Raises:
-        ConfigError: the type of a host is not given or unknown, or it was another model.
-        TraceError: a trace is damaged.
+        ConfigError: The type of a host is missing or unknown, or the run trained another model.
+        TraceError: A trace is damaged.
     """
     types = {node.name: node for node in cluster.types}
-    given: dict[str, NodeType] = {}
+    type_by_host: dict[str, NodeType] = {}
     for text in options.calibrate_host:
         host, sign, name = text.partition("=")
         if not (host and sign and name in types):
@@ -188,26 +191,26 @@ def traced_runs(
                 f"--calibrate-host {text}: give HOST=TYPE with one of the cluster's types"
                 f" {', '.join(types)}"
             )
-        given[host] = types[name]
+        type_by_host[host] = types[name]
     runs = []
     for folder in folders:
         trace = read_run(folder)
         hosts = sorted({rank.header.host for rank in trace.ranks.values()})
         for host in hosts:
-            if host not in given and len(types) > 1:
+            if host not in type_by_host and len(types) > 1:
                 raise ConfigError(
-                    f"{folder}: the cluster has several node types: say of which host"
-                    f" {host} is, with --calibrate-host {host}=TYPE"
+                    f"{folder}: the cluster has several node types: set the type of host"
+                    f" {host} with --calibrate-host {host}=TYPE"
                 )
         only = cluster.types[0]
-        nodes = {host: given.get(host, only) for host in hosts}
+        nodes = {host: type_by_host.get(host, only) for host in hosts}
         size = _micro_batch(folder, trace, model)
         runs.append(TracedRun(trace=trace, micro_batch=size, hosts=nodes))
     return runs
 
 
 def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
-    """Returns the samples of a microbatch, from the tokens of a step in the run's progress file."""
+    """Returns the samples per microbatch, computed from tokens per step in the progress file."""
     progress = ProgressTail(progress_file(folder), kept=None)
     progress.refresh()
     tokens = [
@@ -217,17 +220,17 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     ]
     if not tokens:
         raise ConfigError(
-            f"{folder}: {PROGRESS_NAME} beside the traces does not say how many tokens a"
+            f"{folder}: {PROGRESS_NAME} next to the traces does not say how many tokens a"
             " step had: give the folder as the trainer wrote it"
         )
     headers = [rank.header for rank in trace.ranks.values()]
-    microbatches = headers[0].num_microbatches * (1 + max(one.dp_rank for one in headers))
+    microbatches = headers[0].num_microbatches * (1 + max(header.dp_rank for header in headers))
     samples: float = median(tokens) / model.tokens_per_sample / microbatches
     size = round(samples)
     if size < 1 or abs(samples - size) > 0.05 * size:
         raise ConfigError(
             f"{folder}: its steps had {median(tokens):.0f} tokens in {microbatches}"
-            f" microbatches, which are no samples of {model.tokens_per_sample} tokens: give the"
-            " model that was trained"
+            f" microbatches, which does not fit samples of {model.tokens_per_sample} tokens: give"
+            " the model that was trained"
         )
     return size

@@ -1,6 +1,6 @@
-"""``preprocess_data``: JSON lines to token files, with Megatron-LM's flags.
+"""``preprocess_data``: converts JSON lines to token files, with Megatron-LM's flags.
 
-``make_corpus`` does the same for a corpus and vocabulary from Python's own source files.
+``make_corpus`` creates a corpus and vocabulary from Python's own source files.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _TOKENIZER = fields_of(TokenizerConfig)
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use."""
+    """Returns the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 @contextmanager
 def progress_display(total_bytes: int | None) -> Iterator[Progress]:
-    """Yields a function that moves a bar on stderr; a file or pipe gets it every 10 s.
+    """Yields a function that advances a progress bar on stderr, every 10 s if that is no terminal.
 
     Args:
-        total_bytes: input size, ``None`` if not known yet.
+        total_bytes: Size of the input in bytes, ``None`` if unknown.
     """
     pause: dict[str, Any] = {} if sys.stderr.isatty() else {"mininterval": 10.0, "delay": 10.0}
     with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenizing", **pause) as bar:
@@ -51,7 +51,7 @@ def progress_display(total_bytes: int | None) -> Iterator[Progress]:
 
 @contextmanager
 def tidy_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind like Ctrl-C does, so that temporary files and workers go."""
+    """Unwinds on SIGTERM as on Ctrl-C, so that temporary files and workers are removed."""
 
     def leave(signum: int, _frame: object) -> NoReturn:
         raise SystemExit(128 + signum)
@@ -64,18 +64,18 @@ def tidy_on_sigterm() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``preprocess_data`` with ``argv`` (the process's arguments by default)."""
+    """Runs ``preprocess_data`` with ``argv``, the process's arguments by default."""
     return run_cli(_run, argv)
 
 
 def _run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    given = vars(args)
+    values = vars(args)
     spec = PreprocessSpec(
         inputs=expand_inputs(args.input),
         output_prefix=args.output_prefix,
         json_keys=tuple(args.json_keys),
-        **{spec.dest: given[spec.dest] for spec in _TOKENIZER if spec.dest in given},
+        **{spec.dest: values[spec.dest] for spec in _TOKENIZER if spec.dest in values},
         append_eod=args.append_eod,
         workers=args.workers,
     )
@@ -96,35 +96,37 @@ def _run(argv: Sequence[str]) -> int:
 _WORKERS: dict[str, Any] = {
     "type": number(int, 1, 1024),
     "metavar": "N",
-    "help": "processes that tokenize (default: one a core)",
+    "help": "processes that tokenize (default: one per core)",
 }
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="preprocess_data.py",
-        description="Turn JSON lines into the .bin and .idx files that --data-path takes.",
+        description="Convert JSON lines to the .bin and .idx files of --data-path.",
     )
     add = parser.add_argument
-    text = "JSON lines files or glob patterns, one JSON object a line"
+    text = "JSON lines files or glob patterns, one JSON object per line"
     add("--input", nargs="+", required=True, metavar="FILE", help=text)
-    text = "keys whose text to tokenize, each into its own files (default: text)"
+    text = "keys whose text is tokenized, each into separate files (default: text)"
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
     text = "files are PREFIX_KEY_document.bin and .idx"
     add("--output-prefix", required=True, metavar="PREFIX", help=text)
     for spec in _TOKENIZER:
         add(*spec.names, **spec.options())
-    add("--append-eod", action="store_true", help="end each document with its token")
+    add(
+        "--append-eod", action="store_true", help="end each document with the end-of-document token"
+    )
     add("--workers", default=available_cores(), **_WORKERS)
-    text = "accepted as in Megatron-LM, without effect"
+    text = "accepted as in Megatron-LM, but has no effect"
     add("--log-interval", type=number(int, 1, 1_000_000_000), metavar="N", help=text)
-    text = "accepted as in Megatron-LM; there is only mmap"
+    text = "accepted as in Megatron-LM; only mmap exists"
     add("--dataset-impl", choices=["mmap"], default="mmap", help=text)
     return parser
 
 
 def make_corpus_main(argv: Sequence[str] | None = None) -> int:
-    """Run ``make_corpus`` with ``argv`` (the process's arguments by default)."""
+    """Runs ``make_corpus`` with ``argv``, the process's arguments by default."""
     return run_cli(_make_corpus, argv)
 
 
@@ -134,8 +136,8 @@ def _make_corpus(argv: Sequence[str]) -> int:
     start_s = time.monotonic()
     with tidy_on_sigterm(), progress_display(None) as progress:
         corpus = make_corpus(spec, progress=progress)
-    how = "found" if corpus.reused else f"made in {time.monotonic() - start_s:.1f} s"
-    show(f"corpus {how}: {corpus.jsonl}")
+    origin = "found" if corpus.reused else f"made in {time.monotonic() - start_s:.1f} s"
+    show(f"corpus {origin}: {corpus.jsonl}")
     files = ("--data-path", corpus.data_prefix, "--vocab-file", corpus.vocab_file)
     show(f"train with {shlex.join(map(str, (*files, '--merge-file', corpus.merge_file)))}")
     return 0
@@ -145,13 +147,13 @@ def _corpus_parser() -> CommandParser:
     defaults = CorpusSpec(output_dir=Path())
     parser = CommandParser(
         prog="make_corpus.py",
-        description="Make a training corpus from the Python standard library's source files.",
+        description="Create a training corpus from the Python standard library's source files.",
     )
     add = parser.add_argument
-    add("--output-dir", type=Path, required=True, metavar="DIR", help="folder to make")
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="folder to create")
     for name, kind, default, text in (
         ("--vocab-size", count, defaults.vocab_size, "entries of the vocabulary"),
-        ("--max-bytes", number(int, 1, 1 << 40), defaults.max_bytes, "source text taken at most"),
+        ("--max-bytes", number(int, 1, 1 << 40), defaults.max_bytes, "most source text"),
     ):
         add(name, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
     add("--workers", default=available_cores(), **_WORKERS)

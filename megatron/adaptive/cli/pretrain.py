@@ -1,8 +1,8 @@
-"""Runs Megatron-LM's own trainer, as the wheel of megatron-core carries it from 0.17 on.
+"""Runs Megatron-LM's own trainer, which the wheel of megatron-core contains from 0.17 on.
 
-The wheel lacks only the scripts beside it: what builds a GPT, reads its data and takes its loss is
-here. Everything else (flags, steps, checkpoints, loggers) is Megatron-LM's, with the plug-in
-installed and its flags among the others.
+The wheel lacks only Megatron-LM's scripts, so this module builds a GPT, reads its data and computes
+its loss. Everything else (flags, steps, checkpoints, loggers) is Megatron-LM's, with the plug-in
+and its flags added.
 """
 
 from __future__ import annotations
@@ -18,26 +18,32 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _NOT_HERE = {
     "sft": "conversations of several turns in a sequence",
-    "fim_data": "text to be filled in",
+    "fim_data": "samples that fill in the middle of a text",
     "hybrid_context_parallel": "sequences of several lengths",
-    "inter_document_masking": "documents that do not see each other",
+    "inter_document_masking": "attention within each document only",
     "use_legacy_models": "models from before megatron-core",
 }
-# Layers and fused functions that need CUDA are left out, as our own trainer leaves them out.
+# This project's trainer also leaves out these layers and fused functions, which need CUDA.
 _ON_CPU = (
-    *("--distributed-backend", "gloo", "--transformer-impl", "local", "--no-persist-layer-norm"),
-    *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-rope-fusion"),
+    "--distributed-backend",
+    "gloo",
+    "--transformer-impl",
+    "local",
+    "--no-persist-layer-norm",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-rope-fusion",
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains GPT as Megatron-LM's flags say; one process of a job that torchrun started."""
+    """Trains GPT with Megatron-LM's flags, as one process of a job that torchrun started."""
     if importlib.util.find_spec("megatron.training") is None:
         if {"-h", "--help"} & set(argv):
             print(f"{_USAGE}\n\n{_lacking()}")
@@ -57,13 +63,13 @@ def main(argv: Sequence[str]) -> int:
 _USAGE = """\
 usage: python -m megatron.adaptive pretrain FLAG ...
 
-Megatron-LM's own trainer with its own flags, and those of the plug-in among them."""
+Megatron-LM's own trainer with its own flags and those of the plug-in."""
 
 
 def _lacking() -> str:
-    """Returns a message that says what must be installed for ``pretrain``."""
+    """Returns the message that names what must be installed for ``pretrain``."""
     return (
-        f"megatron-core {metadata.version('megatron-core')} carries no trainer of Megatron-LM: "
+        f"megatron-core {metadata.version('megatron-core')} contains no trainer of Megatron-LM: "
         "pretrain needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM on "
         "PYTHONPATH; pretrain-gpt runs with any"
     )
@@ -75,7 +81,8 @@ def _pretrain(on_cpu: bool) -> None:
 
     from megatron.adaptive.plugin import add_arguments
 
-    # The wheel's helper is compiled; without the makefile the attempt would end the process.
+    # The helper in the wheel is compiled already; without its makefile, compiling would end the
+    # process.
     utils = importlib.import_module("megatron.core.datasets.utils")
     if not Path(utils.__file__ or "").with_name("Makefile").exists():
         utils.compile_helpers = lambda: None  # type: ignore[attr-defined]
@@ -83,19 +90,23 @@ def _pretrain(on_cpu: bool) -> None:
         training.initialize_megatron = functools.partial(
             training.initialize_megatron, allow_no_cuda=True
         )
-    given: dict[str, Any] = {
+    pretrain_arguments: dict[str, Any] = {
         "train_valid_test_dataset_provider": datasets,
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
     }
     if not hasattr(arguments, "parse_and_validate_args"):  # until 0.17
-        training.pretrain(**given, model_provider=model, extra_args_provider=add_arguments)
+        training.pretrain(
+            **pretrain_arguments, model_provider=model, extra_args_provider=add_arguments
+        )
         return
     utilities = importlib.import_module("megatron.training.argument_utils")
     args = arguments.parse_and_validate_args(extra_args_provider=add_arguments)
-    of_model = getattr(utilities, "gpt_config_from_args", None)
-    container = utilities.pretrain_cfg_container_from_args(args, of_model and of_model(args))
-    training.pretrain(container, **given, model_provider=model)
+    make_model_config = getattr(utilities, "gpt_config_from_args", None)
+    container = utilities.pretrain_cfg_container_from_args(
+        args, make_model_config and make_model_config(args)
+    )
+    training.pretrain(container, **pretrain_arguments, model_provider=model)
 
 
 def model(
@@ -105,7 +116,7 @@ def model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds a chunk of GPT where Megatron-LM leaves that to its scripts (0.17 and 0.18)."""
+    """Builds a chunk of GPT, for versions that leave this to scripts (0.17 and 0.18)."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.spec_utils import import_module
     from megatron.training import get_args
@@ -113,7 +124,7 @@ def model(
     args = get_args()
     for name in ("heterogeneous_layers_config_path", "experimental_attention_variant"):
         if getattr(args, name, None) is not None:
-            raise _needs_script(name, "layers of a kind of their own")
+            raise _needs_script(name, "layers of special kinds")
     if config is None:
         config = _transformer_config(args)
     uses_engine = args.transformer_impl == "transformer_engine"
@@ -128,15 +139,16 @@ def model(
     layers = block() if args.spec is None else import_module(args.spec)
     predictions = None
     if args.mtp_num_layers is not None:
-        # All layers of the block, wherever they are: the last is what predictions are made of.
-        every = gpt_layer_specs.get_gpt_decoder_layer_specs(
+        # Use all layers of the model, on whichever rank they are: predictions are made from the
+        # last.
+        all_layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
             config,
             use_transformer_engine=uses_engine,
             normalization=args.normalization,
             qk_l2_norm=args.qk_l2_norm,
         )
         predictions = gpt_layer_specs.get_gpt_mtp_block_spec(
-            config, every[-1], use_transformer_engine=uses_engine, vp_stage=vp_stage
+            config, all_layers[-1], use_transformer_engine=uses_engine, vp_stage=vp_stage
         )
     return GPTModel(
         config=config,
@@ -159,11 +171,11 @@ def model(
 
 
 def _transformer_config(args: Any) -> Any:
-    """Returns megatron-core's configuration; where its function lies differs by version."""
+    """Returns megatron-core's configuration; its function's module depends on the version."""
     for module in ("arguments", "argument_utils"):
-        found = importlib.import_module(f"megatron.training.{module}")
-        if hasattr(found, "core_transformer_config_from_args"):
-            return found.core_transformer_config_from_args(args)
+        candidate = importlib.import_module(f"megatron.training.{module}")
+        if hasattr(candidate, "core_transformer_config_from_args"):
+            return candidate.core_transformer_config_from_args(args)
     raise SetupError(
         "this megatron.training has no core_transformer_config_from_args: use that of "
         "megatron-core 0.17 to 0.19"
@@ -171,10 +183,10 @@ def _transformer_config(args: Any) -> Any:
 
 
 def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
-    """Builds the data of training, validation and test, on ranks of the first and last stages.
+    """Builds the training, validation and test data, on ranks of the first and last stages.
 
-    Every rank of a tensor-parallel group reads its own: files are mapped, so a node holds them
-    once, and nothing is broadcast.
+    Every rank of a tensor-parallel group reads the data itself: the files are mapped, so a node has
+    them in memory once, and nothing is broadcast.
     """
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
@@ -195,7 +207,7 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
 
 
 def _cached_datasets() -> Any:
-    """Returns the module of the data sets that check their shuffling indices and rebuild them."""
+    """Returns the module of the data sets that verify their shuffling indices and rebuild them."""
     return importlib.import_module("megatron.adaptive.data.datasets")
 
 
@@ -207,9 +219,9 @@ def _data_config(args: Any) -> Any:
     from megatron.training import get_tokenizer
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    for name, what in _NOT_HERE.items():
+    for name, description in _NOT_HERE.items():
         if getattr(args, name, False):
-            raise _needs_script(name, what)
+            raise _needs_script(name, description)
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     values = {
         **vars(args),
@@ -224,15 +236,15 @@ def _data_config(args: Any) -> Any:
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
     }
     names = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
-    given = {name: values[name] for name in names.intersection(values)}
+    fields = {name: values[name] for name in names.intersection(values)}
     prefixes = [part[0][0] for part in (blend, *(blend_per_split or ())) if part and part[0]]
     # These flags make Megatron-LM load its own index files faster, so keep those files.
     is_own = values["fast_cache_load"] or values["defer_npy_index_mmap"]
     if args.mock_data or is_own or not prefixes:
-        return GPTDatasetConfig(**given)
+        return GPTDatasetConfig(**fields)
     cached = _cached_datasets()
     folder = args.data_cache_path or str(Path(prefixes[0]).parent / cached.INDEX_CACHE)
-    return cached.CachedGPTDatasetConfig(**given, index_cache=folder)
+    return cached.CachedGPTDatasetConfig(**fields, index_cache=folder)
 
 
 def _reads_data(vp_stage: int | None) -> bool:
@@ -241,11 +253,12 @@ def _reads_data(vp_stage: int | None) -> bool:
 
 
 def forward_step(data_iterator: Iterator[Any], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-    """Runs a microbatch through a chunk; returns its output and what takes the loss of it."""
+    """Runs a microbatch through a chunk; returns its output and the function for its loss."""
     from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
     from megatron.training import get_timers
 
-    timers, straggler = get_timers(), StragglerDetector()
+    timers = get_timers()
+    straggler = StragglerDetector()
     timers("batch-generator", log_level=2).start()
     with straggler(bdata=True):
         inner = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -267,27 +280,41 @@ _COLUMNS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
-    """Reads a microbatch and takes this rank's part of its sequences."""
+    """Reads a microbatch and keeps this rank's part of its sequences."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     from megatron.adaptive.accelerator import current_device
 
-    found = next(data_iterator)
+    sample = next(data_iterator)
     device = current_device()
     batch = {
-        name: None if found.get(name) is None else found[name].to(device, non_blocking=True)
+        name: None if sample.get(name) is None else sample[name].to(device, non_blocking=True)
         for name in _COLUMNS
     }
     group = {"cp_group": parallel_state.get_context_parallel_group()}
-    # From 0.18 on it asks.
+    # megatron-core requires this argument from 0.18 on.
     if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
         group["is_hybrid_cp"] = False
     return SimpleNamespace(**get_batch_on_this_cp_rank(batch, **group))
 
 
+class _LossCheck(NamedTuple):
+    """Describes a check of the loss by megatron-core's rerun state machine.
+
+    Attributes:
+        rejects: Function of the loss that returns whether to reject it.
+        message: Reason for the log.
+        is_fatal: Whether a rejected loss ends the run.
+    """
+
+    rejects: Callable[..., Any]
+    message: str
+    is_fatal: bool
+
+
 def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns the sum of the losses of all tokens, their number, and both for the log."""
+    """Returns the sum of the losses of all tokens, the number of tokens, and both for the log."""
     import torch
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.training import get_args
@@ -297,27 +324,27 @@ def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
     loss = torch.sum(output.view(-1).float() * weights)
     tokens = weights.sum().detach().to(torch.int)
     machine = get_rerun_state_machine()
-    checks: list[tuple[bool, Callable[..., Any], str, bool]] = [
-        (args.check_for_nan_in_loss_and_grad, torch.isnan, "the loss is not a number", True),
-        (args.check_for_nan_in_loss_and_grad, torch.isinf, "the loss is infinite", True),
-        (
-            args.check_for_spiky_loss,
-            functools.partial(machine.is_unexpectedly_large, threshold=10, context="loss"),
-            "the loss jumps",
-            False,
-        ),
-    ]
-    for is_asked, rejects, message, is_fatal in checks:
-        if is_asked:
-            machine.validate_result(
-                result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=is_fatal
-            )
+    checks: list[_LossCheck] = []
+    if args.check_for_nan_in_loss_and_grad:
+        checks.append(_LossCheck(torch.isnan, "the loss is not a number", is_fatal=True))
+        checks.append(_LossCheck(torch.isinf, "the loss is infinite", is_fatal=True))
+    if args.check_for_spiky_loss:
+        jumps = functools.partial(machine.is_unexpectedly_large, threshold=10, context="loss")
+        checks.append(_LossCheck(jumps, "the loss jumps", is_fatal=False))
+    for check in checks:
+        machine.validate_result(
+            result=loss,
+            rejection_func=check.rejects,
+            message=check.message,
+            tolerance=0.0,
+            fatal=check.is_fatal,
+        )
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
-def _needs_script(name: str, what: str) -> ConfigError:
+def _needs_script(name: str, description: str) -> ConfigError:
     flag = "--" + name.replace("_", "-")
     return ConfigError(
-        f"{flag} ({what}) needs Megatron-LM's own script: run its pretrain_gpt.py with "
+        f"{flag} ({description}) needs Megatron-LM's own script: run its pretrain_gpt.py with "
         "megatron.adaptive.install() instead of pretrain"
     )

@@ -1,8 +1,7 @@
-"""``pretrain_gpt.py``: train GPT with Megatron-LM's command line through an adaptive pipeline.
+"""``pretrain_gpt.py``: trains GPT with Megatron-LM's command line through an adaptive pipeline.
 
-``train`` does the same as a recipe says, and starts the processes that it is for. ``evaluate`` only
-runs a text through a model that is there. ``flags`` prints every flag, from the same source that
-the parser is made from.
+``train`` does the same from a recipe, and starts the processes. ``evaluate`` only runs a text
+through an existing model. ``flags`` prints every flag, from the fields that also define the parser.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError, ScheduleError, 
 _USAGE = """\
 usage: python -m megatron.adaptive train RECIPE.yaml [KEY=VALUE ...] [--dry-run] [-- OPTIONS]
 
-Trains as a recipe says, whose keys are the trainer's flags (docs/flags.md); prints all settings.
-KEY=VALUE wins over the file, or chooses of its variants. With load_hf=DIR the model is that of the
-folder, whatever sizes the recipe has. OPTIONS are those of launch; on several nodes:
+Trains with the settings of a recipe, whose keys are the trainer's flags (docs/flags.md), and prints
+them. KEY=VALUE overrides the file, or chooses one of its variants. With load_hf=DIR the folder's
+model is used, whatever sizes the recipe has. OPTIONS are those of launch; on several nodes:
 -- --node-rank N --master-addr HOST. --dry-run only checks and prints, and needs no data."""
 
 
@@ -48,18 +47,18 @@ _FLAGS_HEAD = """\
 Made by `python -m megatron.adaptive flags > docs/flags.md`; change the fields in
 `megatron/adaptive/config/`, not this file.
 
-A switch stands without a value; its default is off. Several spellings of one flag are separated
-by commas. The flags that Megatron-LM has and this trainer refuses are at the end.
+A switch takes no value; its default is off. Several spellings of one flag are separated
+by commas. Flags of Megatron-LM that this trainer refuses are at the end.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains as ``argv`` says; one process of a job that torchrun started, or a job of its own."""
+    """Trains with the flags in ``argv``, as a process of a torchrun job or as the only process."""
     environment = Environment.read()
     config = parse(argv, world_size=environment.world_size, last_wins=True)
     if environment.node is not None:
         config = config.in_elastic_job()
-    # Imports torch and megatron-core, so after the settings are known to be sound.
+    # This imports torch and megatron-core, so it comes after the settings are checked.
     from megatron.adaptive.training.pretrain import pretrain
 
     pretrain(config, environment)
@@ -67,23 +66,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Trains as a recipe says; as a process of a job, or starts the processes itself."""
+    """Trains from a recipe, either as a process of a job or by starting the processes itself."""
     return run(argv, _train)
 
 
 def _train(argv: Sequence[str]) -> int:
-    words = list(argv)
-    end = words.index("--") if "--" in words else len(words)
-    given, options = words[:end], words[end + 1 :]
-    if not given or {"-h", "--help"} & set(given):
+    arguments = list(argv)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    settings = arguments[:end]
+    options = arguments[end + 1 :]
+    if not settings or {"-h", "--help"} & set(settings):
         print(_USAGE)
         return 0
-    is_dry = "--dry-run" in given
-    given = [word for word in given if word != "--dry-run"]
-    if not given or "=" in given[0] or given[0].startswith("-"):
+    is_dry = "--dry-run" in settings
+    settings = [setting for setting in settings if setting != "--dry-run"]
+    if not settings or "=" in settings[0] or settings[0].startswith("-"):
         raise ConfigError("the recipe is missing: name a YAML file first, see train --help")
-    path = Path(given[0])
-    recipe = read_recipe(load_recipe(path), given[1:], str(path))
+    path = Path(settings[0])
+    recipe = read_recipe(load_recipe(path), settings[1:], str(path))
     environment = Environment.read()
     is_rank = environment.world_size > 1
     processes = recipe.nodes * recipe.processes_per_node
@@ -100,7 +100,7 @@ def _train(argv: Sequence[str]) -> int:
     elif not options:
         raise ConfigError(
             f"{path} is for {recipe.nodes} nodes here: start it on each of them with"
-            " -- --node-rank N --master-addr HOST behind the settings"
+            " -- --node-rank N --master-addr HOST after the settings"
         )
     shape = ["--nnodes", str(recipe.nodes), "--nproc-per-node", str(recipe.processes_per_node)]
     program = ["-m", "megatron.adaptive", "pretrain-gpt", *recipe.flags]
@@ -108,7 +108,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def load_recipe(path: Path) -> Any:
-    """Reads a recipe, over the one that it names as its ``base``."""
+    """Reads a recipe and merges it into the recipe that it names as its ``base``."""
     content = read_file(path, "recipe")
     if not isinstance(content, dict) or "base" not in content:
         return content
@@ -118,22 +118,25 @@ def load_recipe(path: Path) -> Any:
     base = read_file(path.parent / name, "recipe")
     if not isinstance(base, dict):
         raise ConfigError(
-            f"{path.parent / name} holds {reprlib.repr(base)}, and is the base of {path}: it must"
-            " be keys with values"
+            f"{path.parent / name} contains {reprlib.repr(base)}, and is the base of {path}: it"
+            " must be keys with values"
         )
     if "base" in base:
         raise ConfigError(f"{path.parent / name} is the base of {path} and has one: keep one")
-    return _over(base, content)
+    return _merge_recipes(base, content)
 
 
-def _over(base: Any, own: Any) -> Any:
-    if not (isinstance(base, dict) and isinstance(own, dict)):
-        return own
-    return {**base, **{key: _over(base.get(key), value) for key, value in own.items()}}
+def _merge_recipes(base: Any, override: Any) -> Any:
+    if not (isinstance(base, dict) and isinstance(override, dict)):
+        return override
+    return {
+        **base,
+        **{key: _merge_recipes(base.get(key), value) for key, value in override.items()},
+    }
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Prints a model's perplexity over a text, and what it makes of the beginning of another."""
+    """Prints a model's perplexity on a text, and its continuation of a prompt."""
     return run(argv, _evaluate)
 
 
@@ -141,33 +144,33 @@ def _evaluate(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog="evaluate",
         usage="%(prog)s (--load CKPT | --load-hf DIR) [--data FILE] [--prompt TEXT] [FLAGS]",
-        description="Perplexity of a model over a text, and a sample of it. FLAGS are those of"
-        " the trainer; those of the model come from CKPT/model_flags.txt or config.json.",
+        description="Print the perplexity of a model on a text, and a sample of its output. FLAGS"
+        " are those of the trainer; the model's come from CKPT/model_flags.txt or config.json.",
     )
     add = parser.add_argument
-    add("--data", metavar="FILE", help='JSON lines {"text": ...}, or what --data-path takes')
+    add("--data", metavar="FILE", help='JSON lines {"text": ...}, or a prefix as for --data-path')
     add("--prompt", metavar="TEXT", help="text that the model continues")
-    add("--tokens", type=count, default=32, metavar="N", help="tokens of that (32)")
+    add("--tokens", type=count, default=32, metavar="N", help="tokens of the continuation (32)")
     add("--nproc-per-node", type=count, default=1, metavar="N", help="processes to start (1)")
     options, flags = parser.parse_known_args(list(argv))
     if options.data is None and options.prompt is None:
         raise ConfigError("evaluate: there is nothing to run: give --data FILE or --prompt TEXT")
-    if not {"--load", "--load-hf"} & {word.partition("=")[0] for word in flags}:
+    if not {"--load", "--load-hf"} & {flag.partition("=")[0] for flag in flags}:
         raise ConfigError("evaluate: there is no model: give --load CKPT or --load-hf DIR")
-    words = [*_NO_TRAINING, *_model_flags(flags), *flags]
+    run_flags = [*_NO_TRAINING, *_model_flags(flags), *flags]
     if last_value(flags, "--load") is not None:
-        words = [*_WEIGHTS_ALONE, *words]
+        run_flags = [*_WEIGHTS_ALONE, *run_flags]
     if options.prompt is not None:
-        words += ["--sample-prompt", options.prompt, "--sample-tokens", str(options.tokens)]
+        run_flags += ["--sample-prompt", options.prompt, "--sample-tokens", str(options.tokens)]
     with tempfile.TemporaryDirectory() as folder:
         if options.data is None:
-            words += ["--mock-data", "--eval-iters", "0"]
+            run_flags += ["--mock-data", "--eval-iters", "0"]
         else:
-            words += _all_of(options.data, words, options.nproc_per_node, Path(folder))
+            run_flags += _all_of(options.data, run_flags, options.nproc_per_node, Path(folder))
         if options.nproc_per_node == 1:
-            return main(words)
+            return main(run_flags)
         start = ["--standalone", "--nproc-per-node", str(options.nproc_per_node)]
-        return launch.main([*start, "-m", "megatron.adaptive", "pretrain-gpt", *words])
+        return launch.main([*start, "-m", "megatron.adaptive", "pretrain-gpt", *run_flags])
 
 
 _WEIGHTS_ALONE = ("--finetune", "--exit-on-missing-checkpoint")
@@ -185,17 +188,17 @@ def _model_flags(flags: Sequence[str]) -> list[str]:
         raise ConfigError(f"{path}: {error}; run import-hf again") from None
 
 
-def _all_of(data: str, words: Sequence[str], processes: int, folder: Path) -> list[str]:
-    """Returns the flags that run whole batches of a text, each sample once.
+def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> list[str]:
+    """Returns the flags that run a text once, in whole batches.
 
     Args:
-        data: JSON lines, which are tokenized into ``folder``, or prefix of tokens.
-        words: the other flags.
-        processes: of the job.
-        folder: for tokens.
+        data: Path of JSON lines, which are tokenized into ``folder``, or prefix of token files.
+        flags: Other flags of the run.
+        processes: Number of processes of the job.
+        folder: Folder for the tokens.
     """
-    here = ["--valid-data-path", data, "--eval-iters", "1"]
-    config = parse([*words, *here], world_size=processes, last_wins=True)
+    validation = ["--valid-data-path", data, "--eval-iters", "1"]
+    config = parse([*flags, *validation], world_size=processes, last_wins=True)
     from megatron.adaptive.cli.preprocess_data import progress_display, tidy_on_sigterm
     from megatron.adaptive.data.indexed import check_indexed
     from megatron.adaptive.data.preprocess import PreprocessSpec, preprocess
@@ -210,7 +213,8 @@ def _all_of(data: str, words: Sequence[str], processes: int, folder: Path) -> li
         with tidy_on_sigterm(), progress_display(Path(data).stat().st_size) as progress:
             preprocess(spec, progress=progress)
         data = spec.prefix_of("text")
-    tokens, length = check_indexed(data).num_tokens, config.model.seq_length
+    tokens = check_indexed(data).num_tokens
+    length = config.model.seq_length
     batches = (tokens - 1) // length // config.batch.global_batch_size
     if not batches:
         raise ConfigError(
@@ -223,28 +227,32 @@ def _all_of(data: str, words: Sequence[str], processes: int, folder: Path) -> li
 def run(
     argv: Sequence[str] | None = None, program: Callable[[Sequence[str]], int] | None = None
 ) -> int:
-    """Runs ``program``, by default :func:`main`, as a process of a job: one rank prints errors.
+    """Runs a program as a process of a job; of the ranks with the same error, only one prints it.
 
-    Bad settings are found by every rank alike before any of them connects; only rank 0 says so.
-    Until the run itself handles signals, Ctrl-C ends the process without a traceback.
+    Every rank finds bad settings by itself before any of them connects, and only rank 0 prints the
+    error. Until the run itself handles signals, Ctrl-C ends the process without a traceback.
+
+    Args:
+        argv: Arguments, the process's by default.
+        program: Program to run, :func:`main` by default.
     """
     open_streams()
     former = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         return (program or main)(sys.argv[1:] if argv is None else argv)
     except Exception as error:
-        known = expected(error)
-        if known is None:
+        expected_error = expected(error)
+        if expected_error is None:
             raise
-        if _speaks(known):
-            say(f"error: {known}", lines=isinstance(known, ScheduleError))
+        if _speaks(expected_error):
+            say(f"error: {expected_error}", lines=isinstance(expected_error, ScheduleError))
         return EXIT_EXPECTED_ERROR
     finally:
         signal.signal(signal.SIGINT, former)
 
 
 def _speaks(error: AdaptiveError) -> bool:
-    """Returns whether this rank prints ``error``: rank 0 does, others what it does not find."""
+    """Returns whether this rank prints an error: rank 0, or a rank with an error of its own."""
     rank = os.environ.get("RANK", "0").strip()
     if not natural(rank) or isinstance(error, TransportError):
         return True
@@ -260,7 +268,7 @@ def _speaks(error: AdaptiveError) -> bool:
 
 
 def flags(argv: Sequence[str]) -> int:
-    """Print the flags to stdout."""
+    """Prints the flags to stdout, as Markdown."""
     if "-h" in argv or "--help" in argv:
         print("usage: python -m megatron.adaptive flags > docs/flags.md")
         return 0
@@ -271,7 +279,7 @@ def flags(argv: Sequence[str]) -> int:
 
 
 def flags_markdown() -> str:
-    """Every flag by group and every refused family, as one Markdown text."""
+    """Returns every flag by group and every refused family of flags, as Markdown."""
     parts = [_FLAGS_HEAD]
     for title, rows in flag_table().items():
         parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")
@@ -279,11 +287,11 @@ def flags_markdown() -> str:
             parts.append(f"| `{_cell(flag)}` | {_cell(default)} | {_cell(text)} |\n")
     for title, column, table in (
         ("Refused", "Why, and what to do", REFUSED),
-        ("Taken without any effect", "Why", IDLE),
+        ("Accepted without effect", "Why", IDLE),
     ):
         parts.append(f"\n## {title}\n\n| Flags | {column} |\n| --- | --- |\n")
         for reason, family in itertools.groupby(table, table.__getitem__):
-            names = [f"`--{name}`" for name in sorted(family, key=lambda one: one.endswith("*"))]
+            names = [f"`--{name}`" for name in sorted(family, key=lambda name: name.endswith("*"))]
             parts.append(f"| {', '.join(names)} | {_cell(reason)} |\n")
     return "".join(parts)
 

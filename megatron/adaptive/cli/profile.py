@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _run(argv, environment)
     except ConfigError:
-        # Every process finds it alike; one reports it.
+        # Every process finds the same error, so only one reports it.
         if environment.rank == 0:
             raise
         return EXIT_EXPECTED_ERROR
@@ -32,24 +32,28 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str], environment: Environment) -> int:
     options = _parser().parse_args(argv)
-    ways = {"--model": options.model, "--merge": options.merge, "--cut-points": options.cut_points}
+    sources = {
+        "--model": options.model,
+        "--merge": options.merge,
+        "--cut-points": options.cut_points,
+    }
     if options.from_run:
-        _write(_of_runs(options), options.output)
+        _write(_fit_runs(options), options.output)
         return 0
-    given = [name for name, value in ways.items() if value]
-    if len(given) != 1:
+    chosen = [name for name, value in sources.items() if value]
+    if len(chosen) != 1:
         raise ConfigError(
-            f"profile: give one of {', '.join(ways)}"
-            + (f", not {' and '.join(given)}" if given else " to say what is profiled")
+            f"profile: give one of {', '.join(sources)}"
+            + (f", not {' and '.join(chosen)}" if chosen else " to say what is profiled")
         )
     if options.merge:
         _write(profile_file.load_all(options.merge), options.output)
     elif options.cut_points:
         name = options.name or options.cut_points.stem
-        found = profile_file.profile_of_cut_points(
+        profile = profile_file.profile_of_cut_points(
             options.cut_points, name, options.precision or "fp32"
         )
-        _write(found, options.output)
+        _write(profile, options.output)
     else:
         measured = _measure(options, environment)
         if measured is not None:
@@ -63,56 +67,58 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure a model's layers and the links between ranks, for the planner.",
     )
     add = parser.add_argument
-    add("--output", type=Path, required=True, metavar="FILE.json", help="where the profile goes")
+    add("--output", type=Path, required=True, metavar="FILE.json", help="path of the profile")
     add("--model", metavar="MODEL", help="name, list of arguments, or file; see plan --help")
-    add("--merge", type=Path, nargs="+", metavar="FILE", help="put profiles of one model together")
-    add("--cut-points", type=Path, metavar="FILE", help="CSV or JSON of pieces of a plain module")
-    add("--from-run", type=Path, nargs="+", metavar="DIR", help="add what traced runs of it took")
-    add("--cluster", type=Path, metavar="FILE", help="on which the runs of --from-run ran")
+    add("--merge", type=Path, nargs="+", metavar="FILE", help="merge profiles of one model")
+    text = "CSV or JSON with costs of the pieces of a plain module"
+    add("--cut-points", type=Path, metavar="FILE", help=text)
+    text = "fit the model's profile to traced runs"
+    add("--from-run", type=Path, nargs="+", metavar="DIR", help=text)
+    add("--cluster", type=Path, metavar="FILE", help="cluster of the runs of --from-run")
     add_host_argument(parser)
-    add("--name", help="of the model of --cut-points; the file's name by default")
-    group = parser.add_argument_group("what is measured")
+    add("--name", help="name of the model of --cut-points; the file's name by default")
+    group = parser.add_argument_group("measurement")
     add = group.add_argument
     add("--precision", choices=("fp32", "fp16", "bf16"), help="bf16 on a GPU, fp32 on a CPU")
-    add("--tp", metavar="1,2,4", help="tensor-parallel widths; every power of two that fits")
+    add("--tp", metavar="1,2,4", help="tensor-parallel widths; default: all possible powers of two")
     add("--micro-batch-sizes", default="1,2,4", metavar="1,2,4", help="samples (%(default)s)")
-    ranks = "as of a rank of experts spread over so many (%(default)s)"
+    ranks = "sizes of the expert-parallel groups to measure for (%(default)s)"
     add("--expert-parallel-size", default="1", metavar="1,8", help=ranks)
     repeats = number(int, 1, 100_000)
-    add("--repeats", type=repeats, default=7, help="microbatches that count (%(default)s)")
-    add("--node-type", default="", metavar="NAME", help="of this node; its GPU's by default")
-    add("--no-links", action="store_true", help="leave links and all-reduces out")
-    add("--distributed-backend", choices=("nccl", "gloo"), help="as in training")
+    add("--repeats", type=repeats, default=7, help="measured microbatches (%(default)s)")
+    add("--node-type", default="", metavar="NAME", help="type of this node; its GPU by default")
+    add("--no-links", action="store_true", help="do not measure links and all-reduces")
+    add("--distributed-backend", choices=("nccl", "gloo"), help="backend, as in training")
     return parser
 
 
-def _of_runs(options: argparse.Namespace) -> dict[str, Any]:
-    """Fits a profile to traced runs, and adds it to that of ``--output`` where there is one."""
+def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
+    """Fits a profile to traced runs; merges it with the profile of ``--output`` if it exists."""
     if not options.model or options.cluster is None:
         raise ConfigError("--from-run: give the --model that was trained and its --cluster too")
     cluster = read_cluster(options.cluster)
-    known = profile_file.load(options.output) if options.output.exists() else None
-    default = "bf16" if known is None else profile_file.precision_of(known["model"])
+    existing = profile_file.load(options.output) if options.output.exists() else None
+    default = "bf16" if existing is None else profile_file.precision_of(existing["model"])
     attention = usual_attention(on_gpus=cluster.has_known_gpus)
     model = read_model(options.model, options.precision, default=default, attention=attention)
-    if known is not None:
-        profile_file.check_model(known, model, str(options.output))
+    if existing is not None:
+        profile_file.check_model(existing, model, str(options.output))
     elif not model.arguments:
         raise ConfigError(
-            f"--from-run: {model.name} is a model of one's own: name its profile as --output"
+            f"--from-run: {model.name} is not a known model: name its profile as --output"
         )
     runs = traced_runs(options.from_run, options, model, cluster)
-    if known is None:
+    if existing is None:
         return calibrate(model, runs)
-    found = calibrate(model, runs, known["model"])
-    return profile_file.merge([(str(options.output), known), ("the runs", found)])
+    fitted = calibrate(model, runs, existing["model"])
+    return profile_file.merge([(str(options.output), existing), ("the runs", fitted)])
 
 
 def _measure(options: argparse.Namespace, environment: Environment) -> dict[str, Any] | None:
-    """Measures as one process of the job; returns the profile on rank 0, ``None`` on others."""
+    """Measures as one process of the job; returns the profile on rank 0, else ``None``."""
     sizes = parse_counts("--micro-batch-sizes", options.micro_batch_sizes)
     widths = parse_counts("--tp", options.tp)
-    # Imports torch.
+    # These imports load torch.
     from megatron.adaptive.accelerator import detect
     from megatron.adaptive.training.profile_run import ProfileOptions, profile_layers
 
@@ -126,9 +132,9 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
             " pieces yourself and give them with --cut-points"
         )
     spreads = parse_counts("--expert-parallel-size", options.expert_parallel_size)
-    if strange := set(spreads) - set(model.expert_ranks):
+    if unknown_spreads := set(spreads) - set(model.expert_ranks):
         raise ConfigError(
-            f"--expert-parallel-size {min(strange)}: the experts of {model.name} divide by"
+            f"--expert-parallel-size {min(unknown_spreads)}: the experts of {model.name} divide by"
             f" {', '.join(map(str, model.expert_ranks))}; give of these"
         )
     spread = {name for name, mark, _ in (kind.partition("/") for kind in model.kinds) if mark}

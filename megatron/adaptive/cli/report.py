@@ -1,4 +1,4 @@
-"""Gathers all that a job left in its folder, its traces too, and writes it as one page."""
+"""Collects all that a job left in its folder, including traces, and writes it as one page."""
 
 from __future__ import annotations
 
@@ -35,34 +35,36 @@ from megatron.adaptive.trace.views.page import plotly_js, write_html, write_page
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the page and says where it is."""
+    """Writes the page and prints its path."""
     parser = CommandParser(
         prog="python -m megatron.adaptive report",
         description="Write one page about a job: configuration, curves, use of each node, "
         "pipeline, errors. It needs nothing but a browser.",
     )
     add = parser.add_argument
-    add("job", help="its id, which is the name of its folder of logs; or that folder")
+    add("job", help="id of the job, which is the name of its folder of logs; or that folder")
     add("--log-dir", type=Path, help="LOG_DIR of conf.sh (logs)")
     add("--output", type=Path, metavar="FILE", help="the page (report.html in the job's folder)")
     options = parser.parse_args(argv)
-    job, logs = options.job, options.log_dir or WORK_FOLDER / "logs"
+    job = options.job
+    logs = options.log_dir or WORK_FOLDER / "logs"
     if "/" in job or (options.log_dir is None and Path(job).is_dir()):
         folder = Path(job).absolute()
-        job, logs = folder.name, folder.parent
+        job = folder.name
+        logs = folder.parent
     target = options.output or logs / job / "report.html"
-    found = gather(job, logs)
-    data = [("report-data", found)]
+    report = gather(job, logs)
+    data = [("report-data", report)]
     package = "megatron.adaptive.cluster"
-    write_html(target, str(found["title"]), package, "report", data, ["report.js"])
+    write_html(target, str(report["title"]), package, "report", data, ["report.js"])
     show(str(target.resolve()))
     return 0
 
 
 MAX_POINTS = 5000
-"""Of a curve; of more, evenly spaced ones are drawn."""
+"""Most points of a curve; if there are more, evenly spaced ones are drawn."""
 MAX_MESSAGES = 200
-"""Different warnings and errors of each node."""
+"""Most different warnings and errors shown per node."""
 _NODE_START = re.compile(r"=== (.*) node (\d+) starts$")
 _ACCOUNT = ("state", "start", "end", "elapsed", "nodelist", "exitcode", "partition")
 _GIB = 1 << 30
@@ -72,14 +74,14 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
     """Reads all that a job left.
 
     Args:
-        job: its id, which is the name of its folder.
-        logs: the folder that has a folder for each job.
+        job: Id of the job, which is the name of its folder.
+        logs: Folder with one folder per job.
 
     Returns:
-        What the page draws, ready for JSON.
+        Content of the page, ready for JSON.
 
     Raises:
-        SetupError: nobody knows the job, or it has no logs.
+        SetupError: The job is unknown or has no logs.
     """
     folder = logs / job
     record = read_record(folder)
@@ -100,7 +102,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
     drawn = _thinned(lines)
     if len(drawn) < len(lines):
         notes.append(f"curves show {len(drawn)} of {len(lines)} iterations, evenly spaced")
-    messages, more = _messages(folder, logs / f"{job}.batch", names)
+    messages, message_notes = _messages(folder, logs / f"{job}.batch", names)
     return {
         "title": f"Job {job}: {record.get('conf', {}).get('JOB_NAME', '')}".rstrip(": "),
         "facts": _facts(status, starts, processes),
@@ -110,22 +112,26 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
         "use": {name: use for name in names if (use := _use(folder / f"{name}.gpu"))},
         "traces": traces,
         "messages": messages,
-        "notes": [*notes, *more],
+        "notes": [*notes, *message_notes],
     }
 
 
 def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[int]) -> list[str]:
-    """Returns the name of the node of each rank, by the latest start of each node's number."""
-    found: dict[int, tuple[str, str]] = {}
+    """Returns the name of each rank's node, from the latest start of each node rank."""
+    latest: dict[int, tuple[str, str]] = {}
     for name in names:
         for line in lines_of(folder / f"{name}.out"):
             if line.startswith("===") and (match := _NODE_START.match(line)):
                 number = int(match[2])
-                found[number] = max(found.get(number, ("", "")), (match[1], name))
-    known = [found.get(number, ("", f"node {number}"))[1] for number in range(len(processes))]
-    # No node has more; a damaged file may say so.
+                latest[number] = max(latest.get(number, ("", "")), (match[1], name))
+    names_by_node_rank = [
+        latest.get(number, ("", f"node {number}"))[1] for number in range(len(processes))
+    ]
+    # A damaged file may claim more processes than any node has.
     counts = [min(count, 1 << 12) for count in processes]
-    return [name for name, count in zip(known, counts, strict=True) for _ in range(count)]
+    return [
+        name for name, count in zip(names_by_node_rank, counts, strict=True) for _ in range(count)
+    ]
 
 
 def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -147,19 +153,19 @@ def _facts(
 
 
 def _account(job: str) -> dict[str, str]:
-    """Returns what Slurm's accounting says; empty without one."""
+    """Returns the facts of Slurm's accounting, empty without accounting."""
     command = ["sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_ACCOUNT)]
     rows = slurm_rows(command) if job.isdigit() else []
     rows = [row for row in rows if len(row) == len(_ACCOUNT)]
     return {
-        name: ", ".join(dict.fromkeys(row[place] for row in rows if row[place]))
-        for place, name in enumerate(_ACCOUNT)
+        name: ", ".join(dict.fromkeys(row[column] for row in rows if row[column]))
+        for column, name in enumerate(_ACCOUNT)
         if rows
     }
 
 
 def _settings(status: JobStatus) -> list[dict[str, Any]]:
-    """Returns every variable with a value: requested, effective where the run says it, differs."""
+    """Returns each variable with its requested and effective values, and whether these differ."""
     effective = status.effective
     differ = {name for name, _, _ in status.differences}
     names = [name for name in SETTINGS if name in status.requested or name in effective]
@@ -186,15 +192,15 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Returns what a node used over time, in columns; empty without samples."""
+    """Returns a node's resource use over time, in columns; empty without samples."""
     samples = _thinned(list(samples_of(path)))
     gpus: dict[int, dict[str, list[Any]]] = {}
     rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]
     for index in sorted({index for row in rows for index in row}):
-        own = [row.get(index) for row in rows]
+        values = [row.get(index) for row in rows]
         gpus[index] = {
-            "percent": [gpu and gpu["used_percent"] for gpu in own],
-            "gib": [gpu and round(gpu["memory_used_bytes"] / _GIB, 3) for gpu in own],
+            "percent": [gpu and gpu["used_percent"] for gpu in values],
+            "gib": [gpu and round(gpu["memory_used_bytes"] / _GIB, 3) for gpu in values],
         }
     if not samples:
         return {}
@@ -207,14 +213,14 @@ def _use(path: Path) -> dict[str, Any]:
 
 
 def _sum(sample: Mapping[str, Any], key: str) -> float:
-    return float(round(sum(one.get(key, 0) for one in sample.get("processes", [])), 1))
+    return float(round(sum(process.get(key, 0) for process in sample.get("processes", [])), 1))
 
 
 def _messages(
     folder: Path, batch: Path, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns every error and warning once for each node, with how often it came; and notes."""
-    found: list[dict[str, Any]] = []
+    """Returns each error and warning once per node with its count, and notes about omissions."""
+    messages: list[dict[str, Any]] = []
     notes = []
     counts = {
         name: count_messages(folder / f"{name}.err", folder / f"{name}.out") for name in names
@@ -224,17 +230,17 @@ def _messages(
     for name, kinds in counts.items():
         for kind, counter in kinds.items():
             for text, count in counter.most_common(MAX_MESSAGES):
-                found.append({"node": name, "kind": kind, "text": text, "count": count})
+                messages.append({"node": name, "kind": kind, "text": text, "count": count})
             if len(counter) > MAX_MESSAGES:
                 notes.append(
                     f"{name}: {MAX_MESSAGES} of {len(counter)} different {kind}s, the most frequent"
                 )
-    found.sort(key=lambda one: one["kind"])
-    return found, notes
+    messages.sort(key=lambda message: message["kind"])
+    return messages, notes
 
 
 MAX_CELLS = 200_000
-"""Iterations times ranks of the times; of more, evenly spaced iterations are shown."""
+"""Most cells of the table of times; of more iterations, evenly spaced ones are shown."""
 _NS_PER_MS = 1e6
 
 
@@ -242,11 +248,11 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
     """Reads the traces of a job.
 
     Args:
-        folder: that of the traces; need not exist.
-        nodes: name of the node of each rank, as far as it is known.
+        folder: Folder of the traces, which need not exist.
+        nodes: Name of each rank's node, as far as known.
 
     Returns:
-        What the page draws, ``None`` without traces; and notes for the reader.
+        Content for the page, ``None`` without traces; and notes for the reader.
     """
     if not folder.is_dir():
         return None, ["no traces: with TRACE=true there are times of every rank and a timeline"]
@@ -258,36 +264,41 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
         for row, rank in enumerate(labels):
             if rank < len(nodes):
                 rows.setdefault(nodes[rank], []).append(row)
-        with tempfile.TemporaryDirectory() as place:
-            page, every = Path(place) / "page.html", figures.iterations.tolist()
-            write_page(run, page, every, figures=figures, labels=labels, nodes=rows)
+        with tempfile.TemporaryDirectory() as temporary:
+            page = Path(temporary) / "page.html"
+            iterations = figures.iterations.tolist()
+            write_page(run, page, iterations, figures=figures, labels=labels, nodes=rows)
             text = page.read_text(encoding="utf-8")
     except TraceError as error:
         return None, [f"no timeline: {error}"]
-    found = {
+    content = {
         "ranks": list(labels),
         "labels": list(labels.values()),
-        # Its library is in the report already.
+        # The report already contains the library.
         "page": text.replace(plotly_js(), "{{plotly}}"),
         **_times(figures),
     }
-    return found, [shared_gpu_note(run.gpu_ranks)] if run.shares_gpus else []
+    return content, [shared_gpu_note(run.gpu_ranks)] if run.shares_gpus else []
 
 
 def _label(run: RunTrace, rank: int) -> str:
     header = run.ranks[rank].header
-    return f"rank {rank}: stage {header.pp_rank}, copy {header.dp_rank}, part {header.tp_rank}"
+    position = f"stage {header.pp_rank}, replica {header.dp_rank}, tensor rank {header.tp_rank}"
+    return f"rank {rank}: {position}"
 
 
 def _times(figures: RunFigures) -> dict[str, Any]:
-    """Returns the time of every rank from its first to its last action, by iteration."""
-    known = figures.num_actions > 0
-    ms = np.where(known, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
+    """Returns the time from the first to the last action of every rank, by iteration."""
+    has_actions = figures.num_actions > 0
+    ms = np.where(has_actions, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
     limit = max(2, MAX_CELLS // max(1, ms.shape[1]))
     count = len(figures.iterations)
     shown = np.unique(np.linspace(0, count - 1, min(limit, count)).round().astype(int))
     rows = [
-        [round(float(value), 3) if there else None for value, there in zip(row, here, strict=True)]
-        for row, here in zip(ms[shown].T, known[shown].T, strict=True)
+        [
+            round(float(value), 3) if has_time else None
+            for value, has_time in zip(row, row_has_actions, strict=True)
+        ]
+        for row, row_has_actions in zip(ms[shown].T, has_actions[shown].T, strict=True)
     ]
     return {"iterations": figures.iterations[shown].tolist(), "rank_ms": rows}

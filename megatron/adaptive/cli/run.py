@@ -1,11 +1,11 @@
-"""Runs a training job that goes on in another layout when machines come and go.
+"""Runs a training job that continues in another layout when machines join or leave.
 
 ::
 
     python -m megatron.adaptive run --machines machines.txt pretrain_gpt.py ...   from one machine
     python -m megatron.adaptive run --checkpoint DIR train.py ...                 with a Pipeline
     python -m megatron.adaptive run --checkpoint DIR pretrain_gpt.py ...          on every node
-    python -m megatron.adaptive run --status DIR                                  how the job is
+    python -m megatron.adaptive run --status DIR                                  state of a job
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SECONDS = number(float, 1e-3, 1e9, "number of seconds")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a job, takes part in one, or prints the state of one.
+    """Runs a job, takes part in a job, or prints the state of a job.
 
     Returns:
-        The job's exit status.
+        Exit status of the job.
     """
     options = _parser().parse_args(list(argv))
     if options.agent:
@@ -49,68 +49,71 @@ def main(argv: Sequence[str]) -> int:
         asyncio.run(agent.run())
         return 1 if agent.status is None else agent.status
     if options.status is not None:
-        return _tell(options)
+        return _print_state(options)
     return _run(options)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="python -m megatron.adaptive run",
-        description="Train, and go on in another shape when machines come and go.",
+        description="Train, and continue in another layout when machines join or leave.",
     )
     add = parser.add_argument
-    add("--machines", type=Path, metavar="FILE", help="a host per line, with slots=N; read again")
-    add("--checkpoint", type=Path, metavar="DIR", help="of the job, shared by all nodes (--save)")
-    text = "print the state of the job of a folder"
+    text = "one host per line, with slots=N; read again when it changes"
+    add("--machines", type=Path, metavar="FILE", help=text)
+    text = "checkpoints of the job, on storage that all nodes share (--save)"
+    add("--checkpoint", type=Path, metavar="DIR", help=text)
+    text = "print the state of the job in a folder"
     add("--status", nargs="?", const="", metavar="DIR", help=text)
-    add("--json", action="store_true", help="the status as JSON")
-    text = "to wait for at the start, without --machines (1)"
+    add("--json", action="store_true", help="print the state as JSON")
+    text = "nodes to wait for at the start, without --machines (1)"
     add("--nodes", type=count, default=1, metavar="N", help=text)
-    add("--slots", type=count, metavar="N", help="processes of this node (one on each GPU)")
-    add("--name", metavar="NAME", help="of this node in the job (its host name)")
-    add("--address", metavar="HOST", help="at which other nodes reach this one")
+    add("--slots", type=count, metavar="N", help="processes of this node (one per GPU)")
+    add("--name", metavar="NAME", help="name of this node in the job (its host name)")
+    add("--address", metavar="HOST", help="address at which other nodes reach this one")
     for name, dest, default, text in (
-        ("--join-within", "join_s", 60.0, "for machines to answer at the start"),
-        ("--wait", "wait_s", 600.0, "for machines when no shape fits those that are there"),
-        ("--stop-within", "stop_s", 600.0, "for ranks to end a step and save"),
-        ("--plan-within", "plan_s", 10.0, "for a plan; after it the rule without a planner counts"),
+        ("--join-within", "join_s", 60.0, "time for machines to answer at the start"),
+        ("--wait", "wait_s", 600.0, "time to wait for machines if no layout fits the present ones"),
+        ("--stop-within", "stop_s", 600.0, "time for ranks to end a step and save"),
+        ("--plan-within", "plan_s", 10.0, "time for a plan, after which the simple rule decides"),
     ):
         text = f"{text} ({default:g})"
         add(name, dest=dest, type=_SECONDS, default=default, metavar="SECONDS", help=text)
-    text = "have the planner choose shapes: a cluster file, and profiles; once for each"
+    text = "let the planner choose layouts: give a cluster file and profiles, one flag for each"
     add("--plan-with", type=Path, action="append", default=[], metavar="FILE", help=text)
     text = "with --plan-with: also stages with unequal numbers of replicas"
     add("--unequal", action="store_true", help=text)
     add(
         "--on-straggler",
         choices=("ignore", "replan", "exclude"),
-        help="about a node that stays slow: fewer layers for it, or leave it out; needs --trace-dir"
-        " of the trainer, trace_dir of a Pipeline (replan with it)",
+        help="reaction to a node that stays slow: fewer layers for it, or leave it out; needs"
+        " --trace-dir of the trainer or trace_dir of a Pipeline (replan with it)",
     )
     add(
         "--runs",
         choices=("trainer", "pipeline"),
-        help="what the script does where its text leaves it open: take the trainer's arguments, or"
-        " train a Pipeline in Pipeline.loop",
+        help="kind of the script, if its text does not show it: it takes the trainer's arguments,"
+        " or trains a Pipeline in Pipeline.loop",
     )
-    add("--max-restarts", type=count, default=3, metavar="N", help="without a checkpoint (3)")
+    text = "most restarts without a checkpoint (3)"
+    add("--max-restarts", type=count, default=3, metavar="N", help=text)
     text = "steps between copies of the state in memory, 0 for none (0)"
     steps = number(int, 0, 1_000_000)
     add("--replicate-every", dest="copy_every", type=steps, default=0, metavar="N", help=text)
-    text = "for copies on each node (what fits)"
+    text = "memory for copies on each node (what fits)"
     add("--replicate-memory", dest="copy_bytes", type=_gib, metavar="GIB", help=text)
     add("--agent", action="store_true", help=argparse.SUPPRESS)
-    text = f"{_TRAINER}, or one that trains a Pipeline; then its arguments"
+    text = f"{_TRAINER}, or a script that trains a Pipeline; then its arguments"
     add("script", nargs="?", type=Path, help=text)
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
-def _gib(word: str) -> int:
-    return int(number(float, 1e-6, 1e6, "number of GiB")(word) * 1024**3)
+def _gib(text: str) -> int:
+    return int(number(float, 1e-6, 1e6, "number of GiB")(text) * 1024**3)
 
 
-def _tell(options: argparse.Namespace) -> int:
+def _print_state(options: argparse.Namespace) -> int:
     from megatron.adaptive.cluster.job_state_file import read_state, render_state
 
     folder = options.status or options.checkpoint or last_value(options.arguments, _SAVE)
@@ -125,7 +128,7 @@ def _tell(options: argparse.Namespace) -> int:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"--status {folder}: the state of the job is damaged ({error!r}); a job that runs"
-                " writes it anew"
+                " writes it again"
             ) from None
         show(text)
     return 0
@@ -133,7 +136,7 @@ def _tell(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from megatron.adaptive.cluster.incarnation import JobSpec, is_trainer
-    from megatron.adaptive.cluster.layout_rule import as_asked
+    from megatron.adaptive.cluster.layout_rule import parse_requested
     from megatron.adaptive.cluster.manager import Manager, Participant
 
     script = options.script
@@ -144,20 +147,25 @@ def _run(options: argparse.Namespace) -> int:
     is_pipeline = not is_trainer(script) if options.runs is None else options.runs == "pipeline"
     folder: Path | str | None
     if is_pipeline:
-        arguments, folder = _of_pipeline(options)
-        on_straggler: Policy = options.on_straggler or "replan"  # where it writes traces
+        arguments, folder = _pipeline_arguments(options)
+        on_straggler: Policy = options.on_straggler or "replan"  # acts only if it writes traces
     else:
         folder = options.checkpoint or last_value(options.arguments, _SAVE)
         if not folder:
             raise ConfigError(
-                "run: a job that moves needs checkpoints: add --checkpoint DIR or --save"
+                "run: a job that changes its layout needs checkpoints: add --checkpoint DIR or"
+                " --save"
             )
         arguments = (*options.arguments, _SAVE, str(folder))
-        # Says what is wrong with the trainer's arguments before anything starts.
-        on_straggler = _on_straggler(options.on_straggler, as_asked(arguments).schedule)
-    given = vars(options)
+        # Check the trainer's arguments before anything starts.
+        on_straggler = _on_straggler(options.on_straggler, parse_requested(arguments).schedule)
+    values = vars(options)
     spec = JobSpec(
-        **{one.name: given[one.name] for one in fields(JobSpec) if one.name in given}
+        **{
+            spec_field.name: values[spec_field.name]
+            for spec_field in fields(JobSpec)
+            if spec_field.name in values
+        }
         | {"script": script.resolve(), "arguments": arguments, "on_straggler": on_straggler},
         checkpoints=Path(folder).resolve(),
         is_pipeline=is_pipeline,
@@ -176,37 +184,37 @@ def _run(options: argparse.Namespace) -> int:
         return asyncio.run(part.run())
 
 
-def _of_pipeline(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
-    """Returns arguments and checkpoints of a script with a ``Pipeline``; refuses the trainer's."""
-    what = f"{options.script.name} takes none of the trainer's arguments, so that it trains a"
-    what += " Pipeline"
+def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
+    """Returns the arguments and the folder of checkpoints of a script with a ``Pipeline``."""
+    reason = f"{options.script.name} takes none of the trainer's arguments, so that it trains a"
+    reason += " Pipeline"
     if options.checkpoint is None:
         raise ConfigError(
-            f"run: {what}: name the folder of its checkpoints with --checkpoint DIR, or say --runs"
-            " trainer"
+            f"run: {reason}: name the folder of its checkpoints with --checkpoint DIR, or say"
+            " --runs trainer"
         )
     if options.plan_with:
         raise ConfigError(
-            f"--plan-with: {what}, and its layouts are planned by what it measures itself: leave it"
-            " out, or say --runs trainer"
+            f"--plan-with: {reason}, and its layouts are planned by what it measures itself: leave"
+            " it out, or say --runs trainer"
         )
     return tuple(options.arguments), options.checkpoint
 
 
-def _on_straggler(given: Policy | None, schedule: ScheduleConfig) -> Policy:
-    """Returns what is done about slow nodes; they are known where the running job is diagnosed."""
+def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
+    """Returns the reaction to slow nodes, which only a diagnosis of the running job can find."""
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
-    if given in ("replan", "exclude") and not is_diagnosed:
-        what = "--diagnose-interval 0" if schedule.trace_dir is not None else "no --trace-dir"
+    if wished in ("replan", "exclude") and not is_diagnosed:
+        problem = "--diagnose-interval 0" if schedule.trace_dir is not None else "no --trace-dir"
         raise ConfigError(
-            f"--on-straggler {given} with {what}: slow nodes are found in traces; give the trainer"
-            " --trace-dir DIR, and --diagnose-interval N from 1 on"
+            f"--on-straggler {wished} with {problem}: slow nodes are found in traces; give the"
+            " trainer --trace-dir DIR, and --diagnose-interval N from 1 on"
         )
-    return given or ("replan" if is_diagnosed else "ignore")
+    return wished or ("replan" if is_diagnosed else "ignore")
 
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
-    """Makes what chooses layouts; a planner is started, checked, and closed with the stack."""
+    """Creates the chooser of layouts; if it is a planner, it is closed with the stack."""
     from megatron.adaptive.cluster.incarnation import model_file
     from megatron.adaptive.cluster.job_state_file import say
     from megatron.adaptive.cluster.layout_rule import Chooser
@@ -220,11 +228,11 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
         return Chooser()
     from megatron.adaptive.cluster.layout_planner import PlannerChooser
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks; before numpy is imported there
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # set it before numpy is imported
     model = model_file(spec.checkpoints) if spec.is_pipeline else None
-    given = options.plan_with, spec.arguments, options.plan_s
-    chooser = PlannerChooser(*given, unequal=options.unequal, model=model)
+    arguments = options.plan_with, spec.arguments, options.plan_s
+    chooser = PlannerChooser(*arguments, unequal=options.unequal, model=model)
     stack.enter_context(contextlib.closing(chooser))
     if model is None and (late := chooser.check(spec.machines)):
-        say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
+        say(f"warning: no plan before the start: {late}; layouts may be chosen without it")
     return chooser

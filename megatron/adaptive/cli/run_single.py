@@ -32,7 +32,7 @@ _SIZES = {
     "tensor_parallel": (1, "tensor-parallel ranks of each stage"),
     "data_parallel": (1, "copies of the pipeline"),
 }
-"""Options that give the shape of the run, also variables of the example script."""
+"""Options for the sizes of the run, which are also variables of the example script."""
 _FIXED_STAGES = {
     "--partition",
     "--pipeline-model-parallel-size",
@@ -40,36 +40,36 @@ _FIXED_STAGES = {
     "--plan",
     "--stage-data-parallel-sizes",
 }
-"""Options of the trainer after which layers stay where they are."""
+"""Options of the trainer that fix the layers of each stage."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the whole job as ``argv`` says.
+    """Runs the whole job with the options ``argv``.
 
     Returns:
-        The exit status of the training.
+        Exit status of the training.
     """
-    words = list(argv)
-    place = words.index("--") if "--" in words else len(words)
-    trainer = words[place + 1 :]
-    options = _parser().parse_args(words[:place])
+    arguments = list(argv)
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    trainer_flags = arguments[separator + 1 :]
+    options = _parser().parse_args(arguments[:separator])
     data_dir = options.data_dir.resolve()
     runs = options.runs_dir.resolve()
     if options.resume and not (runs / "latest").exists():
         raise ConfigError(f"--resume: there is no run in {runs} yet; leave the option out")
     status = make_corpus(["--output-dir", str(data_dir)])
     if status:
-        return status  # it has printed why
-    before = _latest(runs)
+        return status  # make_corpus has printed the reason
+    previous = _latest(runs)
     run_dir = _run_dir(runs, options)
-    defaults = _default_flags(options, trainer)
+    defaults = _default_flags(options, trainer_flags)
     if options.resume:
         defaults += ["--load", str(run_dir / "checkpoints")]
-    status = _train(options, data_dir, run_dir, [*defaults, *trainer])
+    status = _train(options, data_dir, run_dir, [*defaults, *trainer_flags])
     if status == 0 or status > 128:
         _report(options, run_dir, stopped=status != 0)
     elif not options.resume:
-        _forget_if_empty(run_dir, before)
+        _forget_if_empty(run_dir, previous)
     return status
 
 
@@ -86,34 +86,34 @@ def _parser() -> CommandParser:
         text = f"{text} ({default})"
         add(*flags, dest=name, type=count, default=default, metavar="N", help=text)
     schedules = ("adaptive", "1f1b", "interleaved", "megatron")
-    text = "order of work in the pipeline (adaptive)"
+    text = "order of actions in the pipeline (adaptive)"
     add("--schedule", default="adaptive", choices=schedules, help=text)
-    add("--resume", action="store_true", help="go on with the latest run instead of a new one")
-    add("--runs-dir", type=Path, default=WORK_FOLDER / "runs", help="where runs are kept (runs)")
-    text = "where the corpus is, or is made (data/stdlib)"
+    add("--resume", action="store_true", help="continue the latest run instead of starting one")
+    add("--runs-dir", type=Path, default=WORK_FOLDER / "runs", help="folder of all runs (runs)")
+    text = "folder of the corpus, which is created if it is missing (data/stdlib)"
     add("--data-dir", type=Path, default=WORK_FOLDER / "data" / "stdlib", help=text)
     return parser
 
 
-def _default_flags(options: argparse.Namespace, trainer: Sequence[str]) -> list[str]:
-    """Options of the trainer that depend on the shape; the user's own come after them.
+def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) -> list[str]:
+    """Returns the trainer's flags that depend on the sizes; the user's flags follow them.
 
-    Embedding and loss make stages of equal layers unequal, so layers are moved once the stages'
-    times are measured, unless the user gives a partition.
+    The embedding and the loss make stages with equal numbers of layers unequal. So layers move once
+    the times of the stages are measured, unless the user sets a partition.
     """
     flags = []
-    given = {word.split("=", 1)[0] for word in trainer}
+    names = {flag.split("=", 1)[0] for flag in trainer_flags}
     stages = options.pipeline_parallel * options.model_chunks
-    if _LAYERS % stages and "--num-layers" not in given:
+    if _LAYERS % stages and "--num-layers" not in names:
         flags += ["--partition", format_partition(nearly_even_split(_LAYERS, stages))]
     may_move = options.pipeline_parallel > 1 and options.schedule != "megatron"
-    if may_move and not given & _FIXED_STAGES:
+    if may_move and not names & _FIXED_STAGES:
         flags += ["--repartition", "auto", "--repartition-interval", str(_REPARTITION_INTERVAL)]
     return flags
 
 
 def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
-    """Makes a new run's folder, named by time and shape, or finds the latest; links ``latest``."""
+    """Creates a new run's folder, or finds the latest one to resume; links ``latest`` to it."""
     latest = runs / "latest"
     if options.resume:
         return latest.resolve()
@@ -134,7 +134,7 @@ def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
 
 
 def _new_folder(runs: Path, name: str) -> Path:
-    """Makes a folder that no other run has, also where two start within one second."""
+    """Creates a folder that no other run has, even if two runs start within one second."""
     runs.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         run = runs / (name if number == 1 else f"{name}-{number}")
@@ -158,20 +158,20 @@ def _latest(runs: Path) -> str | None:
         return None
 
 
-def _forget_if_empty(run: Path, before: str | None) -> None:
-    """Removes the folder of a run that failed before it wrote anything."""
+def _forget_if_empty(run: Path, previous: str | None) -> None:
+    """Removes the folder of a run that failed before it wrote any file."""
     if any(path.is_file() for path in run.rglob("*")):
         return
     latest = run.parent / "latest"
     shutil.rmtree(run, ignore_errors=True)
     if _latest(run.parent) == run.name:
         latest.unlink()
-        if before is not None:
-            _point(latest, before)
+        if previous is not None:
+            _point(latest, previous)
 
 
 def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: list[str]) -> int:
-    """Runs the example script; signals that come here are passed on to it."""
+    """Runs the example script and passes signals on to it."""
     environment = {
         **os.environ,
         **{name.upper(): str(getattr(options, name)) for name in (*_SIZES, "schedule")},
@@ -179,7 +179,7 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
         "DATA_DIR": str(data_dir),
         "RUN_DIR": str(run_dir),
     }
-    # A session of its own: Ctrl-C reaches it once, from here, not twice.
+    # The job needs its own session, so that Ctrl-C reaches it once, from this process.
     job = subprocess.Popen(
         ["bash", str(_SCRIPT), *flags], env=environment, start_new_session=True, cwd=WORK_FOLDER
     )
@@ -194,11 +194,11 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
 
 
 def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> None:
-    """Writes the text trace and the picture, and prints where everything is."""
+    """Writes the text trace and the picture, and prints the paths of all results."""
     show(f"\nrun            {run_dir}")
-    for what, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard")):
+    for title, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard")):
         if (run_dir / folder).is_dir():
-            show(f"{what:14} {run_dir / folder}")
+            show(f"{title:14} {run_dir / folder}")
     chart = _draw(options, run_dir)
     python = shlex.quote(sys.executable)
     flags = f"--pipeline_parallel {options.pipeline_parallel} --model_chunks {options.model_chunks}"
@@ -207,22 +207,24 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
     if environment.exists():
         show(f"  source {shlex.quote(str(environment))}")
     if chart:
-        for words in ("process-trace", "visualize-trace"):
-            script = f"{words.replace('-', '_')}.py" if IS_CHECKOUT else f"-m {_PACKAGE} {words}"
+        for command in ("process-trace", "visualize-trace"):
+            script = (
+                f"{command.replace('-', '_')}.py" if IS_CHECKOUT else f"-m {_PACKAGE} {command}"
+            )
             show(f"  python {script} {flags}")
     show(
         f"  {'tensorboard' if environment.exists() else python + ' -m tensorboard.main'} "
         f"--logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
     )
-    again = "bash run_single.sh" if IS_CHECKOUT else f"python -m {_PACKAGE} run-single"
-    again += f" {flags} --resume"
-    # The learning rate's curve ends with the run, so a longer one needs another.
-    further = " -- --train-iters N --override-opt-param-scheduler"
-    show(f"  {again}{'' if stopped else further}")
+    resume_command = "bash run_single.sh" if IS_CHECKOUT else f"python -m {_PACKAGE} run-single"
+    resume_command += f" {flags} --resume"
+    # The learning rate schedule ends with the run, so a longer run needs another one.
+    longer_run = " -- --train-iters N --override-opt-param-scheduler"
+    show(f"  {resume_command}{'' if stopped else longer_run}")
 
 
 def _draw(options: argparse.Namespace, run_dir: Path) -> bool:
-    """Writes text trace and picture from the traces, where there are any."""
+    """Writes text trace and picture if there are traces; returns whether it did."""
     from megatron.adaptive.trace.legacy_text import legacy_name, write_legacy
     from megatron.adaptive.trace.read import read_run
     from megatron.adaptive.trace.step_view import pipeline_step

@@ -1,4 +1,4 @@
-"""``simulate``: compares schedules on simulated work, from a profile or from round numbers.
+"""``simulate``: compares schedules on simulated work, from a profile or from given times.
 
 python -m megatron.adaptive simulate --stages 8 --chunks 2 --microbatches 32 --jitter 0.3 \
     --schedules 1f1b,interleaved,zb-v,adaptive
@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.schedule.catalog import Candidate, make_candidate, policy_names
+from megatron.adaptive.schedule.catalog import Candidate, is_rule, make_candidate, policy_names
 from megatron.adaptive.schedule.choose_by_simulation import CandidateOutcome, evaluate
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
@@ -22,102 +22,149 @@ from megatron.adaptive.trace.files import replaced
 _BAR = 40
 _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
-"""Forwards of all simulated steps of a schedule; a million take up to half a minute."""
+"""Most forwards in all simulated steps of a schedule; a million take up to half a minute."""
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Simulate, print a table and a chart; writes a picture and JSON where asked."""
+    """Simulates the schedules and prints a table; also writes a chart and JSON if requested."""
     options = _parser().parse_args(argv)
     profile = _profile(options, options.stages * options.chunks)
     spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
     seeds = range(options.seed, options.seed + (options.draws if spread else 1))
     _check_work(options, len(seeds))
-    outcomes: list[CandidateOutcome] = []
-    for name in options.schedules.split(","):
-        candidate = _candidate(options, name.strip())
-        outcomes.append(evaluate(candidate, options.microbatches, profile, list(seeds)))
+    outcomes, refused = _simulate(options, profile, list(seeds))
     draws = f"{len(seeds)} draw{'s' * (len(seeds) > 1)} each; peak in microbatches of a whole rank"
     _print_table(draws, outcomes)
+    if refused:
+        show()
+    for name, reason in refused.items():
+        show(f"left out: {name}: {reason}")
     if options.chart is not None:
-        # Half a second to import, and only wanted here.
+        # Import it only here, because the import takes half a second.
         from megatron.adaptive.trace.views.picture import write_comparison
 
         write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)
         show(f"\nchart: {options.chart}")
     if options.json is not None:
-        records = [
-            {
-                "schedule": one.candidate.name,
-                "placement": one.candidate.placement.kind,
-                "chunks": one.candidate.placement.num_chunks,
-                "weight_pieces": one.candidate.weight_pieces,
-                "cap": one.candidate.cap,
-                "makespans_s": list(one.makespans_s),
-                "bubble_fraction": one.bubble_fraction,
-                "peak_microbatches": one.peak_units,
-            }
-            for one in outcomes
-        ]
-        with replaced(options.json) as temporary:
-            Path(temporary).write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+        _write_json(options.json, outcomes)
     return 0
+
+
+def _simulate(
+    options: argparse.Namespace, profile: StageProfile, seeds: Sequence[int]
+) -> tuple[list[CandidateOutcome], dict[str, ScheduleError]]:
+    """Simulates the schedules that the sizes allow.
+
+    Returns:
+        Outcome of each of these schedules in the order of the flag, and the reason for each other
+        one by its name.
+
+    Raises:
+        ConfigError: A name is unknown, or the sizes allow none of the schedules.
+    """
+    outcomes: list[CandidateOutcome] = []
+    refused: dict[str, ScheduleError] = {}
+    for name in map(str.strip, options.schedules.split(",")):
+        try:
+            is_rule(name)
+        except ScheduleError as error:
+            raise ConfigError(f"--schedules {options.schedules}: {error}") from error
+        try:
+            candidate = _candidate(options, name)
+            outcomes.append(evaluate(candidate, options.microbatches, profile, seeds))
+        except ScheduleError as error:
+            refused[name] = error
+    if not outcomes:
+        reasons = "; ".join(map(str, refused.values()))
+        raise ConfigError(f"--schedules {options.schedules}: {reasons}")
+    return outcomes, refused
+
+
+def _write_json(path: Path, outcomes: Sequence[CandidateOutcome]) -> None:
+    records = [
+        {
+            "schedule": outcome.candidate.name,
+            "placement": outcome.candidate.placement.kind,
+            "chunks": outcome.candidate.placement.num_chunks,
+            "weight_pieces": outcome.candidate.weight_pieces,
+            "cap": outcome.candidate.cap,
+            "makespans_s": list(outcome.makespans_s),
+            "bubble_fraction": outcome.bubble_fraction,
+            "peak_microbatches": outcome.peak_units,
+        }
+        for outcome in outcomes
+    ]
+    with replaced(path) as temporary:
+        Path(temporary).write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to the help of an option, if the option has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, []) else super()._get_help_string(action)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="python -m megatron.adaptive simulate",
         description="Compare pipeline schedules on simulated work.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     add = parser.add_argument
     add("--stages", type=count, required=True, help="ranks of the pipeline")
-    add("--chunks", type=count, default=2, help="chunks per rank, where a schedule has several")
+    add("--chunks", type=count, default=2, help="chunks per rank, if a schedule has several")
     add("--microbatches", type=count, required=True, help="microbatches per step")
-    known = f"what to compare: {', '.join(policy_names())}"
-    add("--schedules", default=_SCHEDULES, metavar="A,B", help=known)
+    text = f"schedules to compare: {', '.join(policy_names())}"
+    add("--schedules", default=_SCHEDULES, metavar="A,B", help=text)
     work = parser.add_argument_group("work")
     add = work.add_argument
     add("--profile", type=Path, metavar="FILE", help="measured times; see docs/schedules.md")
     for name, default, unit, text in (
         ("forward", 1.0, "S", "seconds of a rank's forward"),
-        ("backward", 1.0, "S", "the same, backward by inputs"),
-        ("weight", 1.0, "S", "the same, weight gradients"),
-        ("exchange", 0.0, "S", "part of the forward, and of the backward, in all-to-alls"),
-        ("latency", 0.0, "S", "of a message between ranks"),
-        ("occupancy", 0.0, "S", "a message's time on its link"),
-        ("jitter", 0.0, "SIGMA", "lognormal, per action"),
-        ("microbatch-jitter", 0.0, "SIGMA", "per microbatch"),
+        ("backward", 1.0, "S", "seconds of a rank's backward by inputs"),
+        ("weight", 1.0, "S", "seconds of a rank's weight gradients"),
+        ("exchange", 0.0, "S", "seconds of all-to-alls in a forward, and in a backward"),
+        ("latency", 0.0, "S", "seconds until a message arrives at the next rank"),
+        ("occupancy", 0.0, "S", "seconds that a message occupies its link"),
+        ("jitter", 0.0, "SIGMA", "sigma of lognormal jitter per action"),
+        ("microbatch-jitter", 0.0, "SIGMA", "sigma of lognormal jitter per microbatch"),
     ):
         add(f"--{name}", type=float, default=default, metavar=unit, help=text)
     add("--exchanges", type=count, default=4, help="all-to-alls in a chunk's forward")
-    slow = "a rank that takes so many times longer; may be repeated"
+    slow = "rank that is slower by this factor; may be repeated"
     add("--slow-rank", action="append", default=[], metavar="R:FACTOR", help=slow)
     rule = parser.add_argument_group("run-time rules")
     add = rule.add_argument
-    add("--cap", type=float, metavar="MICROBATCHES", help="activations a rank may hold")
+    add("--cap", type=float, metavar="MICROBATCHES", help="most activations in a rank's memory")
     pieces = number(int, 0, 1000)
-    add("--weight-pieces", type=pieces, metavar="N", help="parts of a weight gradient, 0: whole B")
-    add("--placement", choices=("loop", "v"), help="where chunks live; default v for 2 chunks")
+    add(
+        "--weight-pieces",
+        type=pieces,
+        metavar="N",
+        help="parts of a weight gradient, 0 for a whole backward",
+    )
+    add("--placement", choices=("loop", "v"), help="order of stages over the ranks; v for 2 chunks")
     out = parser.add_argument_group("output")
     add = out.add_argument
     add("--draws", type=count, default=20, help="simulated steps per schedule, with jitter")
-    add("--seed", type=number(int, 0, 2**53), default=0, help="of the first draw")
+    add("--seed", type=number(int, 0, 2**53), default=0, help="seed of the first draw")
     add("--chart", type=Path, metavar="FILE.png", help="also draw the steps as a picture")
-    add("--json", type=Path, metavar="FILE", help="also write the figures here")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     return parser
 
 
-def _profile(options: argparse.Namespace, fine: int) -> StageProfile:
+def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
     factors = _rank_factors(options)
     if options.profile is not None:
         if factors is not None:
             raise ConfigError("--slow-rank was given with --profile: put rank_factors into it")
-        return load_profile(options.profile, num_stages=fine)
+        return load_profile(options.profile, num_stages=num_stages)
     chunks = options.chunks
     return StageProfile(
         times=StageTimes.equal(
-            fine,
+            num_stages,
             forward_s=options.forward / chunks,
             backward_s=options.backward / chunks,
             weight_s=options.weight / chunks,
@@ -132,7 +179,7 @@ def _profile(options: argparse.Namespace, fine: int) -> StageProfile:
 
 
 def _check_work(options: argparse.Namespace, draws: int) -> None:
-    """Refuses a simulation that would not end, or not fit the memory, within minutes."""
+    """Refuses a simulation that would take more than minutes or exceed the memory."""
     work = options.stages * options.chunks * options.microbatches
     if work > _MAX_ACTIONS or work * draws > _MAX_WORK:
         raise ConfigError(
@@ -158,30 +205,28 @@ def _rank_factors(options: argparse.Namespace) -> tuple[float, ...] | None:
 
 
 def _candidate(options: argparse.Namespace, name: str) -> Candidate:
-    try:
-        return make_candidate(
-            name,
-            options.stages,
-            options.chunks,
-            options.microbatches,
-            placement_kind=options.placement,
-            cap=options.cap,
-            weight_pieces=options.weight_pieces,
-        )
-    except ScheduleError as error:
-        raise ConfigError(f"--schedules {options.schedules}: {error}") from error
+    return make_candidate(
+        name,
+        options.stages,
+        options.chunks,
+        options.microbatches,
+        placement_kind=options.placement,
+        cap=options.cap,
+        weight_pieces=options.weight_pieces,
+    )
 
 
 def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
-    """Prints seconds, bubble and peak of each schedule; speed-ups are over the first."""
-    first, slowest = outcomes[0].mean_s, max(one.mean_s for one in outcomes)
+    """Prints step time, bubble and peak of each schedule; speed-ups are relative to the first."""
+    first = outcomes[0].mean_s
+    slowest = max(outcome.mean_s for outcome in outcomes)
     if not first:
         raise ConfigError("all work takes 0 s: give --forward, --backward or --weight above 0")
-    width = max(len(str(one.candidate)) for one in outcomes)
+    width = max(len(str(outcome.candidate)) for outcome in outcomes)
     print(f"{head}\n\n{'schedule':{width}}  step s  speed-up  bubble   peak")
-    for one in outcomes:
-        bar = "█" * round(_BAR * one.mean_s / slowest)
+    for outcome in outcomes:
+        bar = "█" * round(_BAR * outcome.mean_s / slowest)
         print(
-            f"{one.candidate!s:{width}}  {one.mean_s:6.4g}  {first / one.mean_s:7.3f}x"
-            f"  {one.bubble_fraction:5.1%}  {one.peak_units:5.3g}  {bar}"
+            f"{outcome.candidate!s:{width}}  {outcome.mean_s:6.4g}  {first / outcome.mean_s:7.3f}x"
+            f"  {outcome.bubble_fraction:5.1%}  {outcome.peak_units:5.3g}  {bar}"
         )

@@ -1,7 +1,7 @@
 """Prints the state of a job; ``get_result.sh`` calls it.
 
-Reads the logs of a job of Slurm or of pods: its state, its nodes, whether it moves. Files may be
-large, missing, or cut off anywhere, and a job that was queued again appends to them.
+Reads the logs of a Slurm job or of pods: the job's state, its nodes, whether it advances. Files may
+be large, missing, or cut off anywhere, and a job that was queued again appends to them.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def main(argv: Sequence[str]) -> int:
     """Prints the state of a job.
 
     Returns:
-        1 if it is stalled, a node was lost or a node reported an error.
+        1 if the job is stalled, a node was lost or a node reported an error, else 0.
     """
     parser = CommandParser(prog="get_result.sh", description="Report the state of a job.")
     add = parser.add_argument
-    add("job", help="its id, which is the name of its folder of logs")
+    add("job", help="id of the job, which is the name of its folder of logs")
     add("--log-dir", type=Path, default=WORK_FOLDER / "logs", help="LOG_DIR of conf.sh (logs)")
     add("--follow", action="store_true", help="print again every 5 s until it has ended")
-    add("--json", action="store_true", help="as JSON; with --follow a line each time")
+    add("--json", action="store_true", help="print JSON; with --follow a line each time")
     options = parser.parse_args(argv)
     while True:
         status = read_status(options.job, options.log_dir)
         if not (status.state or status.nodes or status.iteration):
             raise SetupError(
-                f"{status.folder} holds no logs of a job, and Slurm does not know it: name a job"
+                f"{status.folder} contains no logs of a job, and Slurm does not know it: name a job"
                 " and, with --log-dir, the folder of its logs"
             )
         if options.json:
@@ -70,7 +70,7 @@ def _text(status: JobStatus) -> str:
 
 
 def summary(status: JobStatus) -> list[str]:
-    """Returns how far a job is and what is wrong with it, a line each."""
+    """Returns lines about a job's progress and its problems."""
     lines = [f"LOST: node {name}: {why}" for name, why in status.lost.items()]
     if not status.nodes:
         lines.append(f"no logs in {status.folder} yet; another LOG_DIR is given with --log-dir")
@@ -85,8 +85,8 @@ def summary(status: JobStatus) -> list[str]:
         )
     if status.is_stalled:
         lines.append("STALLED: no iteration for more than 5 times the usual; see each node's use")
-    for name, wanted, found in status.differences:
-        lines.append(f"DIFFERENT: {name} is {found}, {wanted} was requested")
+    for name, requested, effective in status.differences:
+        lines.append(f"DIFFERENT: {name} is {effective}, {requested} was requested")
     return lines
 
 
@@ -94,13 +94,13 @@ def _node_lines(node: NodeStatus) -> list[str]:
     if node.is_former:
         return [f"--- {node.name}: took part in an earlier start of the job only"]
     lines = [f"--- {node.name}: {_use(node)}"]
-    for title, found in (
+    for title, lines_of_kind in (
         ("error", node.errors),
         ("warning", node.warnings),
         ("out", node.out),
         ("err", node.err),
     ):
-        lines += [f"{title:8} {line.rstrip()}" for line in found]
+        lines += [f"{title:8} {line.rstrip()}" for line in lines_of_kind]
     return lines
 
 
@@ -113,11 +113,11 @@ def _use(node: NodeStatus) -> str:
         for gpu in node.use["gpus"]
     ]
     processes = node.use["processes"]
-    memory = sum(one["memory_bytes"] for one in processes) / _GIB
-    used = sum(one["cpu_percent"] for one in processes)
+    memory = sum(process["memory_bytes"] for process in processes) / _GIB
+    used = sum(process["cpu_percent"] for process in processes)
     age_s = time.time() - node.use["unix_s"]
-    own = f"{len(processes)} processes, {used:.0f}% CPU, {memory:.1f} GiB"
-    return "; ".join([*gpus, own, f"sampled {age_s:.0f} s ago"])
+    node_text = f"{len(processes)} processes, {used:.0f}% CPU, {memory:.1f} GiB"
+    return "; ".join([*gpus, node_text, f"sampled {age_s:.0f} s ago"])
 
 
 TAIL_BYTES = 1 << 16
@@ -127,12 +127,23 @@ _MEDIAN_OF = 50
 _STALLED = 5
 _LEAST_STALL_S = 30.0
 _SILENT_S = 15.0
-"""A node writes a sample every 5 s: after three that did not come it is taken for lost."""
+"""Longest time between two samples in seconds, three periods; then a node counts as lost."""
 _RUNNING = ("RUNNING", "COMPLETING", "")
 _GOOD_ENDS = ("COMPLETED", "CANCELLED", "PENDING", "REQUEUED", "SUSPENDED", "PREEMPTED", "TIMEOUT")
 _GOES_ON = (
-    *("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STOPPED"),
-    *("REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT"),
+    "PENDING",
+    "RUNNING",
+    "COMPLETING",
+    "CONFIGURING",
+    "REQUEUED",
+    "SUSPENDED",
+    "STOPPED",
+    "REQUEUE_HOLD",
+    "REQUEUE_FED",
+    "RESIZING",
+    "SIGNALING",
+    "STAGE_OUT",
+    "SPECIAL_EXIT",
 )
 _LOST_STATES = ("down", "fail", "reboot", "power")
 _RECORD: Mapping[str, Any] = {
@@ -156,14 +167,14 @@ _WARNING = re.compile(r"warning", re.IGNORECASE)
 def _differences(
     requested: Mapping[str, str], effective: Mapping[str, str]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Returns name, requested and effective value of what is not as it was asked for."""
-    grows = "--rampup-batch-size" in requested.get("TRAINER_FLAGS", "")
+    """Returns name, requested and effective value of each setting whose values differ."""
+    has_rampup = "--rampup-batch-size" in requested.get("TRAINER_FLAGS", "")
     return tuple(
         (name, requested[name], value)
         for name, value in effective.items()
         if requested.get(name)
         and requested[name] != value
-        and not (grows and name == "GLOBAL_BATCH_SIZE")
+        and not (has_rampup and name == "GLOBAL_BATCH_SIZE")
     )
 
 
@@ -173,32 +184,32 @@ def _kind(line: str) -> str:
 
 
 def node_names(folder: Path) -> list[str]:
-    """Returns the nodes that have files in a job's folder."""
+    """Returns the names of the nodes that have files in a job's folder."""
     return sorted({path.stem for path in folder.glob("*.out")})
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Returns what ``run.json`` of a job says, empty where it is missing or cut off.
+    """Returns the content of a job's ``run.json``, empty if it is missing or cut off.
 
-    Secrets, which files of earlier programs hold, are hidden.
+    Masks secrets, which files of older versions contain.
     """
     try:
         read = parse_json(read_whole(folder / "run.json"))
-        found = {n: v for n, v in read.items() if isinstance(v, _RECORD.get(n, object))}
-        numbers = [*found.get("processes", ()), found.get("world_size", 0)]
-        if not all(isinstance(one, int) for one in numbers):
+        values = {n: v for n, v in read.items() if isinstance(v, _RECORD.get(n, object))}
+        numbers = [*values.get("processes", ()), values.get("world_size", 0)]
+        if not all(isinstance(entry, int) for entry in numbers):
             return {}
         conf = {
             name: MASK if is_secret(name) else masked_text(str(text))
-            for name, text in found.get("conf", {}).items()
+            for name, text in values.get("conf", {}).items()
         }
     except (OSError, ValueError, AttributeError):
         return {}
-    return {**found, "conf": conf, "flags": [str(word) for word in found.get("flags", ())]}
+    return {**values, "conf": conf, "flags": [str(flag) for flag in values.get("flags", ())]}
 
 
 def tail(path: Path) -> list[str]:
-    """Returns the last lines of a file, of its latest start only."""
+    """Returns the last lines of a file, from its latest start only."""
     try:
         with open_file(path) as file:
             length = file.seek(0, 2)
@@ -214,7 +225,7 @@ def tail(path: Path) -> list[str]:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Yields all lines of a file, none if it is missing."""
+    """Yields all lines of a file, none if the file is missing."""
     try:
         with io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -224,7 +235,7 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
-    """Yields the samples of a node's use, or the latest alone; skips lines that are cut off."""
+    """Yields the samples of a node's use, or only the latest one; skips lines that are cut off."""
     lines: Iterator[str] = iter(reversed(tail(path))) if latest else lines_of(path)
     for line in lines:
         try:
@@ -238,36 +249,36 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def _is_sample(sample: Any) -> bool:
-    """Checks that what is added up in a sample are numbers."""
+    """Checks that the values of a sample that are added up are numbers."""
     with contextlib.suppress(KeyError, TypeError):
         for gpu in sample.get("gpus", []) if isinstance(sample, dict) else [{}]:
             gpu["index"] + gpu["memory_used_bytes"] + len(gpu.get("pids", []))
             gpu["used_percent"]
-        for one in sample.get("processes", []):
-            one["memory_bytes"] + one["cpu_percent"]
+        for process in sample.get("processes", []):
+            process["memory_bytes"] + process["cpu_percent"]
         return isinstance(sample.get("unix_s"), int | float)
     return False
 
 
 def count_messages(*paths: Path) -> dict[str, Counter[str]]:
-    """Returns the errors and warnings in some files by kind, with how often each occurs."""
-    found: dict[str, Counter[str]] = {"error": Counter(), "warning": Counter()}
+    """Returns the errors and warnings in files by kind, with the count of each line."""
+    counters: dict[str, Counter[str]] = {"error": Counter(), "warning": Counter()}
     for path in paths:
         for line in lines_of(path):
             if kind := _kind(line):
-                found[kind][line.strip()] += 1
-    return found
+                counters[kind][line.strip()] += 1
+    return counters
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmState:
-    """Holds Slurm's account of a job; everything is empty where it has none.
+    """Describes a job as Slurm reports it; everything is empty if Slurm does not know it.
 
     Attributes:
-        state: its word, such as ``RUNNING``.
-        user: whose job it is.
-        reason: why it waits.
-        nodes: Slurm's state of each node that the job holds or, once it is over, held.
+        state: Slurm's state of the job, such as ``RUNNING``.
+        user: Name of the job's owner.
+        reason: Reason why the job waits.
+        nodes: Slurm's state of each node that the job has, or had before it ended.
     """
 
     state: str = ""
@@ -281,13 +292,13 @@ class NodeStatus:
     """Summarizes a node's files.
 
     Attributes:
-        name: of its files.
-        out: last lines of its output.
-        err: last lines of its errors.
-        errors: lines of both that report an error, each once.
-        warnings: lines that report a warning, each once.
-        use: the latest sample of ``sampler.py``, ``None`` without one.
-        is_former: it took part in an earlier start of the job only.
+        name: Name of the node in its files.
+        out: Last lines of its output.
+        err: Last lines of its errors.
+        errors: Lines of both that report an error, each once.
+        warnings: Lines of both that report a warning, each once.
+        use: Latest sample of ``ResourceSampler``, ``None`` without one.
+        is_former: Whether it took part only in an earlier start of the job.
     """
 
     name: str
@@ -304,22 +315,22 @@ class JobStatus:
     """Summarizes a job.
 
     Attributes:
-        job: its id.
-        state: Slurm's word for it; empty where Slurm does not know it.
-        reason: why it waits, empty where it does not.
-        folder: of its logs.
-        nodes: by name of their files; ``batch`` is the batch script of Slurm.
-        lost: nodes that vanished, with why that is known.
-        iteration: the latest, ``None`` before the first.
-        iterations: of the whole training.
-        iteration_ms: median of the latest iterations.
-        tokens_per_s: of all ranks.
-        since_s: time since the latest iteration's line.
-        is_over: nothing more comes of it.
-        is_stalled: it runs and no iteration came for five times the median.
-        requested: variables of the configuration.
-        effective: those of them that the run says itself, by the same names.
-        differences: name, requested and effective value, where they differ.
+        job: Id of the job.
+        state: Slurm's state of the job, empty if Slurm does not know it.
+        reason: Reason why the job waits, empty if it does not.
+        folder: Path of the folder of its logs.
+        nodes: Nodes by the name of their files; ``batch`` is Slurm's batch script.
+        lost: Names of the nodes that vanished, with the evidence.
+        iteration: Latest iteration, ``None`` before the first.
+        iterations: Number of iterations of the whole training.
+        iteration_ms: Median duration of the latest iterations, in ms.
+        tokens_per_s: Tokens per second of all ranks.
+        since_s: Time since the line of the latest iteration, in seconds.
+        is_over: Whether the job has ended for good.
+        is_stalled: Whether the job runs, but had no iteration for five times the median.
+        requested: Variables of the configuration.
+        effective: Values of these variables that the run itself reports.
+        differences: Name, requested and effective value of each variable whose values differ.
     """
 
     job: str
@@ -341,7 +352,7 @@ class JobStatus:
 
     @property
     def has_errors(self) -> bool:
-        """Returns whether a node was lost or reports an error in the job's latest start."""
+        """Returns whether a node was lost, or reports an error in the job's latest start."""
         return bool(self.lost) or any(node.errors for node in self.nodes if not node.is_former)
 
 
@@ -349,32 +360,31 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     """Summarizes a job from the ends of its files.
 
     Args:
-        job: its id, which is the name of its folder.
-        logs: the folder that has a folder for each job.
-        progress: how far it is, where that was read already.
+        job: Id of the job, which is the name of its folder.
+        logs: Folder with one folder per job.
+        progress: Progress of the job, ``None`` to read it.
 
     Raises:
-        SetupError: neither Slurm nor the logs know the job, or it is another user's.
+        SetupError: Neither Slurm nor the logs know the job, or it belongs to another user.
     """
     folder = logs / job
-    known = slurm_state(job)
-    _check_known(job, folder, known)
+    slurm_job = slurm_state(job)
+    _check_known(job, folder, slurm_job)
     record = read_record(folder)
     if progress is None:
         progress = progress_of(folder, record)
         progress.refresh()
-    # A start that trains not yet has only lines of the one before; clocks of nodes may differ.
+    # Until a new start trains, the file contains only lines of the previous one. The tolerance
+    # covers differences between the nodes' clocks.
     since_ns = max(
         progress.start.get("unix_ns", 0), (record.get("started_unix_s", 0.0) - _SILENT_S / 3) * 1e9
     )
     lines = [line for line in progress.records if line["unix_ns"] >= since_ns]
     ended = progress.ended_ns >= since_ns and bool(progress.ended)
-    names = node_names(folder)
-    ends = {name: (tail(folder / f"{name}.out"), tail(folder / f"{name}.err")) for name in names}
-    nodes = tuple(_node(folder, name, *ends[name]) for name in names)
-    nodes = tuple(replace(node, is_former=_is_former(node, record)) for node in nodes)
-    lost = {} if ended else _lost(known, nodes)
-    if (logs / f"{job}.batch").is_file():  # Slurm says there which node failed
+    nodes = _read_nodes(folder, record)
+    lost = {} if ended else _lost(slurm_job, nodes)
+    # Slurm reports in this file which node failed.
+    if (logs / f"{job}.batch").is_file():
         nodes += (_node(folder, "batch", tail(logs / f"{job}.batch"), []),)
     latest = lines[-1] if lines else {}
     ms = _median(lines, "step_ms")
@@ -385,8 +395,8 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     effective = _effective_sizes(progress.start, latest)
     return JobStatus(
         job=job,
-        state=known.state,
-        reason=known.reason,
+        state=slurm_job.state,
+        reason=slurm_job.reason,
         folder=str(folder),
         nodes=nodes,
         lost=lost,
@@ -395,13 +405,10 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
         iteration_ms=ms,
         tokens_per_s=_median(lines, "tokens_per_s"),
         since_s=since_s,
-        # By Slurm; of pods, by the training or all nodes.
-        is_over=known.state not in _GOES_ON
-        if known.state
-        else ended or bool(lost) or all(node.use and node.use.get(ENDED) for node in nodes),
+        is_over=_is_over(slurm_job, nodes, has_ended=ended or bool(lost)),
         is_stalled=since_s is not None
         and since_s > limit_s
-        and known.state in _RUNNING
+        and slurm_job.state in _RUNNING
         and not ended,
         requested={name: value for name, value in requested.items() if value},
         effective=effective,
@@ -409,50 +416,65 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     )
 
 
-def slurm_rows(words: Sequence[str]) -> list[list[str]]:
-    """Returns the columns of what a program of Slurm prints; none where it is missing or fails."""
+def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ...]:
+    """Summarizes the nodes that have files in a job's folder."""
+    names = node_names(folder)
+    ends = {name: (tail(folder / f"{name}.out"), tail(folder / f"{name}.err")) for name in names}
+    nodes = [_node(folder, name, *ends[name]) for name in names]
+    return tuple(replace(node, is_former=_is_former(node, record)) for node in nodes)
+
+
+def _is_over(slurm_job: SlurmState, nodes: Sequence[NodeStatus], *, has_ended: bool) -> bool:
+    """Returns whether a job has ended, by Slurm if it knows the job, else by the nodes."""
+    if slurm_job.state:
+        return slurm_job.state not in _GOES_ON
+    return has_ended or all(node.use and node.use.get(ENDED) for node in nodes)
+
+
+def slurm_rows(command: Sequence[str]) -> list[list[str]]:
+    """Returns the columns of a Slurm program's output; none if it is missing or fails."""
     with contextlib.suppress(SetupError):
-        return [line.split("|") for line in slurm(words).splitlines() if "|" in line]
+        return [line.split("|") for line in slurm(command).splitlines() if "|" in line]
     return []
 
 
 def slurm_state(job: str) -> SlurmState:
-    """Asks Slurm for a job, ``squeue`` first, for ``sacct`` lags; hetjobs by their first part."""
+    """Asks Slurm about a job, first ``squeue``, as ``sacct`` lags; a hetjob is its first part."""
     for command in (
         ["squeue", "-h", "-j", job, "-o", "%T|%u|%r|%N"],
         ["sacct", "-n", "-X", "-P", "-j", job, "-o", "state,user,reason,nodelist"],
     ):
-        # None where it no longer knows the id, or there is no accounting.
+        # No rows: Slurm no longer knows the id, or there is no accounting.
         rows = [row for row in slurm_rows(command) if len(row) > 3] if job.isdigit() else []
         if rows:
-            held = ",".join(row[3] for row in rows if row[3] and not row[3].startswith("None"))
-            sinfo = ["sinfo", "-h", "-a", "-N", "-n", held, "-o", "%N|%T"]
+            node_list = ",".join(row[3] for row in rows if row[3] and not row[3].startswith("None"))
+            sinfo = ["sinfo", "-h", "-a", "-N", "-n", node_list, "-o", "%N|%T"]
             return SlurmState(
                 state=(rows[0][0].split() or [""])[0],
                 user=rows[0][1],
                 reason="" if rows[0][2] == "None" else rows[0][2],
-                nodes={row[0]: row[1].strip() for row in (slurm_rows(sinfo) if held else ())},
+                nodes={row[0]: row[1].strip() for row in (slurm_rows(sinfo) if node_list else ())},
             )
     return SlurmState(nodes={})
 
 
-def _check_known(job: str, folder: Path, known: SlurmState) -> None:
+def _check_known(job: str, folder: Path, slurm_job: SlurmState) -> None:
     if folder.is_dir():
         if os.access(folder, os.R_OK | os.X_OK):
             return
         raise SetupError(
             f"job {job}: this user may not read {folder}; ask its owner for the permission"
         )
-    if not known.state:
+    if not slurm_job.state:
         raise SetupError(
             f"job {job}: Slurm does not know it and there is no {folder}; give the folder of logs "
-            "with --log-dir, or see squeue for the ids that there are"
+            "with --log-dir, or see squeue for the ids"
         )
-    own = pwd.getpwuid(os.getuid()).pw_name
-    if known.user and known.user != own:
+    user = pwd.getpwuid(os.getuid()).pw_name
+    if slurm_job.user and slurm_job.user != user:
         raise SetupError(
-            f"job {job}: it is {known.user}'s ({known.state}), not {own}'s, and there is no "
-            f"{folder}; give the LOG_DIR of {known.user} with --log-dir"
+            f"job {job}: it is {slurm_job.user}'s ({slurm_job.state}), not {user}'s, and there is"
+            f" no {folder}; give the LOG_DIR of {slurm_job.user} with --log-dir"
         )
 
 
@@ -464,37 +486,38 @@ def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
     return bool(node.use["unix_s"] < started_s - _SILENT_S / 3)
 
 
-def _lost(known: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
-    """Returns the nodes that vanished: Slurm says so, or their samples stopped without a last one.
+def _lost(slurm_job: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
+    """Returns the nodes that vanished, by Slurm's report or by samples that stopped.
 
-    While a job runs, a node that is silent is lost, before Slurm knows. When it is over, processes
-    may have been killed before they wrote a last sample: then Slurm's word counts where it has one.
+    While a job runs, a silent node counts as lost before Slurm notices. After the job, processes
+    may have been killed before they wrote a last sample, so Slurm's report counts if there is one.
     """
-    found: dict[str, str] = {}
-    if known.state in _GOOD_ENDS:
-        return found
-    for name, state in known.nodes.items():
-        word = state.lower()
-        if word.endswith("*") or any(word.startswith(one) for one in _LOST_STATES):
-            found[name] = f"Slurm says it is {state.rstrip('*')}" + (
-                " and does not answer" if word.endswith("*") else ""
+    reasons: dict[str, str] = {}
+    if slurm_job.state in _GOOD_ENDS:
+        return reasons
+    for name, state in slurm_job.nodes.items():
+        text = state.lower()
+        if text.endswith("*") or any(text.startswith(prefix) for prefix in _LOST_STATES):
+            reasons[name] = f"Slurm says it is {state.rstrip('*')}" + (
+                " and does not answer" if text.endswith("*") else ""
             )
     now_s = time.time()
     for node in nodes:
         if node.is_former or node.use is None or node.use.get(ENDED):
             continue
-        if known.state not in _RUNNING and node.name in known.nodes:
+        if slurm_job.state not in _RUNNING and node.name in slurm_job.nodes:
             continue
         silent_s = now_s - node.use["unix_s"]
         if silent_s > _SILENT_S:
-            found.setdefault(node.name, f"no sign of it for {silent_s:.0f} s")
-    return found
+            reasons.setdefault(node.name, f"no sign of it for {silent_s:.0f} s")
+    return reasons
 
 
 def _node(folder: Path, name: str, out: list[str], err: list[str]) -> NodeStatus:
     kinds = {line.strip(): _kind(line.strip()) for line in (*err, *out)}
     errors, warnings = (
-        tuple(line for line, own in kinds.items() if own == kind) for kind in ("error", "warning")
+        tuple(line for line, line_kind in kinds.items() if line_kind == kind)
+        for kind in ("error", "warning")
     )
     return NodeStatus(
         name=name,
@@ -509,28 +532,29 @@ def _node(folder: Path, name: str, out: list[str], err: list[str]) -> NodeStatus
 def progress_of(
     folder: Path, record: Mapping[str, Any], kept: int | None = _MEDIAN_OF
 ) -> ProgressTail:
-    """Returns the reader of how far a job is.
+    """Returns the reader of a job's progress.
 
     Args:
-        folder: of its logs.
-        record: its ``run.json``; flags of the user's may name another folder.
-        kept: lines to keep, ``None`` for all.
+        folder: Folder of its logs.
+        record: Content of its ``run.json``, whose flags may name another folder.
+        kept: Number of lines to keep, ``None`` for all.
     """
-    path, named = progress_file(folder), last_value(record.get("flags", []), "--progress-dir")
+    path = progress_file(folder)
+    named = last_value(record.get("flags", []), "--progress-dir")
     if not path.is_file() and named:
         path = Path(named) / PROGRESS_NAME
     return ProgressTail(path, kept)
 
 
 def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    found = [line[key] for line in lines[-_MEDIAN_OF:] if line.get(key) is not None]
-    return statistics.median(found) if found else None
+    values = [line[key] for line in lines[-_MEDIAN_OF:] if line.get(key) is not None]
+    return statistics.median(values) if values else None
 
 
 def _effective_sizes(start: Mapping[str, Any], latest: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the sizes of a run as it writes them, by the variables of ``conf.sh``."""
-    found = {name: start.get(key) for name, key in _SIZES.items()}
+    """Returns the sizes that a run reports, by the variables of ``conf.sh``."""
+    sizes = {name: start.get(key) for name, key in _SIZES.items()}
     if latest:
-        found["TRAIN_ITERS"] = start.get("total_iterations")
-        found["GLOBAL_BATCH_SIZE"] = latest.get("global_batch_size")
-    return {name: str(value) for name, value in found.items() if value is not None}
+        sizes["TRAIN_ITERS"] = start.get("total_iterations")
+        sizes["GLOBAL_BATCH_SIZE"] = latest.get("global_batch_size")
+    return {name: str(value) for name, value in sizes.items() if value is not None}

@@ -28,16 +28,17 @@ from megatron.adaptive.errors import ConfigError, SetupError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks the configuration, write the script and submit it."""
+    """Checks the configuration, writes the script and submits it."""
     parser = CommandParser(
         prog="python -m megatron.adaptive submit",
-        description="Write the script of a job of Slurm and submit it.",
+        description="Write the script of a Slurm job and submit it.",
     )
     add = parser.add_argument
-    conf_file, text = WORK_FOLDER / "conf.sh", "configuration (conf.sh)"
+    conf_file = WORK_FOLDER / "conf.sh"
+    text = "configuration (conf.sh)"
     add("conf", nargs="?", type=Path, default=conf_file, help=text)
     add("--dry-run", action="store_true", help="only print the script")
-    add("--plan", type=Path, help="plan file in place of what conf.sh says")
+    add("--plan", type=Path, help="plan file, instead of the one in conf.sh")
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
     options = parser.parse_args(argv)
     conf = load_conf(options.conf, options.changes, options.plan)
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    slurm(["sbatch", "--version"])  # nothing is written where there is no Slurm
+    slurm(["sbatch", "--version"])  # without Slurm, fail before anything is written
     make_folder(settings.parent)
     job = submit(conf, script, settings)
     show(f"job {job}: logs in {logs / str(job)}")
@@ -62,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
 
 _LIMIT_S = 30.0
 _WARNING_S = 90
-_FIRST_PORT, _PORTS = 20000, 10000
+_FIRST_PORT = 20000
+_PORTS = 10000
 _SUBMITTED = re.compile(r"(\d+)")
 
 _BODY = """
@@ -104,7 +106,7 @@ elif ((status)); then
 fi
 """
 _REQUEUE = """if [[ -n $again ]]; then
-  echo "$again: the run goes on in the same job from its last checkpoint"
+  echo "$again: the run continues in the same job from its last checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 """
@@ -114,24 +116,24 @@ fi
 """
 
 
-def slurm(words: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
-    """Runs a program of Slurm and returns what it prints.
+def slurm(command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
+    """Runs a Slurm program and returns its output.
 
     Args:
-        words: its command line.
-        variables: further environment.
+        command: Command line of the program.
+        variables: Additional environment variables.
 
     Raises:
-        SetupError: there is no such program, it fails, or Slurm does not answer.
+        SetupError: There is no such program, it fails, or Slurm does not answer.
     """
-    if shutil.which(words[0]) is None:
+    if shutil.which(command[0]) is None:
         raise SetupError(
-            f"there is no {words[0]} here: run this on a login node of the cluster, or use "
+            f"there is no {command[0]} here: run this on a login node of the cluster, or use "
             "run_master.sh and run_worker.sh on nodes without Slurm"
         )
     try:
         done = subprocess.run(
-            list(words),
+            list(command),
             env={**os.environ, **(variables or {})},
             capture_output=True,
             text=True,
@@ -140,24 +142,24 @@ def slurm(words: Sequence[str], variables: Mapping[str, str] | None = None) -> s
         )
     except subprocess.TimeoutExpired:
         raise SetupError(
-            f"{words[0]} did not answer within {_LIMIT_S:g} s: is slurmctld up?"
+            f"{command[0]} did not answer within {_LIMIT_S:g} s: is slurmctld up?"
         ) from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        text = "; ".join(lines).replace(f"{words[0]}: error: ", "")
-        raise SetupError(f"{words[0]}: {text or f'status {done.returncode}'}")
+        text = "; ".join(lines).replace(f"{command[0]}: error: ", "")
+        raise SetupError(f"{command[0]}: {text or f'status {done.returncode}'}")
     return done.stdout
 
 
 def batch_script(conf: LaunchConf, settings: Path) -> str:
-    """Returns the script that ``sbatch`` gets.
+    """Returns the text of the script for ``sbatch``.
 
     Args:
-        conf: the configuration.
-        settings: the file that :func:`settings_text` goes to, readable on all nodes.
+        conf: Configuration of the launch.
+        settings: Path of the file with :func:`settings_text`, readable on all nodes.
 
     Raises:
-        ConfigError: Slurm needs a setting that is left out, or gets a secret as an option.
+        ConfigError: A setting that Slurm needs is missing, or an option contains a secret.
     """
     if conf.processes is None:
         name = "NNODES" if conf.nodes is None else "NPROC_PER_NODE"
@@ -183,7 +185,7 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
 
 
 def _hosts(conf: LaunchConf) -> str:
-    """Returns the commands that print the nodes in the order of the ranks, a line each."""
+    """Returns the commands that print the nodes in the order of the ranks, one per line."""
     names = ["SLURM_JOB_NODELIST"]
     if len(conf.groups) > 1:
         names = [f"SLURM_JOB_NODELIST_HET_GROUP_{index}" for index in range(len(conf.groups))]
@@ -198,13 +200,13 @@ def _job_options(conf: LaunchConf, logs: Path) -> list[str]:
         f"--signal=USR1@{_WARNING_S}",
         "--requeue" if conf["REQUEUE"] else "--no-requeue",
     ]
-    own = shlex.split(conf["SLURM_FLAGS"] or "")
-    if (shown := masked(own)) != own:
+    user_options = shlex.split(conf["SLURM_FLAGS"] or "")
+    if (shown := masked(user_options)) != user_options:
         raise ConfigError(
-            f"SLURM_FLAGS={shlex.join(shown)}: it holds a secret, which every user could read in"
+            f"SLURM_FLAGS={shlex.join(shown)}: it contains a secret, which every user could read in"
             " the script: set the variable in conf.sh, or export it before submit"
         )
-    return options + own
+    return options + user_options
 
 
 def _group_options(conf: LaunchConf, group: LaunchGroup) -> list[str]:
@@ -221,7 +223,7 @@ def _group_options(conf: LaunchConf, group: LaunchGroup) -> list[str]:
     if conf["DEVICE"] == "gpu" and group.gres != "none":
         kind, _, model = group.gres.partition(":")
         amount = f"{model}:{group.processes}" if model else str(group.processes)
-        # Of a type, --gpus-per-task would leave CUDA_VISIBLE_DEVICES empty.
+        # --gpus-per-task with a GPU type would leave CUDA_VISIBLE_DEVICES empty.
         options.append(
             f"--gpus-per-node={amount}"
             if kind == "gpu"
@@ -240,46 +242,46 @@ def _directives(options: Sequence[str]) -> list[str]:
 
 
 def _srun(conf: LaunchConf) -> list[str]:
-    words = ["srun", "--kill-on-bad-exit=1"]
+    command = ["srun", "--kill-on-bad-exit=1"]
     if len(conf.groups) > 1:
-        words.append(f"--het-group=0-{len(conf.groups) - 1}")
+        command.append(f"--het-group=0-{len(conf.groups) - 1}")
     if conf["CONTAINER"] == "pyxis":
         mounts = ",".join(mounts_of(conf, conf.path("LOG_DIR")))
-        words += [f"--container-image={conf['IMAGE']}", f"--container-mounts={mounts}"]
+        command += [f"--container-image={conf['IMAGE']}", f"--container-mounts={mounts}"]
         if not conf["RELOAD_CONTAINER"]:
-            words.append(f"--container-name={conf['JOB_NAME']}")
-    return words
+            command.append(f"--container-name={conf['JOB_NAME']}")
+    return command
 
 
 def settings_text(conf: LaunchConf) -> str:
-    """Returns the settings as the nodes of a job read them; of secrets the names."""
+    """Returns the settings for the nodes of a job as JSON; of secrets it has only the names."""
     settings = {"conf": conf.texts(), "folder": str(conf.folder), "secrets": [*conf.secrets]}
     return json.dumps(settings, indent=2) + "\n"
 
 
 def submit(conf: LaunchConf, script: str, settings: Path) -> int:
-    """Writes settings and script, and gives the script to ``sbatch``.
+    """Writes settings and script, and passes the script to ``sbatch``.
 
     Returns:
-        The job's id.
+        Id of the job.
 
     Raises:
-        ConfigError: the folder of logs cannot be written, or Slurm refuses the job.
-        SetupError: Slurm is not here or does not answer.
+        ConfigError: The folder of logs cannot be written, or Slurm refuses the job.
+        SetupError: Slurm is missing or does not answer.
     """
     with open(settings, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(settings_text(conf))  # TRAINER_FLAGS may hold a secret
+        file.write(settings_text(conf))  # may contain a secret, in TRAINER_FLAGS
     path = settings.with_suffix(".sbatch")
     path.write_text(script)
     os.chmod(path, 0o755)
     try:
-        said = slurm(["sbatch", "--parsable", str(path)], conf.secrets)
+        output = slurm(["sbatch", "--parsable", str(path)], conf.secrets)
     except SetupError as error:
         raise ConfigError(
             f"Slurm refuses the job ({error}); see NNODES, NPROC_PER_NODE, SLURM_PARTITION, "
             f"SLURM_GRES, SLURM_ACCOUNT, SLURM_TIME and SLURM_FLAGS, sinfo, and the script {path}"
         ) from error
-    match = _SUBMITTED.match(said.strip())
+    match = _SUBMITTED.match(output.strip())
     if match is None:
-        raise SetupError(f"sbatch said {said.strip()!r}, which holds no job id; see squeue")
+        raise SetupError(f"sbatch said {output.strip()!r}, which contains no job id; see squeue")
     return int(match[1])

@@ -1,7 +1,7 @@
-"""``top``: what a run does at this moment, in the terminal, drawn with rich.
+"""``top``: shows what a run does at this moment, in the terminal, drawn with rich.
 
-Shows each rank's present action, the progress of the iteration, step time, tokens per second, loss,
-bubble, waits and memory, of a run in progress or of one that has ended::
+Shows each rank's current action, the progress of the iteration, step time, tokens per second, loss,
+bubble, waits and memory, of a running or an ended run::
 
     run 17-4 · adaptive · 2 stages x 1 chunk                              running, 0.2 s old
     iteration 45 of 60 ━━━━━━━━━━━━━╸━━━━ 75%, 4.0 s left
@@ -39,11 +39,11 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, SLICES
 
 PERIOD_S = 0.5
 PIPE_COLUMNS = 160
-"""Width used where the output is no terminal."""
+"""Width in columns if the output is not a terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Shows a run until Ctrl-C on a terminal, elsewhere one frame."""
+    """Shows a run until Ctrl-C if the output is a terminal, else prints one frame."""
     options = _parser().parse_args(argv)
     width = options.width
     if width is None and not sys.stdout.isatty():
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _watch(run: LiveRun, console: Console, interval_s: float) -> None:
-    """Refreshes in place until Ctrl-C; leaves the last frame behind."""
+    """Refreshes the display until Ctrl-C, and leaves the last frame on the terminal."""
     snapshot = run.refresh()
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -94,8 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-WIDE, BAR, CURVE = 96, 14, 16
-"""From so many columns on there is room for the bar of a step; its length; that of a curve."""
+WIDE = 96
+"""Least number of columns for a table with the bar of a step."""
+BAR = 14
+"""Length of the bar of a step, in columns."""
+CURVE = 16
+"""Most points of a curve, one per column."""
 
 _STATES = {
     "running": "bold green",
@@ -110,110 +114,117 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def draw(snapshot: Snapshot, width: int, height: int | None = None) -> RenderableType:
-    """Draw a run.
+    """Draws a run.
 
     Args:
-        snapshot: the run.
-        width: columns of the terminal.
-        height: its rows, ``None`` for as many as it takes. Where they are too few for a line per
-            rank there is one per stage.
+        snapshot: Snapshot of the run.
+        width: Columns of the terminal.
+        height: Rows of the terminal, ``None`` for no limit. If the ranks do not fit, there is one
+            line per stage instead of one per rank.
     """
     parts: list[RenderableType] = [_title(snapshot)]
     if snapshot.iteration or snapshot.total_iterations:
         parts += [_progress(snapshot), _figures(snapshot)]
     shown = len(snapshot.ranks)
-    found = [Text(f" {printable(text)}", style="bold red") for text in _findings(snapshot)]
-    room = shown if height is None else max(1, height - len(parts) - len(found) - 5)
+    findings = [Text(f" {printable(text)}", style="bold red") for text in _findings(snapshot)]
+    room = shown if height is None else max(1, height - len(parts) - len(findings) - 5)
     if shown:
         parts.append(Text())
         is_large = shown > room
         parts.append(
             _stage_table(snapshot, width, room) if is_large else _rank_table(snapshot.ranks, width)
         )
-    parts += found
+    parts += findings
     parts += [Text(f" {printable(note)}", style="yellow") for note in _notes(snapshot)]
     return Group(*parts)
 
 
 def _title(snapshot: Snapshot) -> RenderableType:
-    header, folder = snapshot.header, snapshot.folder.absolute()
-    what = [folder.parent.name if folder.name == "traces" else folder.name]
+    header = snapshot.header
+    folder = snapshot.folder.absolute()
+    parts = [folder.parent.name if folder.name == "traces" else folder.name]
     if header is not None:
-        what.append(header.schedule)
-        stages, chunks = _count(header.num_ranks, "stage"), _count(header.num_chunks, "chunk")
-        what.append(f"{stages} x {chunks}")
+        parts.append(header.schedule)
+        stages = _count(header.num_ranks, "stage")
+        chunks = _count(header.num_chunks, "chunk")
+        parts.append(f"{stages} x {chunks}")
         replicas = header.world_size // header.num_ranks
-        what += [_count(replicas, "replica")] if replicas > 1 else []
+        parts += [_count(replicas, "replica")] if replicas > 1 else []
     state = Text(snapshot.state, style=_STATES.get(snapshot.state, "bold"))
     if snapshot.state in ("running", "waiting", "silent") and snapshot.age_s is not None:
         state.append(f", {_ago(snapshot.age_s)} old", style="default")
     line = Table.grid(expand=True, padding=(0, 1))
     line.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     line.add_column(no_wrap=True, justify="right")
-    line.add_row(Text(f" {printable(' · '.join(what))}", style="bold"), state)
+    line.add_row(Text(f" {printable(' · '.join(parts))}", style="bold"), state)
     if not snapshot.detail:
         return line
     return Group(line, Text(f" {printable(snapshot.detail)}", style="dim", no_wrap=True))
 
 
 def _progress(snapshot: Snapshot) -> RenderableType:
-    done, total = snapshot.iteration, snapshot.total_iterations
+    done = snapshot.iteration
+    total = snapshot.total_iterations
     if not total:
         return Text(f" iteration {done}")
-    rest = f"{done / total:.0%}"
+    progress_text = f"{done / total:.0%}"
     left_s = snapshot.left_s()
     if snapshot.state == "running" and left_s is not None:
-        rest += f", {_ago(left_s)} left"
+        progress_text += f", {_ago(left_s)} left"
     line = Table.grid(padding=(0, 1))
     line.add_row(
-        f" iteration {done} of {total}", ProgressBar(total=total, completed=done, width=30), rest
+        f" iteration {done} of {total}",
+        ProgressBar(total=total, completed=done, width=30),
+        progress_text,
     )
     return line
 
 
 def _figures(snapshot: Snapshot) -> Text:
-    words = []
+    figures = []
     if snapshot.step_ms is not None:
-        words.append(f"step {_ms(snapshot.step_ms)}")
+        figures.append(f"step {_ms(snapshot.step_ms)}")
     if (speed := snapshot.last("tokens_per_s")) is not None:
-        words.append(f"{speed:,.0f} tokens/s")
+        figures.append(f"{speed:,.0f} tokens/s")
     if (loss := snapshot.last("loss")) is not None:
         losses = [line.get("loss") for line in snapshot.progress]
-        known = [float(value) for value in losses if isinstance(value, int | float)]
-        words.append(f"loss {loss:.4g} {_sparkline(known)}")
+        finite_losses = [float(value) for value in losses if isinstance(value, int | float)]
+        figures.append(f"loss {loss:.4g} {_sparkline(finite_losses)}")
     elif snapshot.progress:
-        words.append("loss not finite")
+        figures.append("loss not finite")
     if snapshot.bubble is not None:
         slices = f" ({SLICES})" if snapshot.shares_gpus else ""
-        words.append(f"bubble {snapshot.bubble:.1%}{slices}")
-    return Text(" " + "   ".join(words), no_wrap=True, overflow="ellipsis")
+        figures.append(f"bubble {snapshot.bubble:.1%}{slices}")
+    return Text(" " + "   ".join(figures), no_wrap=True, overflow="ellipsis")
 
 
 def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
     step = "step" if width >= WIDE else ""
     table = _table(f"rank stage now done {step} bubble waits compute held slow")
-    # Its cells give way where there is too little room.
-    table.columns[2].min_width, table.columns[2].no_wrap = 14, False
+    # The cells of this column may shrink if the terminal is narrow.
+    table.columns[2].min_width = 14
+    table.columns[2].no_wrap = False
     chunks = max((r.header.num_chunks for r in ranks if r.header is not None), default=1)
     for rank in ranks:
         now = rank.now
-        held = rank.held_bytes if now is None else now.held_bytes or rank.held_bytes
+        held_bytes = rank.held_bytes if now is None else now.held_bytes or rank.held_bytes
         table.add_row(
-            *(str(rank.rank), "" if rank.header is None else str(rank.header.pp_rank)),
+            str(rank.rank),
+            "" if rank.header is None else str(rank.header.pp_rank),
             _now(rank, chunks),
             "" if now is None or rank.is_ended else f"{now.done[0]}+{now.done[1]}",
             *([_bar(rank)] if step else []),
             _percent(None if rank.busy is None else 1 - rank.busy),
             _waits(rank.waits),
             _ms(rank.compute_ms),
-            _bytes(held),
+            _bytes(held_bytes),
             _mark(rank),
         )
     return table
 
 
 def _table(columns: str) -> Table:
-    """Makes a table without rows; words and bars stand to the left, numbers to the right."""
+    """Creates an empty table; texts and bars are left-aligned, numbers right-aligned."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim")
     for name in columns.split():
         is_text = name in ("now", "step", "waits", "slow")
@@ -222,10 +233,11 @@ def _table(columns: str) -> Table:
 
 
 def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
-    """A line per stage: what its ranks do, and the figures of the middle one and the worst."""
+    """Creates the table of stages: actions of each stage's ranks, median and worst figures."""
     waits = "waits" if width >= WIDE else ""
     table = _table(f"stage ranks now bubble {waits} compute slowest slow")
-    table.columns[2].overflow, table.columns[2].max_width = "ellipsis", width - 46
+    table.columns[2].overflow = "ellipsis"
+    table.columns[2].max_width = width - 46
     stages: dict[int, list[LiveRank]] = {}
     for rank in snapshot.ranks:
         if rank.header is not None:
@@ -240,11 +252,13 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
         worst = max(times, key=lambda rank: times[rank], default=None)
         slowest = max(members, key=lambda r: r.slow or 0.0)
         causes = {cause for rank in members for cause in rank.waits}
-        usual = {c: statistics.median(r.waits.get(c, 0.0) for r in members) for c in causes}
+        median_waits = {c: statistics.median(r.waits.get(c, 0.0) for r in members) for c in causes}
         table.add_row(
-            *(str(stage), str(len(members)), text),
+            str(stage),
+            str(len(members)),
+            text,
             _percent(1 - statistics.median(busy) if busy else None),
-            *([_waits(usual)] if waits else []),
+            *([_waits(median_waits)] if waits else []),
             _ms(statistics.median(times.values()) if times else None),
             "" if worst is None else f"rank {worst} {_ms(times[worst])}",
             _mark(slowest),
@@ -253,7 +267,7 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
 
 
 def _word(rank: LiveRank) -> str:
-    """Describes a rank's present action in a word or two."""
+    """Describes a rank's current action in a word or two."""
     now = rank.now
     if rank.header is None:
         return "unreadable" if rank.problem else "not started"
@@ -275,7 +289,8 @@ def _style(word: str) -> str:
 
 
 def _now(rank: LiveRank, chunks: int) -> Text:
-    word, now = _word(rank), rank.now
+    word = _word(rank)
+    now = rank.now
     text = Text(word, style=_style(word), no_wrap=True, overflow="ellipsis")
     if now is None or word in ("ended", "gone", "not started", "unreadable"):
         return text
@@ -289,7 +304,7 @@ def _now(rank: LiveRank, chunks: int) -> Text:
 
 
 def _bar(rank: LiveRank) -> Text:
-    """Draws the step: work, waits by cause, and the rest."""
+    """Draws a rank's step: work, waits by cause, and the rest."""
     text = Text()
     if rank.busy is None:
         return text
@@ -302,8 +317,8 @@ def _bar(rank: LiveRank) -> Text:
 
 
 def _waits(waits: Mapping[str, float]) -> Text:
-    """Names the cause that takes most."""
-    cause = max(waits, key=lambda one: waits[one], default="")
+    """Names the cause with the longest wait."""
+    cause = max(waits, key=lambda cause: waits[cause], default="")
     if waits.get(cause, 0.0) < 0.005:
         return Text()
     return Text(f"{cause} {waits[cause]:.0%}", style=_WAITS.get(cause, "red"))
@@ -314,10 +329,10 @@ def _mark(rank: LiveRank) -> Text:
 
 
 def _findings(snapshot: Snapshot) -> list[str]:
-    """Returns a line for each of the dearest findings: its gain, what it is, what to do."""
+    """Returns a line for each of the three costliest findings: gain, headline and remedy."""
     return [
-        f"gain {one['gain']:.1%}: {one['headline']}; {one['do']}"
-        for one in sorted(snapshot.findings, key=lambda one: -one["gain"])[:3]
+        f"gain {finding['gain']:.1%}: {finding['headline']}; {finding['do']}"
+        for finding in sorted(snapshot.findings, key=lambda finding: -finding["gain"])[:3]
     ]
 
 
@@ -330,13 +345,14 @@ def _notes(snapshot: Snapshot) -> list[str]:
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """Draws some of the values, the range of all of them in eight steps."""
+    """Draws values in eight levels between their minimum and maximum, thinned to the width."""
     if len(values) < 2:
         return ""
-    if len(values) > CURVE:  # the whole run, thinned
+    if len(values) > CURVE:  # Thin the values over the whole run.
         step = (len(values) - 1) / (CURVE - 1)
-        values = [values[round(place * step)] for place in range(CURVE)]
-    low, high = min(values), max(values)
+        values = [values[round(index * step)] for index in range(CURVE)]
+    low = min(values)
+    high = max(values)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((value - low) * scale)] for value in values)
 

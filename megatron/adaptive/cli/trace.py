@@ -1,12 +1,12 @@
-"""``trace``: prints a run's figures and writes its views; diagnoses it; imports others' traces.
+"""``trace``: prints a run's figures, writes its views, diagnoses it, and imports other traces.
 
 python -m megatron.adaptive trace runs/latest --format html,xlsx --output-dir views
 python -m megatron.adaptive trace diagnose runs/latest
 python -m megatron.adaptive trace whatif runs/latest
 python -m megatron.adaptive trace import trace.parquet --output traces
 
-``process_trace.py`` and ``visualize_trace.py`` are the same by their older names and flags. They
-take the JSON lines in a run's ``traces/`` or, where there are none, the text form
+``process_trace.py`` and ``visualize_trace.py`` do the same under their older names and flags. They
+read the JSON lines in a run's ``traces/`` or, if there are none, the text form
 ``trace_pipeline_<p>_model_chunks_<c>.txt``.
 """
 
@@ -40,29 +40,29 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Lengths, Span
 PROGRAM = "python -m megatron.adaptive trace"
 DIAGNOSE = "diagnose"
 EVENT_ITERATIONS = 20
-"""Iterations that the events cover; more make a file that viewers open slowly."""
+"""Most iterations in the events; viewers open larger files slowly."""
 MOST_LAYERS = 4
-"""So many layers of experts are named, those with the worst balance."""
+"""Most layers of experts that are named, those with the worst balance."""
 FORMATS = ("xlsx", "html", "perfetto", "png", "tensorboard")
-"""The views."""
+"""Names of the views."""
 _ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the subcommand ``trace``."""
+    """Runs the subcommand ``trace``."""
     if argv and argv[0] in _SUBCOMMANDS:
         return _SUBCOMMANDS[argv[0]](argv[1:])
     parser = _parser(
         PROGRAM,
         "Print where the time of a step went on each pipeline rank, and write the views of the "
-        f"run. 'trace {DIAGNOSE} DIR' says what slows the run, 'trace whatif DIR' what it would "
-        "gain if, 'trace import' reads traces of other programs.",
+        f"run. 'trace {DIAGNOSE} DIR' reports what slows the run, 'trace whatif DIR' what changes "
+        "would gain, 'trace import' reads traces of other programs.",
     )
     return _show(parser, argv, formats="all")
 
 
 def process(argv: Sequence[str]) -> int:
-    """Run ``process_trace.py``; arguments, result and errors are those of :func:`main`."""
+    """Runs ``process_trace.py``; arguments, result and errors are those of :func:`main`."""
     parser = _parser(
         "process_trace.py",
         "Print busy time, waits and bubble of each pipeline rank, and write the events of the "
@@ -73,7 +73,7 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Run ``visualize_trace.py``; arguments, result and errors are those of :func:`main`."""
+    """Runs ``visualize_trace.py``; arguments, result and errors are those of :func:`main`."""
     parser = _parser(
         "visualize_trace.py",
         "Draw the executed order of one iteration: a row per stage, forward blue, backward "
@@ -86,8 +86,8 @@ def visualize(argv: Sequence[str]) -> int:
 def _diagnose(argv: Sequence[str]) -> int:
     from megatron.adaptive.trace.diagnose import diagnose
 
-    what = "Name the rank, the link or the data that slows a run, and a remedy."
-    return _answer(_parser(f"{PROGRAM} {DIAGNOSE}", what), argv, diagnose)
+    description = "Name the rank, the link or the data that slows a run, and a remedy."
+    return _answer(_parser(f"{PROGRAM} {DIAGNOSE}", description), argv, diagnose)
 
 
 def _what_if(argv: Sequence[str]) -> int:
@@ -95,45 +95,45 @@ def _what_if(argv: Sequence[str]) -> int:
 
     parser = _parser(
         f"{PROGRAM} whatif",
-        "Simulate the recorded steps with other times: what the run loses, to whom, and what each "
-        "repair would gain.",
+        "Simulate the recorded steps with other times: how much the run loses, on which ranks, and"
+        " what each repair would gain.",
     )
-    about = "draw where time is lost here, as PNG"
-    parser.add_argument("--picture", type=Path, metavar="FILE", help=about)
+    help_text = "draw where time is lost here, as PNG"
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=help_text)
     return _answer(parser, argv, what_if)
 
 
 def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable[..., Any]) -> int:
-    """Prints what is found of a run, and draws it where that is asked for."""
-    about = "print what is found as JSON instead of text"
-    parser.add_argument("--json", action="store_true", help=about)
+    """Prints the result of an analysis of a run, and draws it if requested."""
+    help_text = "print the result as JSON instead of text"
+    parser.add_argument("--json", action="store_true", help=help_text)
     parser.set_defaults(picture=None)
     arguments = parser.parse_args(argv)
     run = load_run(arguments.run_dir)
-    found = find(run, _chosen_iterations(run, arguments, None))
+    result = find(run, _chosen_iterations(run, arguments, None))
     if arguments.picture is not None:
         from megatron.adaptive.trace.views.picture import write_heat
 
-        write_heat(run, found, arguments.picture)
-    for line in found.notes:
+        write_heat(run, result, arguments.picture)
+    for line in result.notes:
         show(f"warning: {line}", file=sys.stderr)
     if arguments.json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(result.to_json(), indent=2))
     else:
-        show(found.format())
+        show(result.format())
     return 0
 
 
 def _import(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog=f"{PROGRAM} import",
-        description="Read the trace of another program and write it as one of ours.",
+        description="Read the trace of another program and write it in this project's format.",
     )
     source = (
         "table of operations (.parquet or .csv), folder with the JSON of torch.profiler (a file "
         "per rank), or spans of Megatron-LM; see docs/traces.md"
     )
-    ranks = "pipeline ranks, where profiles do not say it; ranks of a stage follow each other"
+    ranks = "pipeline ranks, if profiles lack it; ranks of a stage follow each other"
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help=source)
     add("--pipeline", type=count, metavar="P", help=ranks)
@@ -142,7 +142,8 @@ def _import(argv: Sequence[str]) -> int:
     from megatron.adaptive.trace.imports.profiles import read_profiles
     from megatron.adaptive.trace.imports.published import write_run
 
-    source, pipeline = arguments.source, arguments.pipeline
+    source = arguments.source
+    pipeline = arguments.pipeline
     run = (pipeline and source.exists() and read_profiles(source, pipeline)) or load_run(source)
     write_run(run, arguments.output)
     for line in run.notes():
@@ -167,14 +168,14 @@ def _show(
     report: bool = True,
     events: bool = False,
 ) -> int:
-    """Write the views of a run and print its figures.
+    """Writes the views of a run and prints its figures.
 
     Args:
-        parser: has the flags that choose the run and its iterations.
-        argv: the arguments.
-        formats: written without ``--format``.
-        report: print the figures.
-        events: write the events of the drawn replica as ``.json`` too.
+        parser: Parser with the flags that choose the run and its iterations.
+        argv: Arguments of the command line.
+        formats: Views to write without ``--format``.
+        report: Whether to print the figures.
+        events: Whether to write the events of the drawn replica as ``.json`` too.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)
@@ -189,8 +190,8 @@ def _show(
     views = (_write_view(name, selection, stem) for name in ("json",) * events + chosen)
     if report and arguments.json:
         files = list(views)
-        more = {"events": f"{stem}.json"} if events else {"views": files}
-        print(json.dumps({**_report(selection), **more}, indent=2))
+        paths = {"events": f"{stem}.json"} if events else {"views": files}
+        print(json.dumps({**_report(selection), **paths}, indent=2))
         return 0
     for line in _report_lines(selection) if report else ():
         show(line)
@@ -203,29 +204,29 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
     """Returns a parser with the flags that choose a run and its iterations.
 
     Args:
-        prog: name of the program.
-        description: of what it does.
-        by_shape: the run is chosen by ``--run-dir`` and by the shape that it must have, not by an
-            argument without a name.
+        prog: Name of the program.
+        description: Description of the program.
+        by_shape: Whether the run is chosen by ``--run-dir`` and its required sizes, not by a
+            positional argument.
     """
     parser = CommandParser(prog=prog, description=description)
     parser.set_defaults(pipeline_parallel=None, model_chunks=None)
     if by_shape:
-        for name, metavar, what in (
+        for name, metavar, text in (
             ("pipeline_parallel", "P", "pipeline ranks of the run"),
             ("model_chunks", "C", "model chunks per rank"),
         ):
             names = (f"--{name}", f"--{name.replace('_', '-')}")
-            what += " (default: whatever the trace has)"
-            parser.add_argument(*names, type=count, metavar=metavar, help=what)
-        place = (
+            text += " (default: those of the trace)"
+            parser.add_argument(*names, type=count, metavar=metavar, help=text)
+        help_text = (
             "folder of the run, its traces folder, or a trace_pipeline_*.txt file "
             "(default: runs/latest, then a trace_pipeline_*.txt in the current directory)"
         )
-        parser.add_argument("--run-dir", type=Path, metavar="DIR", help=place)
+        parser.add_argument("--run-dir", type=Path, metavar="DIR", help=help_text)
     else:
-        place = "folder of the run or its traces folder (default: runs/latest)"
-        parser.add_argument("run_dir", nargs="?", type=Path, metavar="DIR", help=place)
+        help_text = "folder of the run or its traces folder (default: runs/latest)"
+        parser.add_argument("run_dir", nargs="?", type=Path, metavar="DIR", help=help_text)
     several = (
         "iterations that figures and curves cover, or one; the last complete one of them is drawn "
         "(default: all complete ones)"
@@ -235,17 +236,17 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report: bool) -> None:
-    """Add the flags that choose a replica, the views and the place of the results."""
+    """Adds the flags that choose a replica, the views and the path of the results."""
     add = parser.add_argument
     replica = "data-parallel replica to look at (default: 0; in the page and for Perfetto all)"
     add("--dp-rank", type=number(int, 0, 1_000_000), metavar="D", help=replica)
     folder = "folder for trace_pipeline_<p>_model_chunks_<c>.* (default: current directory)"
-    place = parser.add_mutually_exclusive_group().add_argument
-    place("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
-    place("--output", type=Path, metavar="FILE", help="result file; its ending is replaced")
+    add_target = parser.add_mutually_exclusive_group().add_argument
+    add_target("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
+    add_target("--output", type=Path, metavar="FILE", help="result file; its ending is replaced")
     default = f" (default: {formats})" if formats else ""
-    what = f"what to write: of {', '.join(FORMATS)}, joined by commas, or all{default}"
-    add("--format", default=formats or None, metavar="LIST", help=what)
+    text = f"views to write, separated by commas, from {', '.join(FORMATS)}; or all{default}"
+    add("--format", default=formats or None, metavar="LIST", help=text)
     if report:
         add("--json", action="store_true", help="print the figures as JSON instead of a table")
 
@@ -253,26 +254,30 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
 def _chosen_iterations(
     run: RunTrace, arguments: argparse.Namespace, dp_rank: int | None
 ) -> tuple[int, ...] | None:
-    """The iterations that the flags ask for, complete ones where there are; ``None`` for none.
+    """Returns the iterations that the flags choose, complete ones if any; ``None`` for no choice.
 
-    Complete is what a replica did, or, where ``dp_rank`` is ``None``, all did.
+    Complete iterations are those that the replica completed, or all replicas if ``dp_rank`` is
+    ``None``.
     """
     if arguments.iterations is None:
         return None
     first, last = arguments.iterations
-    found = tuple(i for i in run.iterations if first <= i <= last)
-    if not found:
-        wanted = f"iteration {first} is" if first == last else f"iterations {first}-{last} are"
-        raise TraceError(f"{wanted} not in {run.origin}; it has {describe_numbers(run.iterations)}")
+    chosen = tuple(i for i in run.iterations if first <= i <= last)
+    if not chosen:
+        iterations = f"iteration {first} is" if first == last else f"iterations {first}-{last} are"
+        raise TraceError(
+            f"{iterations} not in {run.origin}; it has {describe_numbers(run.iterations)}"
+        )
     complete = set(run.complete_iterations(dp_rank))
-    return tuple(i for i in found if i in complete) or found
+    return tuple(i for i in chosen if i in complete) or chosen
 
 
 def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no range of iterations: give A-B")
-    first, last = int(match[1]), int(match[2] or match[1])
+    first = int(match[1])
+    last = int(match[2] or match[1])
     if last < first:
         raise argparse.ArgumentTypeError(f"{text!r} ends before it begins: give A-B")
     return first, last
@@ -280,13 +285,13 @@ def _range(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Selection:
-    """Holds the user's choice of run, iterations and ranks.
+    """Contains the user's choice of run, iterations and ranks.
 
     Attributes:
-        run: the run.
-        step: the iteration to draw.
-        iterations: those that figures cover, ascending; the drawn one is among them.
-        dp_rank: the replica that was asked for, ``None`` where none was: then the first is drawn.
+        run: Traced run.
+        step: Iteration to draw.
+        iterations: Iterations that the figures cover, ascending, with the drawn one.
+        dp_rank: Requested replica, ``None`` if none was requested: then the first one is drawn.
     """
 
     run: RunTrace
@@ -296,14 +301,14 @@ class _Selection:
 
     @cached_property
     def figures(self) -> RunFigures:
-        """Figures of the drawn replica; they are read when they are first asked for."""
+        """Returns the figures of the drawn replica; they are read on first use."""
         traces = self.run.replica(self.step.dp_rank)
         ranks = [trace.header.rank for trace in traces if trace is not None]
         return run_figures(self.run, self.iterations, ranks=ranks)
 
 
 def _select(arguments: argparse.Namespace) -> _Selection:
-    """Read what the flags choose; raises ``TraceError`` where it is not there or damaged."""
+    """Reads the run that the flags choose; raises ``TraceError`` if it is missing or damaged."""
     run = load_run(arguments.run_dir, arguments.pipeline_parallel, arguments.model_chunks)
     dp_rank = arguments.dp_rank or 0
     covered = _chosen_iterations(run, arguments, dp_rank)
@@ -313,7 +318,7 @@ def _select(arguments: argparse.Namespace) -> _Selection:
 
 
 def _chosen_formats(text: str) -> tuple[str, ...]:
-    """The views that ``--format`` names, each once."""
+    """Returns the views that ``--format`` names, each once."""
     names = tuple(dict.fromkeys(FORMATS if text == "all" else text.split(",")))
     for name in names:
         if name not in FORMATS:
@@ -325,15 +330,19 @@ def _chosen_formats(text: str) -> tuple[str, ...]:
 
 
 def _write_view(name: str, selection: _Selection, stem: Path) -> str:
-    """Write a view, one of :data:`FORMATS` or ``json``; returns a line about it."""
-    run, step, iterations = selection.run, selection.step, selection.iterations
+    """Writes a view, one of :data:`FORMATS` or ``json``; returns a line about it."""
+    run = selection.run
+    step = selection.step
+    iterations = selection.iterations
     target = Path(f"{stem}.{'json.gz' if name == 'perfetto' else name}")
-    what, notes = f"iteration {step.iteration} drawn", []
-    # Each takes long to import, and few are asked for at a time.
+    description = f"iteration {step.iteration} drawn"
+    notes = []
+    # The views take long to import, and few are requested at a time.
     if name == "tensorboard":
         from megatron.adaptive.trace.views.scalars import write_scalars
 
-        what, target = f"curves of {len(iterations)} iterations", Path(f"{stem}_tensorboard")
+        description = f"curves of {len(iterations)} iterations"
+        target = Path(f"{stem}_tensorboard")
         write_scalars(run, selection.figures, target)
     elif name == "xlsx":
         from megatron.adaptive.trace.views.workbook import write_workbook
@@ -346,27 +355,29 @@ def _write_view(name: str, selection: _Selection, stem: Path) -> str:
     elif name == "html":
         from megatron.adaptive.trace.views.page import write_page
 
-        what = "page to zoom in"
+        description = "page to zoom in"
         notes = write_page(run, target, iterations, dp_rank=selection.dp_rank)
     else:
         from megatron.adaptive.trace.views.perfetto import write_perfetto
 
         covered = iterations[-EVENT_ITERATIONS:]
-        what = f"events of iterations {describe_numbers(covered)}"
+        description = f"events of iterations {describe_numbers(covered)}"
         dp_rank = step.dp_rank if name == "json" else selection.dp_rank
         notes = write_perfetto(run, target, covered, dp_rank=dp_rank)
-    return "\n  ".join([f"{what}: {target.resolve()}", *notes])
+    return "\n  ".join([f"{description}: {target.resolve()}", *notes])
 
 
 def _report(selection: _Selection) -> dict[str, Any]:
-    """Returns the report for programs: figures of the drawn step and of each known rank in it.
+    """Returns the report as data: figures of the drawn step and of each traced rank in it.
 
-    Bubbles are measured against the step time (idle / step), not against the work. ``times`` are
-    mean and standard deviation of the whole population by kind of action.
+    Bubbles are relative to the step time (idle / step), not to the work. ``times`` contains the
+    mean and the population standard deviation of the durations by kind of action.
     """
-    run, step, figures = selection.run, selection.step, selection.figures
+    run = selection.run
+    step = selection.step
+    figures = selection.figures
     parts = figures.parts_ms[np.searchsorted(figures.iterations, step.iteration)]
-    column = {pp_rank: at for at, pp_rank in enumerate(figures.pp_rank.tolist())}
+    column = {pp_rank: index for index, pp_rank in enumerate(figures.pp_rank.tolist())}
     return {
         "iteration": step.iteration,
         "schedule": step.schedule,
@@ -378,16 +389,16 @@ def _report(selection: _Selection) -> dict[str, Any]:
                 "pp_rank": pp_rank,
                 "label": step.label(pp_rank),
                 "num_actions": len(step.rows[pp_rank]),
-                "busy_ms": int(found.busy_ns[0]) / NS_PER_MS,
+                "busy_ms": int(rank_figures.busy_ns[0]) / NS_PER_MS,
                 "wait_ms": sum(span.wait_ns for span in step.rows[pp_rank]) / NS_PER_MS,
                 "bubble_fraction": step.bubble_fractions[pp_rank],
                 "times": _times(step.rows[pp_rank]),
-                "peak_microbatches": int(found.peak_microbatches[0]),
-                "peak_in_flight_bytes": int(found.peak_in_flight_bytes[0]),
-                "transfer_bytes": int(found.transfer_bytes[0]),
+                "peak_microbatches": int(rank_figures.peak_microbatches[0]),
+                "peak_in_flight_bytes": int(rank_figures.peak_in_flight_bytes[0]),
+                "transfer_bytes": int(rank_figures.transfer_bytes[0]),
                 "parts_ms": dict(zip(PARTS, parts[column[pp_rank]].tolist(), strict=True)),
             }
-            for pp_rank, found in step.figures.items()
+            for pp_rank, rank_figures in step.figures.items()
         ],
         **_experts(run, step.iteration),
         "missing": step.missing,
@@ -401,10 +412,10 @@ def _report(selection: _Selection) -> dict[str, Any]:
 
 
 def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns what experts did in an iteration; nothing where the trace does not say it.
+    """Returns what experts did in an iteration, empty if the trace lacks it.
 
-    ``tokens`` are of each layer's experts on all ranks together, ``exchange_ms`` is the time that
-    each rank's actions stood in exchanges of them.
+    ``tokens`` counts the tokens of each layer's experts over all ranks; ``exchange_ms`` is the time
+    that each rank's actions spent in exchanges of tokens.
     """
     tokens: dict[int, Counter[int]] = {}
     exchange_ms = {}
@@ -414,12 +425,12 @@ def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
         exchange_ms[rank] = marker.exchange_ns / NS_PER_MS
         for layer, first, *counts in marker.tokens:
             tokens.setdefault(layer, Counter()).update(dict(enumerate(counts, first)))
-    layers = {layer: dict(sorted(found.items())) for layer, found in sorted(tokens.items())}
+    layers = {layer: dict(sorted(counter.items())) for layer, counter in sorted(tokens.items())}
     return {"experts": {"tokens": layers, "exchange_ms": exchange_ms}} if layers else {}
 
 
 def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
-    """Returns the report on experts for people."""
+    """Returns the report on experts as text."""
     layers = []
     for layer, tokens in experts["tokens"].items():
         expert = max(tokens, key=tokens.__getitem__)
@@ -427,32 +438,39 @@ def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
         layers.append((ratio, f"{ratio:.2f} in layer {layer} (expert {expert})"))
     shown = [text for _, text in sorted(layers, reverse=True)[:MOST_LAYERS]]
     times = list(experts["exchange_ms"].values())
-    parts = " to ".join(f"{ms:.2f} ms ({ms / max(step_ms, 1e-9):.0%})" for ms in _ends(times))
+    parts = " to ".join(f"{ms:.2f} ms ({ms / max(step_ms, 1e-9):.0%})" for ms in _extremes(times))
     return [
         f"tokens of the busiest expert over the mean: {', '.join(shown)}",
-        f"of the step, each rank stood in exchanges of tokens: {parts}",
+        f"time of each rank in exchanges of tokens (part of the step): {parts}",
     ]
 
 
-def _ends(values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the least and the largest of some values, once where they are one."""
+def _extremes(values: Sequence[float]) -> tuple[float, ...]:
+    """Returns the smallest and the largest value, only once if they are equal."""
     return tuple(dict.fromkeys((min(values), max(values))))
 
 
 def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
-    """Returns number, mean and spread of the durations of each kind of action of a rank."""
-    found = {}
+    """Returns number, mean and standard deviation of the durations of a rank's kinds of actions."""
+    statistics_by_action = {}
     for action in DRAWN_ACTIONS:
         lengths = [span.duration_ns / NS_PER_MS for span in row if span.action == action]
         if lengths:
-            mean, spread = statistics.fmean(lengths), statistics.pstdev(lengths)
-            found[action] = {"count": len(lengths), "mean_ms": mean, "stdev_ms": spread}
-    return found
+            mean = statistics.fmean(lengths)
+            spread = statistics.pstdev(lengths)
+            statistics_by_action[action] = {
+                "count": len(lengths),
+                "mean_ms": mean,
+                "stdev_ms": spread,
+            }
+    return statistics_by_action
 
 
 def _report_lines(selection: _Selection) -> list[str]:
-    """The report for people."""
-    run, step, report = selection.run, selection.step, _report(selection)
+    """Returns the report as text."""
+    run = selection.run
+    step = selection.step
+    report = _report(selection)
     lines = [
         f"{run.origin}: run {run.run}, schedule {step.schedule}, {run.num_ranks} ranks x "
         f"{run.num_chunks} chunks, {step.num_microbatches} microbatches{step.replica}",
@@ -471,19 +489,20 @@ def _report_lines(selection: _Selection) -> list[str]:
 
 
 def _length_lines(lengths: Lengths) -> list[str]:
-    """Says in one line what the step's microbatches hold, none where they are alike."""
+    """Returns a line about the lengths of the step's microbatches, none if they are alike."""
     if not lengths:
         return []
-    positions, tokens = [one[0] for one in lengths], [sum(one[1:]) for one in lengths]
+    positions = [microbatch[0] for microbatch in lengths]
+    tokens = [sum(microbatch[1:]) for microbatch in lengths]
     return [
         f"{sum(tokens):,} tokens, {min(tokens):,} to {max(tokens):,} a microbatch, padding "
         f"{1 - sum(tokens) / max(1, sum(positions)):.1%}, longest document "
-        f"{max(max(one[1:], default=0) for one in lengths):,}"
+        f"{max(max(microbatch[1:], default=0) for microbatch in lengths):,}"
     ]
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
-    """Cells of the table of ranks, a row each below the head."""
+    """Returns the cells of the table of ranks, the head first."""
     show_bytes = any(rank["peak_in_flight_bytes"] for rank in ranks)
     head = ["", "actions", "busy ms", "wait ms", "bubble"]
     table = [[*head, *(f"{kind} ms" for kind in kinds), "peak in flight"]]
@@ -493,28 +512,30 @@ def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[lis
         for kind in kinds:
             time = rank["times"].get(kind)
             cells.append("-" if time is None else "{mean_ms:.2f} ± {stdev_ms:.2f}".format(**time))
-        held = f" ({rank['peak_in_flight_bytes'] / 2**20:.1f} MiB)" if show_bytes else ""
-        table.append([*cells, f"{rank['peak_microbatches']}{held}"])
+        size_text = f" ({rank['peak_in_flight_bytes'] / 2**20:.1f} MiB)" if show_bytes else ""
+        table.append([*cells, f"{rank['peak_microbatches']}{size_text}"])
     return table
 
 
 def _parts_table(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Cells of the table of the parts of the step; parts that are nil on all ranks left out."""
+    """Returns the cells of the table of the step's parts, without parts that are 0 on all ranks."""
     parts = [rank["parts_ms"] for rank in ranks]
-    shown = [name for name in PARTS if name == "busy" or any(one[name] for one in parts)]
+    shown = [
+        name for name in PARTS if name == "busy" or any(rank_parts[name] for rank_parts in parts)
+    ]
     table = [["of the step, ms", *(PARTS[name] for name in shown)]]
-    for rank, one in zip(ranks, parts, strict=True):
-        whole = max(sum(one.values()), 1e-9)
-        cells = [f"{one[name]:.2f} ({one[name] / whole:.0%})" for name in shown]
+    for rank, rank_parts in zip(ranks, parts, strict=True):
+        total_ms = max(sum(rank_parts.values()), 1e-9)
+        cells = [f"{rank_parts[name]:.2f} ({rank_parts[name] / total_ms:.0%})" for name in shown]
         table.append([rank["label"], *cells])
     return table
 
 
 def _over_iterations(selection: _Selection) -> str:
     figures = selection.figures
-    known = (figures.num_actions > 0).any(axis=1)
-    steps = (figures.step_ns[known].max(axis=1) / NS_PER_MS).tolist()
-    bubbles = np.nanmean(figures.bubble_fraction[known], axis=1).tolist()
+    has_actions = (figures.num_actions > 0).any(axis=1)
+    steps = (figures.step_ns[has_actions].max(axis=1) / NS_PER_MS).tolist()
+    bubbles = np.nanmean(figures.bubble_fraction[has_actions], axis=1).tolist()
     return (
         f"over {len(selection.iterations)} complete iterations "
         f"({describe_numbers(selection.iterations)}): "

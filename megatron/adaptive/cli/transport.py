@@ -1,13 +1,12 @@
-"""``transport``: checks what can connect two nodes, or two processes of one.
+"""``transport``: checks which transports connect two nodes, or two processes of one node.
 
 ::
 
     python -m megatron.adaptive transport --check                       two processes here
     torchrun ... -m megatron.adaptive transport --check                 one process on each node
 
-Every transport that is possible between two ranks is tried for about two seconds; a table says
-whether it works, after what time a message arrives, how many bytes go through, and why the others
-are not possible.
+Tries every possible transport between two ranks for about two seconds. A table shows whether it
+works, its latency and bandwidth, and why other transports are not possible.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ _COLUMNS = ("ranks", "transport", "half round trip", "bandwidth", "")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One transport between one pair.
+    """Describes the check of one transport between one pair of ranks.
 
     Attributes:
-        ranks: the pair.
-        hosts: where they run.
-        transport: what was tried.
-        chosen: it is what a run would use.
-        works: it connected them and carried payloads unchanged.
-        latency_us: half of a round trip of 1 KiB.
-        gb_per_s: 10^9 bytes per second, 4 MiB messages.
-        note: why it does not work, or why it was chosen.
+        ranks: Pair of ranks.
+        hosts: Hosts of these ranks.
+        transport: Name of the transport.
+        chosen: Whether a run would use this transport.
+        works: Whether it connected the ranks and carried payloads unchanged.
+        latency_us: Half of the round-trip time of 1 KiB, in microseconds.
+        gb_per_s: Bandwidth with messages of 4 MiB, in 10^9 bytes per second.
+        note: Reason why it does not work, or why it was chosen.
     """
 
     ranks: tuple[int, int]
@@ -59,14 +58,14 @@ class Outcome:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check and print the table on rank 0.
+    """Runs the check; rank 0 prints the table.
 
     Returns:
-        1 if what a run would use does not work.
+        1 if the transport that a run would use does not work, else 0.
     """
     options = _parser().parse_args(argv)
     if not options.check:
-        raise ConfigError("transport: say what to do: --check is all there is; see --help")
+        raise ConfigError("transport: give --check: --check is all there is; see --help")
     environment = Environment.read()
     if not environment.is_launched:
         shape = ["--standalone", "--nproc-per-node", "2", "-m"]
@@ -82,22 +81,22 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--check", action="store_true", help="try every transport between two ranks")
     seconds = number(float, 0.001, 3600)
-    add("--seconds", type=seconds, default=_SECONDS, help="for each transport and pair")
+    add("--seconds", type=seconds, default=_SECONDS, help="duration per transport and pair")
     add("--json", action="store_true", help="print the outcomes as JSON")
-    group = parser.add_argument_group("as in training")
+    group = parser.add_argument_group("transport, as in training")
     for spec in fields_of(TransportConfig):
         group.add_argument(*spec.names, **spec.options())
     return parser
 
 
 def _check(options: argparse.Namespace, environment: Environment) -> int:
-    """Take part in the check as one rank."""
+    """Takes part in the check as one rank."""
     from megatron.adaptive.profiling.transport_check import TransportCheck
 
     names = {spec.dest for spec in fields_of(TransportConfig)} & vars(options).keys()
     config = TransportConfig(**{name: getattr(options, name) for name in names})
     if environment.world_size < 2:
-        raise ConfigError("transport: one rank has nobody to reach; start two or more")
+        raise ConfigError("transport: a single rank has no peer; start two or more")
     check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))
     outcomes = [Outcome(**facts) for facts in check.outcomes(options.seconds)]
     check.close()
@@ -112,19 +111,19 @@ def _print(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
         return
     rows = [_COLUMNS]
-    for one in outcomes:
-        low, high = one.ranks
+    for outcome in outcomes:
+        low, high = outcome.ranks
         rows.append(
             (
                 f"{low}-{high}",
-                ("* " if one.chosen else "  ") + one.transport,
-                "-" if one.latency_us is None else f"{one.latency_us:.1f} us",
-                "-" if one.gb_per_s is None else f"{one.gb_per_s:.2f} GB/s",
-                one.note if one.works else f"no: {one.note}",
+                ("* " if outcome.chosen else "  ") + outcome.transport,
+                "-" if outcome.latency_us is None else f"{outcome.latency_us:.1f} us",
+                "-" if outcome.gb_per_s is None else f"{outcome.gb_per_s:.2f} GB/s",
+                outcome.note if outcome.works else f"no: {outcome.note}",
             )
         )
     for row, cells in zip(rows, aligned([row[:4] for row in rows], 2), strict=True):
         show(f"{cells}  {row[4]}".rstrip())
-    pairs = {one.ranks: one.hosts for one in outcomes}
-    places = ", ".join(f"{low}-{high}: {a} to {b}" for (low, high), (a, b) in pairs.items())
-    show(f"\n* what a run would use. {places}")
+    pairs = {outcome.ranks: outcome.hosts for outcome in outcomes}
+    hosts = ", ".join(f"{low}-{high}: {a} to {b}" for (low, high), (a, b) in pairs.items())
+    show(f"\n* what a run would use. {hosts}")

@@ -1,10 +1,10 @@
-"""Runs ``validate``: how well the planner predicts one's own traced runs.
+"""``validate``: shows how well the planner predicts a user's own traced runs.
 
     python -m megatron.adaptive validate --data DIR --model M --cluster FILE [--profile FILE]
         [--rows] [--json]
 
-``DIR`` is the folder of a run's traces, or of several such folders, of model ``M`` on the cluster.
-Published runs are ``benchmarks/planner.py``'s.
+``DIR`` is the folder of a run's traces, or contains several such folders, of model ``M`` on the
+cluster. ``studies/planner.py`` compares published runs.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _SET = "own runs"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Predicts the runs found, and prints how far off that is."""
+    """Predicts the runs in a folder, and prints the errors of the predictions."""
     options = _parser().parse_args(argv)
     rows = _compared(_find_runs(options.data), options)
-    found = accuracy([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
+    errors = accuracy([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
     if options.json:
         plain = [{name: row[name] for name in row if name != "plan"} for row in rows]
-        print(json.dumps([{"set": _SET, **found, "rows": plain}], indent=2))
+        print(json.dumps([{"set": _SET, **errors, "rows": plain}], indent=2))
         return 0
-    show("\n".join(_table(found)))
+    show("\n".join(_table(errors)))
     if options.rows:
         show("\n" + "\n".join(_rows(rows)))
     return 0
@@ -52,43 +52,49 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="python -m megatron.adaptive validate",
-        description="Compare predicted with measured times.",
+        description="Compare predicted with measured step times.",
     )
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="folder of traced runs")
-    add("--rows", action="store_true", help="also every run")
-    add("--json", action="store_true", help="for programs")
+    add("--rows", action="store_true", help="also print every run")
+    add("--json", action="store_true", help="print JSON")
     add_input_arguments(parser, required=False)
-    group = parser.add_argument_group("settings of the runs that their traces do not hold")
+    group = parser.add_argument_group("settings of the runs that their traces do not contain")
     add = group.add_argument
-    add("--recompute", choices=RECOMPUTE, default="none", help="as they ran (%(default)s)")
+    add("--recompute", choices=RECOMPUTE, default="none", help="setting of the runs (%(default)s)")
     for name in ("distributed-optimizer", "overlap-grad-reduce", "sequence-parallel"):
-        add(f"--{name}", action="store_true", help="they ran with it")
+        add(f"--{name}", action="store_true", help="the runs used it")
     return parser
 
 
-def _table(found: Mapping[str, float]) -> list[str]:
-    shares = [name.endswith("error") or name == "regret" for name in found]
+def _table(errors: Mapping[str, float]) -> list[str]:
+    shares = [name.endswith("error") or name == "regret" for name in errors]
     cells = [
         f"{value:.1%}" if share else f"{value:.4g}"
-        for value, share in zip(found.values(), shares, strict=True)
+        for value, share in zip(errors.values(), shares, strict=True)
     ]
     return [
-        *aligned([["set", *(name.replace("_", " ") for name in found)], [_SET, *cells]], 1),
+        *aligned([["set", *(name.replace("_", " ") for name in errors)], [_SET, *cells]], 1),
         "",
-        "errors: of the predicted time; rank correlation: of predicted and measured order; place",
-        "of best: of the fastest run in the predicted order; regret: of the run predicted to be",
-        "fastest against the fastest",
+        "errors: relative to the measured time; rank correlation: of predicted and measured",
+        "order; place of best: place of the fastest run in the predicted order; regret: how much",
+        "slower the run predicted to be fastest is than the fastest",
     ]
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     table = ["run tp dp pp size partition measured predicted error".split()]
     for row in rows:
-        plan, measured, predicted = row["plan"], row["measured_s"], row["predicted_s"]
+        plan = row["plan"]
+        measured = row["measured_s"]
+        predicted = row["predicted_s"]
         table.append(
             [
-                *(row["run"], *map(str, (plan.tp, plan.dp, plan.pp, plan.micro_batch))),
+                row["run"],
+                str(plan.tp),
+                str(plan.dp),
+                str(plan.pp),
+                str(plan.micro_batch),
                 format_partition(plan.partition),
                 f"{measured:.4g}",
                 f"{predicted:.4g}",
@@ -99,60 +105,64 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _find_runs(folder: Path) -> dict[str, Path]:
-    """Finds folders with traces: this one, those below it, and ``traces`` in those.
+    """Finds the folder's own traces, and those of its subfolders or their ``traces`` folders.
 
     Returns:
-        The folders by the name of the run.
+        Folders of traces by the name of the run.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder: give the folder of traced runs")
-    below = sorted(one for one in folder.iterdir() if one.is_dir())
-    found = {}
-    for place in (folder, *below):
-        for traces in (place, place / "traces"):
+    below = sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    traces_by_run = {}
+    for run_folder in (folder, *below):
+        for traces in (run_folder, run_folder / "traces"):
             if trace_files(traces):
-                found[place.resolve().name] = traces
-    if not found:
+                traces_by_run[run_folder.resolve().name] = traces
+    if not traces_by_run:
         raise ConfigError(
-            f"{folder}: no traced run: neither it nor a folder below it holds traces; published"
-            " runs are compared by benchmarks/planner.py --data"
+            f"{folder}: no traced run: neither it nor its subfolders contain traces; published"
+            " runs are compared by studies/planner.py --data"
         )
-    return found
+    return traces_by_run
 
 
-def _compared(found: Mapping[str, Path], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Predicts runs of our trainer; a row for each, with its plan."""
+def _compared(
+    traces_by_run: Mapping[str, Path], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Predicts runs of the trainer; returns a row for each, with its plan."""
     for name in ("model", "cluster"):
         if getattr(options, name) is None:
-            raise ConfigError(f"traces of run {next(iter(found))}: give --{name} of these runs too")
-    given = read_inputs(options)
-    runs = traced_runs(found.values(), options, given.model, given.cluster)
+            raise ConfigError(
+                f"traces of run {next(iter(traces_by_run))}: give --{name} of these runs too"
+            )
+    inputs = read_inputs(options)
+    runs = traced_runs(traces_by_run.values(), options, inputs.model, inputs.cluster)
     rows = []
-    for name, run in zip(found, runs, strict=True):
+    for name, run in zip(traces_by_run, runs, strict=True):
         steps = run.figures().kind_ns[:, :, KINDS.index("step")].max(axis=1)
-        plan = _plan(run, given, options)
-        seen = predict(plan, given)
+        plan = _plan(run, inputs, options)
+        prediction = predict(plan, inputs)
         rows.append(
             {
                 "run": name,
                 "measured_s": median(map(float, steps)) / 1e9,
-                "predicted_s": seen.seconds,
-                "parts_s": dict(seen.parts),
-                "predicted_peak_bytes": seen.peak_bytes,
+                "predicted_s": prediction.seconds,
+                "parts_s": dict(prediction.parts),
+                "predicted_peak_bytes": prediction.peak_bytes,
                 "plan": plan,
             }
         )
     return rows
 
 
-def _plan(run: TracedRun, given: PlanInputs, options: argparse.Namespace) -> Plan:
+def _plan(run: TracedRun, inputs: PlanInputs, options: argparse.Namespace) -> Plan:
     headers = {rank: trace.header for rank, trace in run.trace.ranks.items()}
     first = next(iter(headers.values()))
     if len(headers) < first.world_size:
         missing = min(set(range(first.world_size)) - set(headers))
         raise ConfigError(f"{run.trace.origin}: no trace of rank {missing}: all ranks are needed")
-    held = given.model.stage_layers(run.layers)
-    gpus = _gpus(run, given.cluster)
+    stage_layers = inputs.model.stage_layers(run.layers)
+    gpus = _gpus(run, inputs.cluster)
     places = []
     for pp_rank in range(first.num_ranks):
         ranks = sorted(
@@ -172,7 +182,7 @@ def _plan(run: TracedRun, given: PlanInputs, options: argparse.Namespace) -> Pla
         micro_batch=run.micro_batch,
         global_batch=run.micro_batch * run.dp * first.num_microbatches,
         schedule=first.schedule,
-        partition=tuple(map(len, held)),
+        partition=tuple(map(len, stage_layers)),
         places=tuple(places),
         recompute=options.recompute,
         distributed_optimizer=options.distributed_optimizer,
@@ -182,7 +192,7 @@ def _plan(run: TracedRun, given: PlanInputs, options: argparse.Namespace) -> Pla
 
 
 def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
-    """Returns the node and GPU of each rank: each host is the next node of its type."""
+    """Returns the node and GPU of each rank; each host is the next free node of its type."""
     nodes: dict[str, int] = {}
     used: dict[str, int] = {}
     places = {}

@@ -1,8 +1,8 @@
-"""Runs one node's part in a job: joins the manager, starts, signals and ends ranks as it says.
+"""Runs one node's part in a job: joins the manager, then starts, signals and ends ranks for it.
 
-A notice that the node will be taken (SIGTERM or SIGUSR1) is passed on to the
-manager, which lets the job save and go on without this node, and then lets the agent go. Ranks
-outlive neither the agent nor its connection: without a manager nobody could end them.
+If the node is about to be taken away (SIGTERM or SIGUSR1), the agent notifies the manager. The
+manager lets the job save and continue without this node, then releases the agent. Ranks end with
+the agent and with its connection: without a manager nobody could end them.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from megatron.adaptive.network import is_loopback, own_address
 _CONNECT_S = 20.0
 _END_S = 20.0
 EXIT_REFUSED = 2
-"""Status of a rank that the node did not start, as the manager may not order it."""
+"""Status reported for a rank that the node refused to start, because the order was not allowed."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 
 
 class Agent:
-    """Takes one node's part in the job.
+    """Runs one node's part in the job.
 
     Args:
-        name: of the node, unique in the job.
-        address: of the manager.
-        port: of the manager.
-        secret: of the job.
-        work: what ranks of this node run.
-        slots: processes of this node, ``None`` for one on each GPU.
-        keeper: of copies of the state, ``None`` for one that ends with the process.
-        silence_s: Seconds of silence after which the manager counts as lost.
+        name: Name of the node, unique in the job.
+        address: Address of the manager.
+        port: Port of the manager.
+        secret: Secret of the job.
+        work: Script and arguments of this node's ranks.
+        slots: Number of processes on this node, ``None`` for one per GPU.
+        keeper: Keeper of state copies, ``None`` for a new one that ends with this process.
+        silence_s: Time without a message, in seconds, after which the manager counts as lost.
     """
 
     def __init__(
@@ -70,35 +70,38 @@ class Agent:
         self._work = work
         self._slots = slots
         self._keeper = keeper or SnapshotKeeper(own_address(None, address, alone=True))
-        self.status: int | None = None  # of its order to end, where it gave one
-        self.why = ""  # the manager let it go, where it said so
-        self.notice: signal.Signals | None = None  # that the node will be taken
+        self.status: int | None = None
+        """Exit status that the manager ordered, ``None`` if it ordered none."""
+        self.why = ""
+        """Reason why the manager released the agent, empty if it gave none."""
+        self.notice: signal.Signals | None = None
+        """First signal that announced the loss of the node, ``None`` before one came."""
         self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._asked: dict[str, int] = {}
 
     @classmethod
     def from_input(cls) -> Agent:
-        """Makes the agent that a manager starts, which sends a line of JSON on standard input.
+        """Creates the agent from a line of JSON on standard input, which the manager sends.
 
         Raises:
-            SetupError: it is not there, as where somebody else starts the program so.
+            SetupError: The line is missing or malformed, for example if a user started the program.
         """
         try:
-            given = json.loads(sys.stdin.readline())
-            work = given.pop("work")
+            parameters = json.loads(sys.stdin.readline())
+            work = parameters.pop("work")
             work["arguments"] = tuple(work["arguments"])
-            return cls(**given, work=NodeWork(**work))
+            return cls(**parameters, work=NodeWork(**work))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise SetupError(
-                "--agent is for the manager of a job, which sends an agent the rest"
+                "--agent is for the manager of a job, which starts agents with it; leave it out"
             ) from None
 
     async def run(self) -> None:
-        """Serves until the manager lets the agent go, or is gone.
+        """Serves until the manager releases the agent or its connection ends.
 
         Raises:
-            SetupError: the manager cannot be reached or refuses.
+            SetupError: The manager cannot be reached or refuses this node.
         """
         self._link = link = await self._join()
         forkserver = await self._start_forkserver()
@@ -109,7 +112,7 @@ class Agent:
         try:
             await self._serve(link)
         finally:
-            loop.remove_signal_handler(signal.SIGINT)  # notices are noted to the end
+            loop.remove_signal_handler(signal.SIGINT)  # The handlers of notices stay until the end.
             assert self._orders is not None
             self._orders.close()  # the forkserver kills its ranks and ends
             with contextlib.suppress(asyncio.TimeoutError):
@@ -126,14 +129,14 @@ class Agent:
             )
         except StrangerError as error:
             raise SetupError(
-                f"node {self._name}: at {self._address}:{self._port} is not the manager of the job:"
-                f" {error}"
+                f"node {self._name}: the program at {self._address}:{self._port} is not the manager"
+                f" of the job: {error}"
             ) from None
         except OSError as error:
             raise SetupError(
                 f"node {self._name} does not reach the manager of the job at {self._address}:"
-                f"{self._port} ({error.strerror or error}): let this port, and all above 1023"
-                " between the nodes, through the firewall"
+                f"{self._port} ({error.strerror or error}): open this port, and all above 1023"
+                " between the nodes, in the firewall"
             ) from None
         link.send(
             "join",
@@ -153,23 +156,26 @@ class Agent:
         return link
 
     async def _start_forkserver(self) -> asyncio.subprocess.Process:
-        ours, theirs = socket.socketpair()
+        agent_end, forkserver_end = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        # When a rank is lost, torch would print a stack of C++ for each other one as a warning.
+        # If a rank is lost, torch would print a C++ stack as a warning for every other rank.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if is_loopback(self._address):  # no other machine takes part
+        if is_loopback(self._address):  # This machine is the job's only one.
             environment |= loopback_variables(environment)
         module = "megatron.adaptive.cluster.rank_forkserver"
         forkserver = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, str(theirs.fileno())),
-            pass_fds=(theirs.fileno(),),
+            sys.executable,
+            "-m",
+            module,
+            str(forkserver_end.fileno()),
+            pass_fds=(forkserver_end.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             env=environment,
             start_new_session=True,  # Ctrl-C at the terminal is not for the ranks
         )
-        theirs.close()
-        reader, self._orders = await asyncio.open_connection(sock=ours)
+        forkserver_end.close()
+        reader, self._orders = await asyncio.open_connection(sock=agent_end)
         self._reading = asyncio.get_running_loop().create_task(self._read_forkserver(reader))
         return forkserver
 
@@ -178,30 +184,31 @@ class Agent:
             message = await link.receive(self._silence_s)
             if message is None:
                 return
-            what = message["what"]
-            if what == "port":
+            kind = message["what"]
+            if kind == "port":
                 with socket.socket() as probe:
                     probe.bind(("", 0))
                     port = int(probe.getsockname()[1])
                 link.send("answer", number=message["number"], port=port)
-            elif what == "start":
+            elif kind == "start":
                 added = self._prepare(message.get("copies"))
                 for rank in message["ranks"]:
-                    if "number" in message:  # the manager waits for its end
+                    if "number" in message:  # The manager waits for this rank's end.
                         self._asked[rank["key"]] = message["number"]
                     self._start_rank(rank, added, is_restore="is_restore" in message)
-            elif what == "inventory":
-                held = await asyncio.to_thread(self._keeper.inventory, message["within_s"])
-                link.send("answer", number=message["number"], held=held)
-            elif what == "signal":
+            elif kind == "inventory":
+                copies = await asyncio.to_thread(self._keeper.inventory, message["within_s"])
+                link.send("answer", number=message["number"], held=copies)
+            elif kind == "signal":
                 self._order(signal=message["number"])
-            elif what == "leave":
-                # Without a status the manager gave the node up, which may join again.
-                self.status, self.why = message.get("status"), message.get("why", "")
+            elif kind == "leave":
+                # Without a status the manager only gave the node up: it may join again.
+                self.status = message.get("status")
+                self.why = message.get("why", "")
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
-        """Prepares for snapshots of ranks about to start; returns their environment."""
+        """Prepares to keep snapshots of ranks about to start; returns the ranks' environment."""
         if copies is None:
             return {}
         buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])
@@ -247,7 +254,8 @@ class Agent:
                     self._ended(values["ended"], values["status"])
                 elif "ready" in values:
                     self._link.send("ready")
-        # Without it no rank can start here: let the manager go on with the others.
+        # Without a forkserver no rank can start here, so leave: the manager continues without this
+        # node.
         await self._link.close()
 
     def _notice(self, number: int) -> None:

@@ -1,7 +1,7 @@
-"""Reads ``conf.sh`` and plan into the configuration of a launch, checked against all rules.
+"""Reads ``conf.sh`` and a plan into the configuration of a launch, checked against all rules.
 
-A value comes from the command line (``--set NAME=VALUE``), else the plan, else ``conf.sh``, else
-its default. Rules of the trainer itself are checked by the trainer's own parser.
+A value comes from the command line (``--set NAME=VALUE``), else from the plan, else from
+``conf.sh``, else it is the default. The trainer's own parser checks the rules of the trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Nodes = Annotated[int, Limits(minimum=1, maximum=100_000)]
 
 
 def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
-    """Describes variables, given the type, the default as a text, the meaning and the choices."""
+    """Creates variables from rows of type, default as text, help text and choices."""
     return {
         name: spec_of(name, kind, default, help=meaning, choices=tuple(choices))
         for name, (kind, default, meaning, *choices) in table.items()
@@ -42,89 +42,93 @@ SETTINGS = _specs(
         "GLOBAL_BATCH_SIZE": (_Number, "", "samples of each step over all ranks"),
         "MICRO_BATCH_SIZE": (_Number, "1", "samples of each microbatch"),
         "TENSOR_MP_SIZE": (_Number, "1", "ranks that share each layer"),
-        "PIPELINE_MP_SIZE": (_Number, "1", "ranks that the layers are spread over"),
+        "PIPELINE_MP_SIZE": (_Number, "1", "ranks that share the layers"),
         "DP_SIZE": (_Number, "", "copies of the model"),
-        "STAGE_DP_SIZES": (str, "", "ranks of each stage where they differ, as in 2-1"),
+        "STAGE_DP_SIZES": (str, "", "ranks of each stage if they differ, as in 2-1"),
         "MODEL_CHUNKS": (_Number, "1", "model chunks of each pipeline rank"),
-        "EXPERT_MP_SIZE": (_Number, "", "copies that the experts of a layer are spread over"),
+        "EXPERT_MP_SIZE": (_Number, "", "copies that share the experts of each layer"),
         "CONTEXT_MP_SIZE": (_Number, "", "ranks that share each sequence"),
         "PARTITION": (str, "", "layers of each stage, as in 0-11-8-8"),
-        "SCHEDULE": (str, "adaptive", "order of work in the pipeline"),
-        "RECOMPUTE": (str, "none", "what backwards compute again", "none", "selective", "full"),
-        "DISTRIBUTED_OPTIMIZER": (bool, "false", "copies divide the optimizer state"),
-        "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients while backwards run"),
-        "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside the matrices"),
+        "SCHEDULE": (str, "adaptive", "order of actions in the pipeline"),
+        "RECOMPUTE": (str, "none", "what backward passes recompute", "none", "selective", "full"),
+        "DISTRIBUTED_OPTIMIZER": (bool, "false", "shard the optimizer state over the copies"),
+        "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients during backward passes"),
+        "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside matrix products"),
         "PRECISION": (str, "", "type of parameters", "fp32", "fp16", "bf16"),
         "TRAIN_ITERS": (_Number, "100", "iterations of the whole training"),
         "LR": (Positive, "1e-4", "highest learning rate"),
         "DATA": (str, "mock", "prefix of .bin and .idx, or mock for made-up samples"),
-        "VOCAB_FILE": (str, "", "vocabulary; vocab.json beside DATA by default"),
-        "MERGE_FILE": (str, "", "merges; merges.txt beside DATA by default"),
-        "TRAINER_FLAGS": (str, "", "further flags of pretrain_gpt.py; the last of one wins"),
-        "CHECKPOINT_DIR": (str, "", "folder of checkpoints to save and to go on from"),
+        "VOCAB_FILE": (str, "", "vocabulary; vocab.json next to DATA by default"),
+        "MERGE_FILE": (str, "", "merges; merges.txt next to DATA by default"),
+        "TRAINER_FLAGS": (
+            str,
+            "",
+            "further flags of pretrain_gpt.py; if a flag is repeated, the last one wins",
+        ),
+        "CHECKPOINT_DIR": (str, "", "folder of checkpoints to save to and to resume from"),
         "LOCAL_CHECKPOINT_DIR": (str, "", "folder on each node's own disk, written first"),
         "SAVE_INTERVAL": (_Number, "100", "iterations between checkpoints"),
-        "LOG_DIR": (str, "logs", "folder that holds a folder of logs for each job"),
+        "LOG_DIR": (str, "logs", "folder with a subfolder of logs for each job"),
         "TRACE": (bool, "false", "write traces of the pipeline"),
         "HOMOGENEOUS_CLUSTER": (bool, "true", "all nodes are equal"),
         "NNODES": (_Nodes, "", "number of nodes"),
         "NPROC_PER_NODE": (_Number, "", "processes of each node, one for each GPU"),
         "WORLD_SIZE": (_Number, "", "number of all processes"),
         "NODES": (str, "", "mixed nodes in order of the ranks, as in a10:2x4 v100:1x2"),
-        "DEVICE": (str, "gpu", "what a process computes on", "gpu", "cpu"),
-        "MASTER_ADDR": (str, "", "address of the first node, where it is not found"),
-        "MASTER_PORT": (_Port, "", "port of the first node on which all meet"),
-        "IFNAME": (str, "", "network interface, where it is not found"),
-        "MEETING_TIMEOUT_S": (Positive, "600", "how long nodes wait for each other"),
+        "DEVICE": (str, "gpu", "device that processes compute on", "gpu", "cpu"),
+        "MASTER_ADDR": (str, "", "address of the first node, if it is not detected"),
+        "MASTER_PORT": (_Port, "", "port at which the first node listens for the others"),
+        "IFNAME": (str, "", "network interface, if it is not detected"),
+        "MEETING_TIMEOUT_S": (Positive, "600", "seconds that nodes wait for each other"),
         "SLURM_PARTITION": (str, "", "partition, or TYPE=PARTITION for each node type"),
-        "SLURM_GRES": (str, "gpu", "kind of GPU, or TYPE=GRES for each type; none"),
+        "SLURM_GRES": (str, "gpu", "Slurm's name of the GPUs, or TYPE=GRES for each type, or none"),
         "SLURM_TIME": (str, "", "time limit of the job, as in 2:00:00"),
-        "SLURM_ACCOUNT": (str, "", "account that is charged"),
+        "SLURM_ACCOUNT": (str, "", "account to charge"),
         "SLURM_FLAGS": (str, "", "further options of sbatch"),
-        "CPUS_PER_TASK": (_Number, "", "processors of each node that the job takes"),
+        "CPUS_PER_TASK": (_Number, "", "processor cores of each node for the job"),
         "REQUEUE": (
             bool,
             "true",
-            "go on in the same job after an early stop or the loss of a node",
+            "continue in the same job after an early stop or the loss of a node",
         ),
-        "CONTAINER": (str, "none", "what runs the image", "none", "pyxis", "enroot", "apptainer"),
+        "CONTAINER": (str, "none", "container runtime", "none", "pyxis", "enroot", "apptainer"),
         "IMAGE": (str, "", "container image"),
         "CONTAINER_MOUNTS": (str, "", "further folders in the container, FROM:TO,..."),
-        "RELOAD_CONTAINER": (bool, "false", "make the container anew"),
-        "PROFILE": (bool, "false", "PyTorch profiler, into LOG_DIR"),
-        "NSYS": (bool, "false", "Nsight Systems around each node's processes"),
-        "NCU": (bool, "false", "Nsight Compute around each node's processes"),
+        "RELOAD_CONTAINER": (bool, "false", "create the container again"),
+        "PROFILE": (bool, "false", "run the PyTorch profiler, with results in LOG_DIR"),
+        "NSYS": (bool, "false", "run each node's processes in Nsight Systems"),
+        "NCU": (bool, "false", "run each node's processes in Nsight Compute"),
         "PYTHON": (str, "", "Python of the nodes; this one by default"),
     }
 )
-"""Variables of ``conf.sh``; an empty default is none."""
+"""Variables of ``conf.sh``; an empty default means no value."""
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:
-    """Refuses names in capitals that nobody reads; others are the file's own helpers.
+    """Refuses unknown names in capitals; other names are helpers of the file.
 
     Raises:
-        ConfigError: names the nearest that there is.
+        ConfigError: A name is unknown. The message names the nearest known one.
     """
     for name in variables:
         if name in SETTINGS or name.startswith(FROM_CONF) or not name[:1].isupper():
             continue
         nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.5)
-        hint = f"the nearest is {nearest[0]}" if nearest else "see conf.sh for those there are"
+        hint = f"the nearest is {nearest[0]}" if nearest else "conf.sh lists all variables"
         raise ConfigError(
-            f"{where}: {name} is not a variable of the launcher: {hint}; helpers of your own are "
-            "written in small letters"
+            f"{where}: {name} is not a variable of the launcher: {hint}; write names of your own"
+            " in small letters"
         )
 
 
 def read_value(name: str, text: str) -> object:
-    """Reads the text of a variable; ``None`` where it is empty and there is no default.
+    """Parses the text of a variable; returns ``None`` if it is empty and there is no default.
 
     Returns:
         An ``int``, ``float``, ``bool`` or ``str``.
 
     Raises:
-        ConfigError: the text breaks the rule of its kind.
+        ConfigError: The text breaks the rule of its type.
     """
     setting = SETTINGS[name]
     text = text.strip() or setting.default
@@ -137,7 +141,7 @@ def read_value(name: str, text: str) -> object:
 
 
 _LIMIT_S = 20.0
-# Prints every variable that the file set as NAME, NUL, VALUE, NUL; arrays with the mark of one.
+# Prints every variable that the file set as NAME, NUL, VALUE, NUL; a mark replaces an array.
 _SCRIPT = r"""
 set -eu
 cd -- "$2"
@@ -157,21 +161,21 @@ _ARRAY = "\001array"
 
 
 def read_variables(path: Path) -> dict[str, str]:
-    """Runs ``path`` with bash, in its own folder and a clean environment, and returns what it set.
+    """Runs a file with bash in its own folder and a clean environment; returns its variables.
 
     Args:
-        path: the file.
+        path: Path of the file.
 
     Returns:
-        Values by name, in the order of names.
+        Values by name, ordered by name.
 
     Raises:
-        ConfigError: there is no such file, bash cannot run it, or it sets an array.
-        SetupError: there is no bash.
+        ConfigError: There is no such file, bash cannot run it, or it sets an array.
+        SetupError: There is no bash.
     """
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "no such file"
-        raise ConfigError(f"{path}: {what}; copy conf.sh of this project and change it")
+        problem = "is a folder" if path.is_dir() else "no such file"
+        raise ConfigError(f"{path}: {problem}; copy conf.sh of this project and change it")
     full = path.resolve()
     kept = ("PATH", "HOME", "USER", "TMPDIR", "LANG")
     clean = {name: os.environ[name] for name in kept if name in os.environ}
@@ -190,14 +194,14 @@ def read_variables(path: Path) -> dict[str, str]:
             f"{path} ran for more than {_LIMIT_S:g} s: it must only set variables"
         ) from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").split("\n")
-        reason = next((line for line in said if str(full) in line), said[0])
+        error_lines = done.stderr.decode(errors="replace").split("\n")
+        reason = next((line for line in error_lines if str(full) in line), error_lines[0])
         raise ConfigError(
             f"{path}: bash ends with status {done.returncode} ({reason.strip()}): every command in"
             " it must succeed"
         )
-    words = done.stdout.decode(errors="replace").split("\0")[:-1]
-    variables = dict(zip(words[::2], words[1::2], strict=True))
+    fields = done.stdout.decode(errors="replace").split("\0")[:-1]
+    variables = dict(zip(fields[::2], fields[1::2], strict=True))
     for name, value in variables.items():
         if value == _ARRAY and name.isupper():
             raise ConfigError(
@@ -211,14 +215,14 @@ _GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchGroup:
-    """Describes nodes that are equal, in the order of the ranks.
+    """Describes a group of equal nodes, which have consecutive ranks.
 
     Attributes:
-        kind: name of the node type, empty where all nodes are equal.
-        nodes: how many, ``None`` if they are counted when they meet.
-        processes: processes on each, ``None`` if each node counts its GPUs.
+        kind: Name of the node type, empty if all nodes are equal.
+        nodes: Number of nodes, ``None`` if they are counted when they meet.
+        processes: Number of processes on each node, ``None`` if each node counts its GPUs.
         partition: Slurm's partition, empty for its default.
-        gres: Slurm's name of the GPUs, ``none`` to ask for none.
+        gres: Slurm's name of the GPUs, ``none`` to request none.
     """
 
     kind: str = ""
@@ -230,13 +234,13 @@ class LaunchGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConf:
-    """Holds a checked configuration.
+    """Contains a checked configuration.
 
     Attributes:
-        folder: what relative paths start from: the folder of ``conf.sh``.
-        values: every variable of ``settings.py`` by name; ``None`` where there is no value.
-        groups: the nodes.
-        environment: variables for every process.
+        folder: Base folder of relative paths: the folder of ``conf.sh``.
+        values: Value of every variable of ``SETTINGS`` by name; ``None`` if it has no value.
+        groups: Groups of nodes, in the order of the ranks.
+        environment: Environment variables for every process.
     """
 
     folder: Path
@@ -249,13 +253,13 @@ class LaunchConf:
 
     @property
     def nodes(self) -> int | None:
-        """Counts the nodes, ``None`` if the number is not given."""
+        """Returns the number of nodes, ``None`` if it is not set."""
         counts = [group.nodes for group in self.groups]
         return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def processes(self) -> tuple[int, ...] | None:
-        """Lists the processes of each node by node rank, ``None`` if they are not given."""
+        """Returns the number of processes of each node by node rank, ``None`` if it is not set."""
         counts: list[int] = []
         for group in self.groups:
             if group.nodes is None or group.processes is None:
@@ -265,20 +269,21 @@ class LaunchConf:
 
     @property
     def world_size(self) -> int | None:
-        """Counts all processes, ``None`` if the number is not given."""
+        """Returns the number of all processes, ``None`` if it is not set."""
         if self.processes is not None:
             return sum(self.processes)
         size: int | None = self.values["WORLD_SIZE"]
         return size
 
     def path(self, name: str) -> Path:
-        """Returns the path that variable ``name`` holds, absolute."""
+        """Returns the absolute path that a variable contains."""
         return Path(self.folder, self.values[name]).absolute()
 
     def texts(self) -> dict[str, str]:
-        """Returns the variables that have a value as texts, those for processes included.
+        """Returns the variables that have a value as texts, with those for processes.
 
-        What a plan says is among them in its own variables, so ``PLAN`` is not; nor are secrets.
+        Variables that the plan sets are included by themselves, so ``PLAN`` is left out. Secrets
+        are left out too.
         """
         texts = {}
         for name, value in self.values.items():
@@ -299,36 +304,36 @@ def load_conf(
     """Reads ``conf.sh`` and checks it.
 
     Args:
-        path: the file; ``None`` for defaults alone.
-        changes: ``NAME=VALUE`` texts that win over the file and the plan.
-        plan: a plan file in place of the one that ``PLAN`` names.
+        path: Path of ``conf.sh``, ``None`` for defaults alone.
+        changes: Texts ``NAME=VALUE`` that override the file and the plan.
+        plan: Path of a plan file that replaces the one of ``PLAN``.
 
     Raises:
-        ConfigError: a name is unknown or a value breaks a rule.
+        ConfigError: A name is unknown or a value breaks a rule.
     """
     variables = {} if path is None else read_variables(path)
     where = "the command line" if path is None else str(path)
     check_names(variables, where)
-    given = read_changes(changes)
-    check_names(given, "--set")
+    overrides = read_changes(changes)
+    check_names(overrides, "--set")
     folder = Path.cwd() if path is None else path.resolve().parent
     if plan is not None:
-        given["PLAN"] = str(plan.absolute())
-    return make_conf({**variables, **given}, folder, fixed=frozenset(given))
+        overrides["PLAN"] = str(plan.absolute())
+    return make_conf({**variables, **overrides}, folder, fixed=frozenset(overrides))
 
 
 def make_conf(
     variables: Mapping[str, str], folder: Path, *, fixed: frozenset[str] = frozenset()
 ) -> LaunchConf:
-    """Checks variables and makes a configuration of them.
+    """Checks variables and creates a configuration from them.
 
     Args:
-        variables: texts by name.
-        folder: what relative paths start from.
-        fixed: names whose value a plan does not replace.
+        variables: Texts by name.
+        folder: Base folder of relative paths.
+        fixed: Names whose value a plan does not replace.
 
     Raises:
-        ConfigError: a value breaks a rule.
+        ConfigError: A value breaks a rule.
     """
     texts = dict(variables)
     if texts.get("PLAN", "").strip():
@@ -349,29 +354,29 @@ def make_conf(
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, str]:
-    """Reads ``NAME=VALUE`` texts of a command line.
+    """Parses ``NAME=VALUE`` texts of the command line.
 
     Raises:
-        ConfigError: one is none.
+        ConfigError: A text has another form.
     """
-    given = {}
+    values = {}
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals or not name.isidentifier():
             raise ConfigError(f"--set {change}: write NAME=VALUE")
-        given[name] = value
-    return given
+        values[name] = value
+    return values
 
 
 def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[str]) -> None:
-    """Lets the plan set its variables; a file that says otherwise contradicts it."""
+    """Sets the plan's variables; raises an error if the file sets one to another value."""
     for name, value in plan.items():
-        said = texts.get(name, "").strip()
+        text = texts.get(name, "").strip()
         if name in fixed:
             continue
-        if said and said != value:
+        if text and text != value:
             raise ConfigError(
-                f"{name}={said}: PLAN={texts['PLAN']} says {value}; leave one of them out"
+                f"{name}={text}: PLAN={texts['PLAN']} says {value}; leave one of them out"
             )
         texts[name] = value
 
@@ -396,10 +401,10 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
             "v100:1x2' for two nodes of four GPUs and one of two"
         )
     matches = []
-    for word in values["NODES"].split():
-        match = _GROUP.fullmatch(word)
+    for text in values["NODES"].split():
+        match = _GROUP.fullmatch(text)
         if match is None:
-            raise ConfigError(f"NODES={values['NODES']}: {word!r} is not TYPE:NODESxGPUS")
+            raise ConfigError(f"NODES={values['NODES']}: {text!r} is not TYPE:NODESxGPUS")
         matches.append(match)
     kinds = [match[1] for match in matches]
     partitions = _by_kind("SLURM_PARTITION", values["SLURM_PARTITION"] or "", kinds)
@@ -417,33 +422,35 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
 
 
 def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
-    """Reads ``TYPE=VALUE ...``, or one value for all types."""
+    """Parses ``TYPE=VALUE ...``, or one value for all types."""
     if "=" not in text:
         return dict.fromkeys(kinds, text)
-    found = dict(word.partition("=")[::2] for word in text.split())
-    for kind in found:
+    values = dict(assignment.partition("=")[::2] for assignment in text.split())
+    for kind in values:
         if kind not in kinds:
             raise ConfigError(f"{name}={text}: NODES has no type {kind}, only {', '.join(kinds)}")
     for kind in kinds:
-        if not found.get(kind):
+        if not values.get(kind):
             raise ConfigError(f"{name}={text}: the type {kind} is missing; add {kind}=VALUE")
-    return found
+    return values
 
 
 def _check_sizes(conf: LaunchConf) -> None:
-    """Checks what the numbers of nodes, processes and copies must be together."""
-    values, processes = conf.values, conf.processes
+    """Checks that the numbers of nodes, processes and replicas fit together."""
+    values = conf.values
+    processes = conf.processes
     nodes = conf.nodes
     if values["NNODES"] is not None and nodes != values["NNODES"]:
-        raise ConfigError(f"NNODES={values['NNODES']}: NODES={values['NODES']} are {nodes}")
+        raise ConfigError(f"NNODES={values['NNODES']}: NODES={values['NODES']} adds up to {nodes}")
     if values["NPROC_PER_NODE"] is not None and not values["HOMOGENEOUS_CLUSTER"]:
         raise ConfigError(
-            f"NPROC_PER_NODE={values['NPROC_PER_NODE']}: NODES says it for each node type; "
+            f"NPROC_PER_NODE={values['NPROC_PER_NODE']}: NODES sets it for each node type; "
             "leave it out"
         )
-    size, copies = conf.world_size or 0, values["DP_SIZE"]
+    size = conf.world_size or 0
+    copies = values["DP_SIZE"]
     if values["WORLD_SIZE"] not in (None, size):
-        assert processes is not None  # else it would be the size
+        assert processes is not None
         counts = " + ".join(map(str, processes[:8])) + (" + ..." if len(processes) > 8 else "")
         raise ConfigError(
             f"WORLD_SIZE={values['WORLD_SIZE']}: it must be the sum of all nodes' processes, "
@@ -478,4 +485,6 @@ def _check_words(conf: LaunchConf) -> None:
     if values["CONTAINER"] != "none" and values["IMAGE"] is None:
         raise ConfigError(f"CONTAINER={values['CONTAINER']}: IMAGE must name the image it runs")
     if values["NSYS"] and values["NCU"]:
-        raise ConfigError("NSYS=true: NCU=true as well; only one profiler can hold a process")
+        raise ConfigError(
+            "NSYS=true and NCU=true: only one profiler can attach; set one of them to false"
+        )

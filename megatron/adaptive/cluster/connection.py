@@ -1,7 +1,7 @@
-"""Carries messages between the nodes of a job: an object of JSON each, and signs of life.
+"""Carries messages between the nodes of a job: one JSON object each, and heartbeats.
 
-Both sides have proved the job's secret, and every message is known to come from the other one. A
-side that hears nothing for :data:`SILENCE_S` takes the other for lost: a machine without power
+Both sides have proved that they know the job's secret, and each message is authenticated. A side
+that hears nothing for :data:`SILENCE_S` counts the other as lost, because a machine without power
 closes no connection. Time in which the listening side was itself stopped does not count.
 """
 
@@ -29,16 +29,19 @@ from megatron.adaptive.handshake import (
 BEAT_S = 1.0
 SILENCE_S = 20.0
 PATIENCE_S = 60.0
-"""Silence of a manager that the agents of its machines file bear: no other manager would come."""
+"""Longest silence of a manager in seconds, for agents that a machines file names.
+
+No other manager could take over such a job.
+"""
 
 
 class Connection:
     """Carries messages over one connection, from one event loop.
 
     Args:
-        reader: of the connection.
-        writer: of the connection.
-        session: of the connection.
+        reader: Reader of the connection.
+        writer: Writer of the connection.
+        session: Session that seals and opens the messages.
     """
 
     def __init__(
@@ -57,15 +60,15 @@ class Connection:
         """Connects to a listener of the job.
 
         Args:
-            address: of it.
-            port: of it.
-            within_s: for all of it.
-            secret: of the job.
-            purpose: of the connection, as the listener has it.
+            address: Address of the listener.
+            port: Port of the listener.
+            within_s: Time limit for connecting and proving the secret, in seconds.
+            secret: Secret of the job.
+            purpose: Purpose of the connection, equal to the listener's.
 
         Raises:
-            StrangerError: what listens there does not know the secret.
-            OSError: nobody listens there, and its text says why.
+            StrangerError: The listener does not know the secret.
+            OSError: Nobody listens at the address; the text gives the reason.
         """
         try:
             sealed = await asyncio.to_thread(dial, (address, port), secret, purpose, within_s)
@@ -77,13 +80,13 @@ class Connection:
 
     @classmethod
     async def over(cls, sealed: SealedSocket) -> Connection:
-        """Returns the connection over a socket whose other side has proved the secret."""
+        """Creates the connection over a socket whose other side has proved the secret."""
         reader, writer = await asyncio.open_connection(sock=sealed.socket)
         return cls(reader, writer, sealed.session)
 
     @property
     def peer(self) -> str:
-        """Returns the address of the other side; as IPv4 where it came so to a socket for both."""
+        """Returns the address of the other side; an IPv4 address mapped to IPv6 as plain IPv4."""
         return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
 
     @property
@@ -91,20 +94,21 @@ class Connection:
         """Returns the address of this side."""
         return str(self._writer.get_extra_info("sockname", ("",))[0])
 
-    def send(self, what: str, **values: Any) -> None:
-        """Sends a message; drops one to a side that is gone, which :meth:`receive` reports."""
+    def send(self, kind: str, **values: Any) -> None:
+        """Sends a message; drops it if the other side is gone, which :meth:`receive` reports."""
         if not self._writer.is_closing():
-            self._writer.write(self._session.seal(json.dumps({"what": what, **values}).encode()))
+            self._writer.write(self._session.seal(json.dumps({"what": kind, **values}).encode()))
 
     def beat(self) -> None:
-        """Gives signs of life from now on."""
+        """Starts sending heartbeats."""
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def receive(self, silence_s: float = SILENCE_S) -> dict[str, Any] | None:
-        """Waits for the next message that is no sign of life; ``None`` where the other is lost.
+        """Waits for the next message except heartbeats; returns ``None`` if the other side is lost.
 
         Args:
-            silence_s: after which it is.
+            silence_s: Time without a message, in seconds, after which the other side counts as
+                lost.
         """
         while True:
             try:
@@ -126,14 +130,14 @@ class Connection:
         try:
             payload = await result_within(reading, silence_s)
         except asyncio.CancelledError:
-            if reading.cancelled():  # close() cancelled the read, nobody cancelled this task
+            if reading.cancelled():  # close() cancelled the read; nobody cancelled this task.
                 raise EOFError("the connection was closed here") from None
             raise
         self._reading = None
         return payload
 
     async def close(self) -> None:
-        """Sends what is left and close. Idempotent."""
+        """Sends what is left and closes the connection. Idempotent."""
         for task in (self._beating, self._reading):
             if task is not None:
                 task.cancel()
@@ -153,25 +157,26 @@ class Connection:
 
 
 def _take_error(reading: asyncio.Task[bytes]) -> None:
-    """Takes a read's error, so that asyncio does not report it if nobody waits for the read."""
+    """Retrieves a read's error, so that asyncio does not report it if nobody awaits the read."""
     if not reading.cancelled():
         reading.exception()
 
 
 class Listener:
-    """Serves connections that have proved the job's secret, in the event loop that it is made in.
+    """Accepts connections that prove the job's secret, and serves them in the current event loop.
 
     Args:
-        attend: serves one connection, which stays open after it; a message that does not fit ends
-            the connection and nothing else.
-        secret: of the job.
-        purpose: of the connections.
-        report: prints a line about others that came.
-        host: address of this machine to listen at; all where it is empty or not of this machine.
-        port: 0 for one of this machine's own choice.
+        attend: Coroutine function that serves one connection. The connection stays open after it. A
+            malformed message ends this connection only.
+        secret: Secret of the job.
+        purpose: Purpose of the connections.
+        report: Function that prints a line about refused connections.
+        host: Address of this machine to listen at; all addresses if it is empty or of another
+            machine.
+        port: Port to listen at, 0 for any free port.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: The port is not available.
     """
 
     def __init__(
@@ -192,7 +197,7 @@ class Listener:
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Stops listening; connections that were let in stay. Idempotent."""
+        """Stops listening; accepted connections stay open. Idempotent."""
         self._gate.close()
 
     def _admit(self, sealed: SealedSocket) -> None:

@@ -1,11 +1,11 @@
-"""Describes what the ranks of a job run, where each runs, and how an incarnation of them ended.
+"""Describes what the ranks of a job run, where each one runs, and how an incarnation ended.
 
 =============  ================================  ==========================================
                the trainer                       a script with a ``Pipeline``
 =============  ================================  ==========================================
 gets           flags after the user's own        one environment variable, ``config.environment``
 checkpoints    ``CheckpointFolder``              ``PipelineFolder``
-layout for     its arguments                     what its ranks measured, at the first start
+layout for     its arguments                     what its ranks measured at the first start
 =============  ================================  ==========================================
 """
 
@@ -35,28 +35,28 @@ _TRAINER = "pretrain_gpt"
 _MODEL = "model.json"
 _TRACES = "--trace-dir"
 _MOST_MEASURED = 3
-# How a run begins that has a checkpoint of another one; not how it goes on from its own.
 _PATH_FLAGS = ("--save", "--load", "--progress-dir", _TRACES)
+# These flags apply if a run starts from another run's checkpoint, not if it resumes from its own.
 _FIRST_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 
 
 class Program(ABC):
-    """Describes what the ranks of a job run.
+    """Describes the program that the ranks of a job run.
 
     Args:
-        folder: of its checkpoints.
+        folder: Folder of its checkpoints.
     """
 
     def __init__(self, folder: CheckpointFolder | PipelineFolder) -> None:
         self.folder = folder
 
     def check(self) -> None:
-        """Refuses a folder of checkpoints that ranks could not go on from.
+        """Checks that ranks can resume from the folder of checkpoints.
 
-        One that holds pickles is refused by the ranks, where they are not to trust it.
+        The ranks themselves refuse a checkpoint with pickles, if they must not trust it.
 
         Raises:
-            CheckpointError: none in it is whole.
+            CheckpointError: The folder contains checkpoints, but none is intact.
         """
         damaged: DamagedCheckpointError | None = None
         for step in self.folder.candidates():
@@ -73,34 +73,34 @@ class Program(ABC):
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
     ) -> tuple[list[str], dict[str, str]]:
-        """Returns arguments and further variables of the ranks of one start.
+        """Returns arguments and additional environment variables for the ranks of one start.
 
         Args:
-            layout: of them.
-            incarnation: its number.
-            resumed: the iteration that they go on from, 0 for none.
-            progress: folder where they write their progress.
+            layout: Layout of the ranks.
+            incarnation: Number of the incarnation.
+            resumed: Iteration that they resume from, 0 for none.
+            progress: Folder where they write their progress.
         """
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
-        """Explains why a job goes on whose ranks ended in good order, empty where it need not.
+        """Returns why a job continues after its ranks ended in good order, empty if it is finished.
 
         Args:
-            before: what they wrote.
-            statuses: that they ended with.
+            before: Progress that the ranks wrote.
+            statuses: Exit statuses of the ranks.
 
         Raises:
-            SetupError: they did not do what a job needs.
+            SetupError: The ranks did not do what a job needs.
         """
         return ""
 
 
 class TrainerProgram(Program):
-    """Runs the trainer of this project, which has flags for all that a job needs.
+    """Runs the trainer of this project, which has flags for everything that a job needs.
 
     Args:
-        arguments: as the user gave them.
-        checkpoints: their folder.
+        arguments: The user's arguments.
+        checkpoints: Folder of checkpoints.
     """
 
     folder: CheckpointFolder
@@ -112,23 +112,25 @@ class TrainerProgram(Program):
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
     ) -> tuple[list[str], dict[str, str]]:
-        words = flags_where(self._arguments, lambda name: not resumed or name not in _FIRST_ONLY)
-        if traces := last_value(words, _TRACES):
-            words += [_TRACES, f"{traces}/epoch-{incarnation}"]
+        arguments = flags_where(
+            self._arguments, lambda name: not resumed or name not in _FIRST_ONLY
+        )
+        if traces := last_value(arguments, _TRACES):
+            arguments += [_TRACES, f"{traces}/epoch-{incarnation}"]
         checkpoints = str(self.folder.path)
-        words += [*layout.flags, "--save", checkpoints, "--progress-dir", str(progress)]
+        arguments += [*layout.flags, "--save", checkpoints, "--progress-dir", str(progress)]
         if resumed:
-            words += ["--load", checkpoints]
-        return words, {}
+            arguments += ["--load", checkpoints]
+        return arguments, {}
 
 
 class ScriptProgram(Program):
     """Runs a script that trains a ``Pipeline`` in ``Pipeline.loop``.
 
     Args:
-        path: of the script.
-        arguments: as the user gave them; its own.
-        checkpoints: their folder.
+        path: Path of the script.
+        arguments: The user's arguments for the script.
+        checkpoints: Folder of checkpoints.
     """
 
     folder: PipelineFolder
@@ -143,16 +145,16 @@ class ScriptProgram(Program):
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
     ) -> tuple[list[str], dict[str, str]]:
-        known = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
-        if known is not None and known.is_random and known.micro_batch_size is None:
-            # Dropout draws for a microbatch.
-            replace(known, micro_batch_size=layout.micro_batch).write(self._model)
+        measured = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
+        if measured is not None and measured.is_random and measured.micro_batch_size is None:
+            # Dropout masks depend on the microbatch size, so the first size chosen stays.
+            replace(measured, micro_batch_size=layout.micro_batch).write(self._model)
         order = JobOrder(
             checkpoints=str(self.folder.path),
             progress=str(progress),
             model=str(self._model),
             epoch=incarnation,
-            signature="" if known is None else known.signature,
+            signature="" if measured is None else measured.signature,
             pipeline_size=layout.pipeline,
             replicas=layout.data,
             micro_batch_size=layout.micro_batch,
@@ -180,55 +182,65 @@ class ScriptProgram(Program):
 
 
 def model_file(checkpoints: Path) -> Path:
-    """Returns the file of what a job measured of the model of its script."""
+    """Returns the path of the file with the measured costs of the script's model."""
     return job_folder(checkpoints) / _MODEL
 
 
 def is_trainer(script: Path) -> bool:
-    """Returns whether a script is the trainer, or calls it, by its name or its text."""
+    """Returns whether a script is the trainer, or calls it, judged by its name and text."""
     if script.stem == _TRAINER:
         return True
     try:
         return _TRAINER.encode() in read_whole(script)
     except OSError:
-        return True  # who runs it will say what is wrong
+        return True  # the rank that runs it reports the error
 
 
 Policy = Literal["ignore", "replan", "exclude"]
-"""Answers to a node that stays slow."""
+"""Reactions to a node that stays slow."""
 
 NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
-"""Gives a rank the name of its node in the job."""
+"""Environment variable that gives a rank the name of its node in the job."""
 _VARIABLES = frozenset(
     (
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"),
-        *("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-        *(NODE_VARIABLE, JOB_VARIABLE, "MEGATRON_ADAPTIVE_LEASE"),
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        NODE_VARIABLE,
+        JOB_VARIABLE,
+        "MEGATRON_ADAPTIVE_LEASE",
     )
 )
+"""Environment variables that a manager may set for the ranks of a node."""
 EXIT_LEFT = 75
-"""A node that left a job which goes on without it: it may come back."""
+"""Exit status of a node that left while the job continues; the node may join again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """Describes what is to be run.
+    """Describes the job to run.
 
     Attributes:
-        script: of every rank.
-        arguments: of the script, as the user gave them.
-        checkpoints: folder of checkpoints, on storage that all nodes share.
-        machines: file of machines, ``None`` where nodes come by themselves.
-        nodes: to wait for before the first start, where they come by themselves.
-        join_s: how long to wait for them.
-        wait_s: how long to wait for nodes when no layout fits those that are there.
-        stop_s: how long ranks have to come to the end of a step and to save.
-        max_restarts: failures in a row without a checkpoint between them.
-        address: at which other machines reach the manager, ``None`` to find out.
-        copy_every: steps from one copy of the state in memory to the next, 0 for none.
-        copy_bytes: that copies may take on a node, ``None`` for what is there.
-        on_straggler: what is done about a node that stays slow.
-        is_pipeline: whether the script trains a ``Pipeline``, and has arguments of its own.
+        script: Script of every rank.
+        arguments: The user's arguments for the script.
+        checkpoints: Folder of checkpoints, on storage that all nodes share.
+        machines: Path of the machines file, ``None`` if nodes join by themselves.
+        nodes: Number of nodes to wait for before the first start, if they join by themselves.
+        join_s: Time limit for these nodes to join, in seconds.
+        wait_s: Time in seconds to wait for nodes if no layout fits those that are present.
+        stop_s: Time limit in seconds for ranks to finish their step and to save.
+        max_restarts: Most failures in a row without a checkpoint between them.
+        address: Address at which other machines reach the manager, ``None`` to detect it.
+        copy_every: Number of steps between copies of the state in memory, 0 for no copies.
+        copy_bytes: Most memory for copies on a node in bytes, ``None`` for what is available.
+        on_straggler: Reaction to a node that stays slow.
+        is_pipeline: Whether the script trains a ``Pipeline`` and parses its own arguments.
     """
 
     script: Path
@@ -248,21 +260,21 @@ class JobSpec:
 
     @property
     def copy_settings(self) -> dict[str, Any] | None:
-        """Returns how snapshots are kept, ``None`` for not at all."""
+        """Returns the settings of snapshots, ``None`` if none are kept."""
         if not self.copy_every:
             return None
         return {"every": self.copy_every, "limit_bytes": self.copy_bytes}
 
     @property
     def program(self) -> Program:
-        """Returns what the ranks run."""
+        """Returns the program of the ranks."""
         if self.is_pipeline:
             return ScriptProgram(self.script, self.arguments, self.checkpoints)
         return TrainerProgram(self.arguments, self.checkpoints)
 
     @property
     def work(self) -> NodeWork:
-        """Returns what every node runs."""
+        """Returns the work of every node."""
         return NodeWork(
             script=str(self.script), arguments=self.arguments, checkpoints=str(self.checkpoints)
         )
@@ -270,12 +282,12 @@ class JobSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeWork:
-    """Says what a node runs, and thereby what a manager can order it to.
+    """Defines what a node runs, and so limits what a manager can order it to run.
 
     Attributes:
-        script: of every rank.
-        arguments: of the script, as the user gave them.
-        checkpoints: folder of the job, outside of which an order names no path.
+        script: Script of every rank.
+        arguments: The user's arguments for the script.
+        checkpoints: Folder of the job; orders may name paths only inside it.
     """
 
     script: str
@@ -283,18 +295,20 @@ class NodeWork:
     checkpoints: str
 
     def order(self, rank: Mapping[str, Any], *, is_restore: bool) -> dict[str, Any]:
-        """Returns the order to the forkserver for a process that the manager wants.
+        """Returns the order to the forkserver for a process that the manager requests.
 
-        Program and working folder are this node's own.
+        The script and the working folder are always this node's own.
 
         Args:
-            rank: an entry of :func:`rank_orders`.
-            is_restore: for the program that restores snapshots.
+            rank: Entry of :func:`rank_orders`.
+            is_restore: Whether to run the program that restores snapshots.
 
         Raises:
-            SetupError: the manager named what it may not name.
+            SetupError: The manager named a variable or a path that it may not name.
         """
-        key, variables, arguments = rank["key"], rank["variables"], rank["arguments"]
+        key = rank["key"]
+        variables = rank["variables"]
+        arguments = rank["arguments"]
         if others := sorted(set(variables) - _VARIABLES):
             raise SetupError(f"the manager set {others[0]}, which is none of its variables")
         if is_restore:
@@ -304,12 +318,12 @@ class NodeWork:
         if text := variables.get(JOB_VARIABLE):
             named = JobOrder.from_text(text)
             paths += [named.checkpoints, named.progress, named.model]
-        own = Path(self.checkpoints).resolve()
+        allowed = Path(self.checkpoints).resolve()
         for path in paths:
-            if not Path(path).resolve().is_relative_to(own):
+            if not Path(path).resolve().is_relative_to(allowed):
                 raise SetupError(
-                    f"the manager named {path}, which is neither in {own} nor among this node's own"
-                    " arguments: start every node of a job with the same command"
+                    f"the manager named {path}, which is neither in {allowed} nor among this node's"
+                    " own arguments: start every node of a job with the same command"
                 )
         return {
             "key": key,
@@ -320,13 +334,14 @@ class NodeWork:
         }
 
     def _paths(self, arguments: Sequence[str]) -> Iterator[str]:
-        """Yields paths among arguments that are not the user's own."""
-        for before, word in zip(("", *arguments), arguments, strict=False):
-            name, equals, value = word.partition("=")
+        """Yields the paths in arguments, except those that the user's own arguments contain."""
+        for before, argument in zip(("", *arguments), arguments, strict=False):
+            name, equals, value = argument.partition("=")
             if not (equals and name.startswith("--")):
-                name, value = before, word
+                name = before
+                value = argument
             base, _, number = value.rpartition("/epoch-")
-            if word in self.arguments or (base in self.arguments and number.isdigit()):
+            if argument in self.arguments or (base in self.arguments and number.isdigit()):
                 continue
             if name in _PATH_FLAGS or "/" in value:
                 yield value
@@ -337,17 +352,18 @@ class RunningRanks:
     """Tracks the ranks of one incarnation.
 
     Attributes:
-        incarnation: what they run.
-        layout: their layout.
-        folder: where they write their progress.
-        where: the node of each rank, by key, in the order of the ranks.
-        statuses: of the ranks that ended, by key.
-        stopping: why they were asked to save and end.
-        fault: what went wrong first, or the kill that came to light soon after.
-        has_kill: whether that is a signal from outside.
-        gone: the first node that was lost, or went with notice and took a rank along, in words.
-        deadline_s: when the rest is killed.
-        killed: whether it was.
+        incarnation: Incarnation that they run.
+        layout: Their layout.
+        folder: Folder where they write their progress.
+        where: Name of each rank's node by the rank's key, in the order of the ranks.
+        statuses: Exit statuses of the ranks that ended, by key.
+        stopping: Reason why they were asked to save and end, empty if they were not.
+        fault: First failure, or a kill by a signal that was noticed soon after it.
+        has_kill: Whether ``fault`` is a signal from outside.
+        gone: Description of the first loss of a node, or of the first departure on notice that took
+            a rank along.
+        deadline_s: Time at which the remaining ranks are killed, ``None`` for no such time.
+        killed: Whether they were killed.
     """
 
     incarnation: Incarnation
@@ -367,80 +383,83 @@ class RunningRanks:
         """Returns the ranks that have not ended."""
         return set(self.where) - set(self.statuses)
 
-    def at_fault(
+    def record_fault(
         self, fault: str, deadline_s: float, *, gone: str = "", kill: bool = False
     ) -> None:
-        """Records what went wrong first; the other ranks get a moment to report it.
+        """Records the first failure; the other ranks get some time to report it.
 
         Args:
-            fault: what went wrong.
-            deadline_s: Time by which they must have reported, on the clock of other deadlines.
-            kill: whether a signal from outside ended a rank. It is the cause also where a rank that
-                lost this peer was seen to end before it.
-            gone: what became of a node, where that is why. Ranks that cannot reach it may end, and
-                be seen to, before it counts as lost.
+            fault: Description of the failure.
+            deadline_s: Time by which the other ranks must have reported, on the clock of other
+                deadlines.
+            kill: Whether a signal from outside ended a rank. It counts as the cause even if another
+                rank, which lost this peer, was seen to end first.
+            gone: Description of the loss or departure of a node, if that is the cause. Ranks that
+                cannot reach the node may end before it counts as lost.
         """
         self.gone = self.gone or gone
         if not self.fault or (kill and not self.killed and not self.has_kill):
-            self.fault, self.has_kill = fault, kill
+            self.fault = fault
+            self.has_kill = kill
         if not self.killed:
             self.deadline_s = earliest(self.deadline_s, deadline_s)
 
 
 def earliest(*moments: float | None) -> float | None:
-    """Returns the first of some moments, ``None`` for never."""
-    return min((one for one in moments if one is not None), default=None)
+    """Returns the earliest of some times; ``None`` stands for never."""
+    return min((moment for moment in moments if moment is not None), default=None)
 
 
-def is_well(status: int) -> bool:
-    """Returns whether a rank that ended with a status did so in good order."""
+def ended_well(status: int) -> bool:
+    """Returns whether an exit status means that a rank ended in good order."""
     return status in (0, EXIT_MEASURED)
 
 
 def how_ended(status: int) -> str:
-    """Describes how a process ended."""
+    """Describes how a process ended, by its exit status."""
     if status < 0:
         return f"was killed by signal {signal.Signals(-status).name}"
     return f"ended with status {status}"
 
 
 def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
-    """Lays the ranks of a layout on nodes in turn; tensor-parallel groups stay whole.
+    """Assigns the ranks of a layout to nodes in turn; tensor-parallel groups stay on one node.
 
     Args:
-        nodes: with slots enough, in the order of the ranks where the layout has no other.
-        layout: what is to be run.
+        nodes: Nodes with enough slots, in the order of the ranks unless the layout has its own
+            order.
+        layout: Layout to run.
 
     Returns:
-        The node of each rank; of fewer ranks where nodes are missing.
+        Node of each rank; shorter than the world size if nodes are missing.
     """
     places: list[Node] = []
     by_name = {node.name: node for node in nodes}
-    for name, most in layout.places or [(node.name, node.slots) for node in nodes]:
+    for name, slots in layout.places or [(node.name, node.slots) for node in nodes]:
         if name in by_name:
-            most = most // layout.tensor * layout.tensor
-            places += [by_name[name]] * min(layout.world_size - len(places), most)
+            slots = slots // layout.tensor * layout.tensor
+            places += [by_name[name]] * min(layout.world_size - len(places), slots)
     return places
 
 
 def rank_orders(
     arguments: Sequence[str], places: Sequence[Node], incarnation: int, variables: Mapping[str, str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns the orders to the agent of each node; ranks have the environment of torchrun.
+    """Returns the orders to the agent of each node, with torchrun's environment for each rank.
 
-    What they run is for the nodes to know, see :class:`NodeWork`.
+    The nodes themselves know which script to run, see :class:`NodeWork`.
 
     Args:
-        arguments: of the script.
-        places: nodes of the ranks.
-        incarnation: number of the one that they begin.
-        variables: that all ranks get.
+        arguments: Arguments of the script.
+        places: Node of each rank.
+        incarnation: Number of the incarnation that begins.
+        variables: Environment variables of all ranks.
     """
     counts = Counter(node.name for node in places)
     groups = {name: number for number, name in enumerate(counts)}
     orders: dict[str, list[dict[str, Any]]] = {name: [] for name in counts}
     for rank, node in enumerate(places):
-        own = {
+        rank_variables = {
             "RANK": rank,
             "WORLD_SIZE": len(places),
             "LOCAL_RANK": len(orders[node.name]),
@@ -451,7 +470,10 @@ def rank_orders(
         orders[node.name].append(
             {
                 "key": f"{incarnation}/{rank}",
-                "variables": {**{name: str(value) for name, value in own.items()}, **variables},
+                "variables": {
+                    **{name: str(value) for name, value in rank_variables.items()},
+                    **variables,
+                },
                 "arguments": list(arguments),
             }
         )

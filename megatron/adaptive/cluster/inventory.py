@@ -1,4 +1,4 @@
-"""Reads what this node has: addresses, interfaces, RDMA devices, GPUs, and samples of their use.
+"""Finds this node's addresses, interfaces, RDMA devices and GPUs, and samples their use.
 
 :class:`ResourceSampler` appends a line of JSON to ``<node>.gpu`` every few seconds::
 
@@ -6,9 +6,8 @@
      "memory_total_bytes": ..., "pids": [...]}], "processes": [{"pid": ..., "cpu_percent": ...,
      "memory_bytes": ...}]}
 
-GPUs are sampled by NVML where it is there, else processors and memory alone. The last line of a
-node that ends in good order also has ``"ended": true``: samples that stop without it mean that the
-node vanished.
+GPUs are sampled through NVML if it is available. The last line of a node that ends in good order
+also has ``"ended": true``: samples that stop without it mean that the node vanished.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class RdmaPort:
     """Describes a port of an RDMA device.
 
     Attributes:
-        device: such as ``mlx5_0``.
-        port: from 1 on.
-        state: such as ``ACTIVE``.
-        link: ``Ethernet`` or ``InfiniBand``.
-        gid_index: of its RoCE v2 address, ``None`` if it has none.
-        gbit_per_s: its rate, 0 where unknown.
+        device: Name of the device, such as ``mlx5_0``.
+        port: Number of the port, from 1.
+        state: State of the port, such as ``ACTIVE``.
+        link: Link layer, ``Ethernet`` or ``InfiniBand``.
+        gid_index: Index of its RoCE v2 address, ``None`` if it has none.
+        gbit_per_s: Rate in Gbit/s, 0 if unknown.
     """
 
     device: str
@@ -55,46 +54,46 @@ class RdmaPort:
 
 
 def resolve(host: str) -> str:
-    """Returns the address of ``host``, one that reaches other machines where it has one.
+    """Returns the address of a host, preferably one that other machines can reach.
 
     Raises:
-        SetupError: the name does not resolve.
+        SetupError: The name does not resolve.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise SetupError(
             f"MASTER_ADDR={host}: the name does not resolve on {socket.gethostname()} "
-            f"({error.strerror}); give an address, or mend /etc/hosts or DNS"
+            f"({error.strerror}); give an address, or fix /etc/hosts or DNS"
         ) from error
-    every = [str(entry[4][0]) for entry in found]
-    return next((one for one in every if not is_loopback(one)), every[0])
+    addresses = [str(entry[4][0]) for entry in entries]
+    return next((address for address in addresses if not is_loopback(address)), addresses[0])
 
 
-def interface_variables(interface: str | None, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that name gloo's and NCCL's interface, unless ``given`` has them."""
+def interface_variables(interface: str | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that set gloo's and NCCL's interface, unless they are set already."""
     if interface is None:
         return {}
-    return {name: interface for name in _READERS if not given.get(name)}
+    return {name: interface for name in _READERS if not environment.get(name)}
 
 
-def loopback_variables(given: Mapping[str, str]) -> dict[str, str]:
-    """Returns what keeps gloo within a job's only machine, unless ``given`` names an interface."""
+def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables that keep gloo on the loopback interface, unless an interface is set."""
     loopback = interface_of("127.0.0.1")
-    if loopback is None or given.get(_READERS[0]):
+    if loopback is None or environment.get(_READERS[0]):
         return {}
     return {_READERS[0]: loopback}
 
 
-def rdma_variables(ports: Sequence[RdmaPort], given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that name NCCL's and UCX's RDMA ports, unless ``given`` has them.
+def rdma_variables(ports: Sequence[RdmaPort], environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that set NCCL's and UCX's RDMA ports, unless they are set already.
 
-    Ports of InfiniBand are taken where there are some, else those of Ethernet with a GID of RoCE
-    v2; ports that are down, or have no address, would be tried first and fail.
+    Takes InfiniBand ports if there are any, else Ethernet ports with a RoCE v2 GID. NCCL and UCX
+    would try ports that are down or have no address first, and fail.
 
     Args:
-        ports: those of this node.
-        given: the environment.
+        ports: RDMA ports of this node.
+        environment: Environment variables that are set already.
     """
     active = [port for port in ports if port.state == "ACTIVE"]
     usable = [port for port in active if port.link == "InfiniBand"]
@@ -102,22 +101,22 @@ def rdma_variables(ports: Sequence[RdmaPort], given: Mapping[str, str]) -> dict[
     if not usable:
         return {}
     names = [f"{port.device}:{port.port}" for port in usable]
-    found = {"NCCL_IB_HCA": f"={','.join(names)}", "UCX_NET_DEVICES": ",".join(names)}
+    variables = {"NCCL_IB_HCA": f"={','.join(names)}", "UCX_NET_DEVICES": ",".join(names)}
     gids = {port.gid_index for port in usable if port.link == "Ethernet"} - {None}
     if len(gids) == 1:
         index = str(gids.pop())
-        found |= {"NCCL_IB_GID_INDEX": index, "UCX_IB_GID_INDEX": index}
-    return {name: value for name, value in found.items() if not given.get(name)}
+        variables |= {"NCCL_IB_GID_INDEX": index, "UCX_IB_GID_INDEX": index}
+    return {name: value for name, value in variables.items() if not environment.get(name)}
 
 
 def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
-    """Returns the RDMA ports of this node; none where there is no device."""
-    found = []
+    """Returns the RDMA ports of this node, an empty list if it has no RDMA device."""
+    ports = []
     for port in sorted(root.glob("*/ports/*")):
         if not port.name.isdigit():
             continue
         state = _read(port / "state").rpartition(":")[2].strip()
-        found.append(
+        ports.append(
             RdmaPort(
                 device=port.parent.parent.name,
                 port=int(port.name),
@@ -127,11 +126,11 @@ def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
                 gbit_per_s=float((_read(port / "rate").split() or ["0"])[0]),
             )
         )
-    return found
+    return ports
 
 
 def _gid_index(port: Path) -> int | None:
-    """Returns the index of a GID of RoCE v2 that holds an IPv4 address."""
+    """Returns the index of a RoCE v2 GID that contains an IPv4 address."""
     for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
         kind = _read(port / "gid_attrs" / "types" / path.name)
         if kind == "RoCE v2" and _read(path).startswith("0000:0000:0000:0000:0000:ffff:"):
@@ -143,16 +142,16 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""  # the entry of a GID that is not set cannot be read
+        return ""  # the file of an unset GID cannot be read
 
 
 ENDED = "ended"
-"""Key of a node's last sample: it ended in good order and did not vanish."""
+"""Key of the last sample of a node that ended in good order."""
 _PERIOD_S = 5.0
 
 
 def why_no_gpu_use() -> str | None:
-    """Returns why the use of GPUs cannot be sampled here, ``None`` if it can."""
+    """Returns why GPU use cannot be sampled here, ``None`` if it can."""
     try:
         import pynvml
     except ImportError:
@@ -165,7 +164,7 @@ def why_no_gpu_use() -> str | None:
 
 
 def _nvml() -> Any:
-    """Returns NVML's bindings, ready, or ``None`` where there is no NVIDIA driver."""
+    """Returns the initialized NVML bindings, ``None`` if they cannot be used."""
     if why_no_gpu_use() is not None:
         return None
     import pynvml
@@ -177,10 +176,10 @@ def count_gpus(visible: str | None) -> int:
     """Returns the number of GPUs that a process may use.
 
     Args:
-        visible: ``CUDA_VISIBLE_DEVICES``, ``None`` if it is not set.
+        visible: Value of ``CUDA_VISIBLE_DEVICES``, ``None`` if it is not set.
     """
     if visible is not None:
-        return len([word for word in visible.split(",") if word.strip() not in ("", "-1")])
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     nvml = _nvml()
     if nvml is not None:
         return int(nvml.nvmlDeviceGetCount())
@@ -188,11 +187,11 @@ def count_gpus(visible: str | None) -> int:
 
 
 class ResourceSampler:
-    """Samples a process and its descendants until it is closed.
+    """Samples the descendants of a process until it is closed.
 
     Args:
-        pid: the process.
-        path: the file that lines are appended to.
+        pid: Process id of the parent.
+        path: Path of the file that lines are appended to.
     """
 
     def __init__(self, pid: int, path: Path) -> None:
@@ -205,7 +204,7 @@ class ResourceSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Takes a last sample and ends. Idempotent."""
+        """Takes a last sample and stops. Idempotent."""
         self._done.set()
         self._thread.join()
 
@@ -222,46 +221,46 @@ class ResourceSampler:
         self._write(file, {ENDED: True})
         file.close()
 
-    def _write(self, file: BestEffortFile, more: dict[str, Any]) -> None:
-        file.append((json.dumps({**self.sample(), **more}) + "\n").encode())
+    def _write(self, file: BestEffortFile, extra: dict[str, Any]) -> None:
+        file.append((json.dumps({**self.sample(), **extra}) + "\n").encode())
 
     def sample(self) -> dict[str, Any]:
-        """Returns what one line of the file holds."""
+        """Returns the values of one line of the file."""
         processes = self._processes()
         return {"unix_s": round(time.time(), 1), "gpus": self._gpus(), "processes": processes}
 
     def _processes(self) -> list[dict[str, Any]]:
-        found = []
+        samples = []
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(self._pid).children(recursive=True):
                 process = self._known.setdefault(process.pid, process)
                 with contextlib.suppress(psutil.Error):
-                    found.append(
+                    samples.append(
                         {
                             "pid": process.pid,
                             "cpu_percent": process.cpu_percent(),
                             "memory_bytes": process.memory_info().rss,
                         }
                     )
-        return found
+        return samples
 
     def _gpus(self) -> list[dict[str, Any]]:
         nvml = self._nvml
         if nvml is None:
             return []
-        found = []
+        samples = []
         for index in range(nvml.nvmlDeviceGetCount()):
             with contextlib.suppress(nvml.NVMLError):
                 device = nvml.nvmlDeviceGetHandleByIndex(index)
                 memory = nvml.nvmlDeviceGetMemoryInfo(device)
                 running = nvml.nvmlDeviceGetComputeRunningProcesses(device)
-                found.append(
+                samples.append(
                     {
                         "index": index,
                         "used_percent": int(nvml.nvmlDeviceGetUtilizationRates(device).gpu),
                         "memory_used_bytes": int(memory.used),
                         "memory_total_bytes": int(memory.total),
-                        "pids": [int(one.pid) for one in running],
+                        "pids": [int(process.pid) for process in running],
                     }
                 )
-        return found
+        return samples

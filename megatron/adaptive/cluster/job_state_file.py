@@ -1,8 +1,8 @@
-"""Keeps the state of a job, its folder, progress and reconfigurations, as JSON for others to read.
+"""Keeps the state of a job as JSON that other programs can read.
 
 ::
 
-    <checkpoints>/elastic/state.json            written by the manager, whole at any moment
+    <checkpoints>/elastic/state.json                 by the manager, which replaces it atomically
     <checkpoints>/elastic/epoch-3/progress.jsonl     by the ranks of the job's third layout
 """
 
@@ -33,7 +33,7 @@ _NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
-"""End of the words for the layout of ranks that only measure."""
+"""End of the description of a layout whose ranks only measure the model."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
@@ -47,14 +47,14 @@ _NAMED = 8
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Joins names for a line; of very many the first ones and how many more there are."""
-    found = list(names)
-    more = len(found) - _NAMED
-    return ", ".join(found) if more < _NAMED else f"{', '.join(found[:_NAMED])} and {more} more"
+    """Joins names for a line; of a long list, the first names and the number of the others."""
+    listed = list(names)
+    more = len(listed) - _NAMED
+    return ", ".join(listed) if more < _NAMED else f"{', '.join(listed[:_NAMED])} and {more} more"
 
 
 def job_folder(checkpoints: Path) -> Path:
-    """Returns the folder of a job's state, beside its checkpoints."""
+    """Returns the folder of a job's state, within its checkpoints."""
     return checkpoints / _FOLDER
 
 
@@ -62,9 +62,9 @@ def incarnation_folder(job: Path, number: int, manager: str) -> Path:
     """Returns the folder where the ranks of an incarnation write their progress.
 
     Args:
-        job: folder of the job.
-        number: of the incarnation.
-        manager: name of the one that started it; another one counts from 1 again.
+        job: Folder of the job.
+        number: Number of the incarnation.
+        manager: Name of the manager that started it; another manager counts from 1 again.
     """
     return job / f"{_EPOCH}-{number}-{manager}"
 
@@ -74,22 +74,20 @@ class Incarnation:
     """Records one incarnation of the job: one layout, from its start to the next reconfiguration.
 
     Attributes:
-        number: from 1 on.
-        layout: in words.
-        processes: how many.
-        nodes: names, in the order of the ranks.
-        reason: why the one before ended, or ``start``.
-        resumed: the iteration that it went on from.
-        lost_steps: that were done before and are done again.
-        source: what it went on from: ``start``, ``checkpoint``, ``checkpoint on the nodes' own
-            disks`` or ``copies in memory``, and why not from the last where that could not be.
-        marks_ns: moments by the clock of the manager: ``notice``, ``ended``, ``planned``,
-            ``begun``.
-        phases_s: seconds of each part of the reconfiguration to this layout.
-        before: what the ranks of the one before wrote at last.
-        predicted_s: seconds of a step as the planner predicted them, ``None`` where it did not
-            choose.
-        step_s: seconds of a step as measured, ``None`` before there are some.
+        number: Number of the incarnation, from 1.
+        layout: Description of the layout.
+        processes: Number of processes.
+        nodes: Names of the nodes, in the order of the ranks.
+        reason: Reason why the previous incarnation ended, or ``start``.
+        resumed: Iteration that it resumed from.
+        lost_steps: Number of steps that were done before and are repeated.
+        source: Origin of the state: ``start``, ``checkpoint``, ``checkpoint on the nodes' own
+            disks`` or ``copies in memory``; then the reason, if the newest state could not be used.
+        marks_ns: Times ``notice``, ``ended``, ``planned`` and ``begun`` on the manager's clock.
+        phases_s: Duration of each phase of the reconfiguration to this layout, in seconds.
+        before: Last progress that the ranks of the previous incarnation wrote.
+        predicted_s: Step time predicted by the planner in seconds, ``None`` if it did not choose.
+        step_s: Measured step time in seconds, ``None`` before any step was measured.
     """
 
     number: int
@@ -107,9 +105,9 @@ class Incarnation:
     step_s: float | None = None
 
     def begun_at(self, iteration: int | None) -> None:
-        """Records where its ranks resumed, where that is not the newest checkpoint.
+        """Records the iteration that the ranks resumed from, if not the newest checkpoint's.
 
-        They may find a newer one on their own disks, or the newest one damaged.
+        They may have found a newer checkpoint on their own disks, or the newest one damaged.
         """
         if iteration is None or iteration == self.resumed:
             return
@@ -122,7 +120,7 @@ class Incarnation:
         self.resumed = iteration
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns its entry in the state of the job."""
+        """Returns the incarnation's entry in the state of the job."""
         return {
             "epoch": self.number,
             "shape": self.layout,
@@ -141,13 +139,13 @@ class Incarnation:
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """Describes a rank that the diagnosis of the running job names.
+    """Describes a rank that the diagnosis of the running job reported as slow.
 
     Attributes:
-        slow_rank: its number.
-        times: diagnoses in a row that named it.
-        factor: how many times as long as others its work takes.
-        pace_ns: what each rank takes for a microbatch by its layers, empty where that is unknown.
+        slow_rank: Number of the rank.
+        times: Number of consecutive diagnoses that named it.
+        factor: Ratio of its computing time to that of the other ranks.
+        pace_ns: Time of each rank per microbatch and layer in ns, empty if unknown.
     """
 
     slow_rank: int
@@ -157,26 +155,26 @@ class SlowRank:
 
 
 _STEPS = 1000
-_SLOW = tuple(one.name for one in fields(SlowRank))
+_SLOW = tuple(entry.name for entry in fields(SlowRank))
 
 
 @dataclass(frozen=True, kw_only=True)
 class IncarnationProgress:
-    """Summarizes what the ranks of one incarnation wrote about themselves.
+    """Summarizes what the ranks of one incarnation wrote about their progress.
 
     Attributes:
-        total: iterations of the whole training, 0 before it is known.
-        start: iterations done before these ranks, ``None`` before it is known.
-        iteration: the last one done.
-        ended: why training ended in good order, ``None`` if it did not.
-        begun_ns: when the model was built and loaded.
-        loaded_s: seconds of loading the checkpoint.
-        first_ns: when the first step was done.
-        saved_ns: when the last checkpoint was complete.
-        saving_s: how long training waited for it.
-        copies: of the state in memory, in words; the empty text before they are known.
-        step_s: median of the last thousand steps reported, without the first.
-        slow: ranks that the diagnosis named, in order.
+        total: Number of iterations of the whole training, 0 before it is known.
+        start: Iterations done before this incarnation, ``None`` before it is known.
+        iteration: Last iteration done.
+        ended: Reason why training ended in good order, ``None`` if it did not.
+        begun_ns: Time at which the model was built and loaded.
+        loaded_s: Duration of loading the checkpoint, in seconds.
+        first_ns: Time at which the first step was done.
+        saved_ns: Time at which the last checkpoint was complete.
+        saving_s: Time in seconds that training waited for that checkpoint.
+        copies: Description of the copies of the state in memory, empty before they are known.
+        step_s: Median duration in seconds of the last 1,000 reported steps, except the first.
+        slow: Ranks that the diagnosis reported as slow, in order of the reports.
     """
 
     total: int = 0
@@ -194,7 +192,7 @@ class IncarnationProgress:
 
 
 class ProgressReader:
-    """Reads what the ranks of one incarnation after the other write of themselves."""
+    """Reads the progress that the ranks of successive incarnations write."""
 
     def __init__(self) -> None:
         self._begin(Path())
@@ -206,10 +204,10 @@ class ProgressReader:
         self._steps_ms: deque[float] = deque(maxlen=_STEPS)
 
     def read(self, folder: Path) -> IncarnationProgress:
-        """Returns what is known by now.
+        """Returns the progress known so far.
 
         Args:
-            folder: where the ranks of one incarnation write.
+            folder: Folder that the ranks of one incarnation write to.
         """
         if folder != self._folder:
             self._begin(folder)
@@ -220,64 +218,69 @@ class ProgressReader:
         return replace(self._now, step_s=statistics.median(self._steps_ms) / 1e3)
 
     def _found(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a line says, as attributes of the progress."""
-        at, now = line["unix_ns"], self._now
+        """Returns the attributes of the progress that a line changes."""
+        moment_ns = line["unix_ns"]
+        now = self._now
         if "total_iterations" in line:
-            if line.get("moved"):  # layers moved between ranks that go on
+            if line.get("moved"):  # Layers moved between ranks that keep running.
                 return {}
             start = line.get("start_iteration")
-            return {"total": line["total_iterations"], "begun_ns": at, "start": start}
+            return {"total": line["total_iterations"], "begun_ns": moment_ns, "start": start}
         if "iteration" in line:
             if now.first_ns is not None:
                 self._steps_ms.append(line.get("step_ms") or 0.0)
             return {
                 "iteration": line["iteration"],
-                "first_ns": at if now.first_ns is None else now.first_ns,
+                "first_ns": moment_ns if now.first_ns is None else now.first_ns,
             }
         if "slow_rank" in line:
             return {"slow": (*now.slow, SlowRank(**{name: line[name] for name in _SLOW}))}
         if "saved" in line:
-            return {"saved_ns": at, "saving_s": line["seconds"]}
+            return {"saved_ns": moment_ns, "saving_s": line["seconds"]}
         return {name: line[name] for name in ("loaded_s", "copies", "ended") if name in line}
 
 
 def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, float]:
-    """Returns the seconds of each part of a reconfiguration, as far as they are known.
+    """Returns the known durations of a reconfiguration's phases, in seconds.
 
     Args:
-        incarnation: the new layout.
-        now: what its own ranks wrote.
+        incarnation: Incarnation with the new layout.
+        now: Progress of the new incarnation's ranks.
     """
-    marks, before, found = incarnation.marks_ns, incarnation.before, dict[str, float]()
-    notice, ended = marks.get("notice"), marks.get("ended")
+    marks = incarnation.marks_ns
+    before = incarnation.before
+    durations_s = dict[str, float]()
+    notice = marks.get("notice")
+    ended = marks.get("ended")
     if notice is not None and ended is not None:
         saved = None if before is None else before.saved_ns
         if saved is not None and before is not None and saved > notice:
-            found["notice"] = (saved - notice) / 1e9 - before.saving_s
-            found["checkpoint"] = before.saving_s
-            found["end"] = (ended - saved) / 1e9
+            durations_s["notice"] = (saved - notice) / 1e9 - before.saving_s
+            durations_s["checkpoint"] = before.saving_s
+            durations_s["end"] = (ended - saved) / 1e9
         else:
-            found["end"] = (ended - notice) / 1e9
+            durations_s["end"] = (ended - notice) / 1e9
     if ended is not None:
-        found["plan"] = (marks["planned"] - ended) / 1e9
+        durations_s["plan"] = (marks["planned"] - ended) / 1e9
     if now.begun_ns is not None:
-        found["start"] = (now.begun_ns - marks["begun"]) / 1e9 - now.loaded_s
-        found["load"] = now.loaded_s
+        durations_s["start"] = (now.begun_ns - marks["begun"]) / 1e9 - now.loaded_s
+        durations_s["load"] = now.loaded_s
         if now.first_ns is not None:
-            found["first_step"] = (now.first_ns - now.begun_ns) / 1e9
+            durations_s["first_step"] = (now.first_ns - now.begun_ns) / 1e9
             first = notice or ended or marks["begun"]
-            found["whole"] = (now.first_ns - first) / 1e9
-    # Clocks of machines differ by more than a part may take.
-    return {name: round(max(0.0, value), 3) for name, value in found.items()}
+            durations_s["whole"] = (now.first_ns - first) / 1e9
+    # Clocks of machines may differ by more than a phase takes.
+    return {name: round(max(0.0, value), 3) for name, value in durations_s.items()}
 
 
 class StateFile:
-    """Writes the state of a job that this process manages, after others maybe.
+    """Writes the state of a job, including what earlier managers wrote.
 
-    Of all managers together it has ``lost_steps``, and ``earlier``, incarnations of those before.
+    ``lost_steps`` counts the steps lost under all managers; ``earlier`` lists the incarnations of
+    earlier managers.
 
     Args:
-        folder: of the job.
+        folder: Folder of the job's state.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -287,10 +290,10 @@ class StateFile:
         self._earlier: list[Any] = []
 
     def take_over(self, checkpoints: Path) -> int:
-        """Takes over the state that the manager before wrote of the job of a folder.
+        """Takes over the state that an earlier manager wrote for the job.
 
         Returns:
-            How many machines took part then, 0 where there was none.
+            Number of machines that took part then, 0 if there was no manager.
         """
         try:
             self._before = read_state(checkpoints)
@@ -300,30 +303,30 @@ class StateFile:
         machines = self._before.get("machines", [])
         return sum(machine.get("status") == "present" for machine in machines)
 
-    def _of_all(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Combines the state with that under earlier managers."""
+    def _with_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Combines the state with that of earlier managers."""
         if not self._earlier:
             return {**state, "earlier": []}
-        # As the first layout of this one began, some steps of the one before were done again.
-        again = 0
+        # The first layout of this manager repeated some steps of the manager before it.
+        repeated = 0
         if state["epochs"]:
             done = self._before.get("iteration", 0)
-            again = max(0, done - state["epochs"][0]["resumed_iteration"])
-        lost = self._before.get("lost_steps", 0) + again + state["lost_steps"]
+            repeated = max(0, done - state["epochs"][0]["resumed_iteration"])
+        lost = self._before.get("lost_steps", 0) + repeated + state["lost_steps"]
         return {**state, "lost_steps": lost, "earlier": self._earlier[-_MOST_EARLIER:]}
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Replaces the file; says so once where it cannot be written and stays as it was.
+        """Replaces the file. If it cannot be written, warns once and leaves the old one.
 
         Args:
-            state: what is known of the job.
+            state: State of the job.
         """
         manager = {"host": socket.gethostname(), "pid": os.getpid()}
-        own = {"format": _FORMAT, "manager": manager, "unix_ns": time.time_ns()}
+        header = {"format": _FORMAT, "manager": manager, "unix_ns": time.time_ns()}
         draft = self._folder / f".{_STATE}.{os.getpid()}"
         try:
-            # Indented, Python itself would write it line by line, while nodes wait for an answer.
-            body = {**own, **self._of_all(state)}.items()
+            # json.dumps with indent runs in pure Python: too slow while nodes wait for an answer.
+            body = {**header, **self._with_earlier(state)}.items()
             lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body]
             draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
             draft.replace(self._folder / _STATE)
@@ -336,7 +339,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     """Reads the state of the job that saves into a folder.
 
     Raises:
-        ConfigError: there is no job, or the file is damaged or of a newer version.
+        ConfigError: There is no job, or the file is damaged or of a newer version.
     """
     path = job_folder(checkpoints) / _STATE
     try:
@@ -354,9 +357,9 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
         for name in names:
             if not isinstance(state.get(name, kind()), kind):
                 raise ConfigError(f"--status {checkpoints}: {path} is damaged ({name})")
-    if not all(isinstance(one, dict) for name in _LISTS for one in state.get(name, ())):
+    if not all(isinstance(entry, dict) for name in _LISTS for entry in state.get(name, ())):
         raise ConfigError(f"--status {checkpoints}: {path} is damaged (no objects in a list)")
-    written = state.get("format", _FORMAT)  # files of earlier programs have none
+    written = state.get("format", _FORMAT)  # Files of older versions have no format.
     if written != _FORMAT:
         raise ConfigError(
             f"--status {checkpoints}: {path} has format {written!r}, but this program reads"
@@ -367,9 +370,10 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
 
 def render_state(state: Mapping[str, Any]) -> str:
     """Returns a job's state as text."""
-    done, total = state["iteration"], state["total_iterations"]
+    done = state["iteration"]
+    total = state["total_iterations"]
     earlier = state.get("earlier", [])
-    trained = sum(not one["shape"].endswith(MEASURES) for one in [*earlier, *state["epochs"]])
+    trained = sum(not entry["shape"].endswith(MEASURES) for entry in [*earlier, *state["epochs"]])
     age_s = max(0.0, (time.time_ns() - state["unix_ns"]) / 1e9)
     lines = [
         f"{state['status']}, {age_s:.0f} s ago; iteration {done} of {total or '?'}, last checkpoint"
@@ -385,19 +389,19 @@ def render_state(state: Mapping[str, Any]) -> str:
     if state.get("copies"):
         lines.append(f"copies of the state in memory: {state['copies']}")
     if earlier:
-        lines.append(f"epochs under managers before: {len(earlier)}")
+        lines.append(f"epochs under earlier managers: {len(earlier)}")
     lines.append("epochs:")
-    for one in state["epochs"]:
+    for entry in state["epochs"]:
         lines.append(
-            f"  {one['epoch']:3} {one['shape']} on {some_names(one['nodes'])}; from iteration"
-            f" {one['resumed_iteration']}; {one['reason']}; lost {one['lost_steps']}"
-            + (f", from {one['source']}" if one.get("source", "") not in ("", "start") else "")
+            f"  {entry['epoch']:3} {entry['shape']} on {some_names(entry['nodes'])}; from iteration"
+            f" {entry['resumed_iteration']}; {entry['reason']}; lost {entry['lost_steps']}"
+            + (f", from {entry['source']}" if entry.get("source", "") not in ("", "start") else "")
         )
-        if one.get("predicted_step_s") is not None:
-            seen = f", {one['step_s']:.4g} s measured" if one["step_s"] else ""
-            lines.append(f"      a step of {one['predicted_step_s']:.4g} s predicted{seen}")
-        parts = [f"{n} {one['phases_s'][n]:.2f} s" for n in _PHASES if n in one["phases_s"]]
+        if entry.get("predicted_step_s") is not None:
+            seen = f", {entry['step_s']:.4g} s measured" if entry["step_s"] else ""
+            lines.append(f"      a step of {entry['predicted_step_s']:.4g} s predicted{seen}")
+        parts = [f"{n} {entry['phases_s'][n]:.2f} s" for n in _PHASES if n in entry["phases_s"]]
         if parts:
-            whole = one["phases_s"].get("whole")
+            whole = entry["phases_s"].get("whole")
             lines.append("      " + ", ".join(parts) + (f": {whole:.2f} s" if whole else ""))
     return "\n".join(lines)

@@ -1,28 +1,28 @@
-"""Plans layouts for the nodes that are there, from a cluster file and profiles.
+"""Plans layouts for the nodes that are present, from a cluster file and profiles.
 
 ::
 
-    --plan-with cluster.yaml   which node is of which type; links; speeds from data sheets
+    --plan-with cluster.yaml   type of each node; links; speeds from data sheets
     --plan-with profile.json   measured speeds
-    slowness of a node         a type of its own, whose layers take so many times as long
+    slowness of a node         a separate node type, whose layers take longer by this factor
 
-Degrees, layers of each stage, the microbatch and recompute are the plan's. What would change the
-losses stays: the global batch and the tensor-parallel width always; the microbatch with dropout,
-whose numbers are drawn for a microbatch. A node that is slow, or has fewer processes than its type,
-is a kind of its own beside its type: links are those of the type, durations are so many times as
-long.
+The plan sets degrees, layers of each stage, microbatch and recompute. Whatever would change the
+losses stays: the global batch and the tensor-parallel size always; the microbatch size if dropout
+is used, because its random numbers are drawn per microbatch. A node that is slow, or has fewer
+processes than its type, becomes a separate kind: its links are those of its type, its durations are
+longer by its slowness.
 
-A script with a ``Pipeline`` is planned from what its ranks measured at the first start. The
-microbatch stays where the script gives it, or its model draws random numbers; nodes that were not
-there when the model was measured count as the first one that was::
+For a script with a ``Pipeline``, the plan is based on what its ranks measured at the first start.
+The microbatch size stays if the script sets it, or if the model draws random numbers. A node that
+was absent when the model was measured counts as equal to the first measured one::
 
-    model.json + nodes that are there ──> as many processes as any layout takes
-                                          ──> pipeline size that was wished for, or the next to it
-                                              ──> the least predicted step: microbatch, partition
+    model.json + present nodes ──> as many processes as any layout can use
+                                   ──> the requested pipeline size, or the nearest to it
+                                       ──> shortest predicted step: microbatch, partition
 
-The planner of a job runs in a process of its own, so that a long search stops nothing. It is
-started once, and loads what it needs while machines are still coming. An answer that comes after
-its time limit is passed over.
+The planner of a job runs in a separate process, so that a long search blocks nothing. The process
+is started once and imports its modules while machines are still joining. An answer that comes after
+its time limit is ignored.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from megatron.adaptive.cluster.layout_rule import (
     Chooser,
     Offer,
     ParallelLayout,
-    as_asked,
+    parse_requested,
 )
 from megatron.adaptive.cluster.membership import read_machines
 from megatron.adaptive.config.arguments import parse
@@ -75,7 +76,7 @@ _ANY_NUMBER = 1 << 20
 
 
 def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
-    """Returns the type that stands for nodes of a type with so many processes and such a pace."""
+    """Returns the node type for nodes of a type with a given number of processes and slowness."""
     name = base.name
     if slowness != 1.0 or gpus != base.gpus:
         name += f" x {gpus}"
@@ -84,13 +85,13 @@ def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
 
 
 def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
-    """Reads a cluster file and profiles, distinguished by content.
+    """Reads cluster file and profiles, which are distinguished by their content.
 
     Returns:
-        The cluster, and the profiles as one; ``None`` for no profile.
+        The cluster, and all profiles merged into one, ``None`` if there is no profile.
 
     Raises:
-        ConfigError: a file cannot be read or breaks a rule.
+        ConfigError: A file cannot be read or breaks a rule.
     """
     clusters: list[tuple[str, Any]] = []
     profiles: list[tuple[str, dict[str, Any]]] = []
@@ -122,11 +123,11 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
 
 
 def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
-    """Returns a cluster of so many nodes of each kind.
+    """Returns a cluster with the given number of nodes of each kind.
 
     Args:
-        cluster: of their types.
-        counts: of each kind, in the order of the nodes.
+        cluster: Cluster whose links are used.
+        counts: Number of nodes of each kind, in the order of the nodes.
     """
     groups = tuple(NodePool(type=kind, count=count) for kind, count in counts.items())
     types = {kind.like for kind in counts}
@@ -135,7 +136,7 @@ def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
 
 
 _PLANS = 6
-"""Plans to look at: the trainer may refuse one for what the planner does not know."""
+"""Number of best plans to try: the trainer may refuse some for reasons that the planner ignores."""
 _UNEQUAL_PLANS = 4 * _PLANS
 _CHOSEN = (
     "--plan",
@@ -151,27 +152,27 @@ class Planning:
     """Plans the layouts of one job.
 
     Args:
-        paths: cluster file and profiles, distinguished by content.
-        arguments: of the trainer.
-        unequal: whether stages may have unequal numbers of replicas.
+        paths: Paths of the cluster file and the profiles, distinguished by their content.
+        arguments: Arguments of the trainer.
+        unequal: Whether stages may have different numbers of replicas.
 
     Raises:
-        ConfigError: a file cannot be read or breaks a rule, the profile is of another model, or an
-            argument contradicts that the planner chooses.
+        ConfigError: A file cannot be read or breaks a rule, the profile is of another model, or an
+            argument sets what the planner chooses.
     """
 
     def __init__(
         self, paths: Sequence[Path], arguments: Sequence[str], *, unequal: bool = False
     ) -> None:
         for name in _CHOSEN:
-            if name in {word.partition("=")[0] for word in arguments}:
+            if name in {argument.partition("=")[0] for argument in arguments}:
                 raise ConfigError(
                     f"{name}: with {PLAN_WITH} the planner chooses layers and stages; leave one of"
                     " them out"
                 )
         self._arguments = tuple(arguments)
         self._unequal = unequal
-        self._config = as_asked(arguments)
+        self._config = parse_requested(arguments)
         if self._config.parallel.context_parallel_size > 1:
             raise ConfigError(
                 f"--context-parallel-size {self._config.parallel.context_parallel_size}: the"
@@ -183,14 +184,14 @@ class Planning:
         if self._model.has_experts or self._config.model.mtp_num_layers:
             raise ConfigError(
                 f"{PLAN_WITH} with experts or layers that predict further tokens: a job that"
-                " changes shape moves dense layers alone; start the run without it"
+                f" changes its layout can move dense layers only; leave {PLAN_WITH} out"
             )
         self._where = ", ".join(map(str, paths))
         cluster = cluster.with_memory(1 - MEMORY_MARGIN)
         measured = None
         if document is not None:
             profile_file.check_model(document, self._model, self._where)
-            gpus = {one.name: one.gpu for one in cluster.types}
+            gpus = {node_type.name: node_type.gpu for node_type in cluster.types}
             measured = profile_file.make_profile(profile_file.renamed(document, gpus)[0])
         self._cluster = cluster
         self._profile = complete_profile(measured, self._model, cluster)
@@ -198,20 +199,20 @@ class Planning:
         others = [group.type for group in cluster.groups if not group.hosts]
         if len(others) > 1:
             raise ConfigError(
-                f"{self._where}: node types {', '.join(one.name for one in others)} have no hosts:"
-                " name the nodes of all types but one, so that each node is known"
+                f"{self._where}: node types {', '.join(other.name for other in others)} have no"
+                " hosts: name the nodes of all types but one, so that each node is known"
             )
         self._other = others[0] if others else None
 
     def check(self, machines: Path | None) -> None:
-        """Checks that a plan is possible for all machines that may come, as far as they are named.
+        """Checks that a plan is possible for all machines that may join, as far as they are known.
 
         Args:
-            machines: file of machines, ``None`` where nodes come by themselves.
+            machines: Path of the machines file, ``None`` if nodes join by themselves.
 
         Raises:
-            ConfigError: the file breaks a rule, names machines that the cluster file does not
-                have, or no plan is possible.
+            ConfigError: The file breaks a rule, names machines that the cluster file does not have,
+                or no plan is possible.
         """
         self.plan(self._named_by_cluster() if machines is None else self._named_by_file(machines))
 
@@ -219,14 +220,15 @@ class Planning:
         return [
             Offer(name=name, slots=group.type.gpus)
             for group in self._cluster.groups
-            for name in group.hosts or [f"{group.type.name} {at}" for at in range(group.count)]
+            for name in group.hosts
+            or [f"{group.type.name} {index}" for index in range(group.count)]
         ]
 
     def _named_by_file(self, path: Path) -> list[Offer]:
-        """Returns the nodes of a machines file, with as many processes as their type may have."""
+        """Returns the nodes of a machines file, with as many processes as their type allows."""
         offers = [
-            Offer(name=one.name, hosts=(one.host,), slots=one.slots or _ANY_NUMBER)
-            for one in read_machines(path)
+            Offer(name=machine.name, hosts=(machine.host,), slots=machine.slots or _ANY_NUMBER)
+            for machine in read_machines(path)
         ]
         if missing := self.unknown(offers):
             raise ConfigError(
@@ -237,44 +239,45 @@ class Planning:
         return offers
 
     def unknown(self, offers: Sequence[Offer]) -> str:
-        """Returns names of nodes that the cluster file does not have; empty for none."""
-        return ", ".join(one.name for one in offers if self._type_of(one) is None)
+        """Returns the names of nodes that the cluster file does not have, empty if it has all."""
+        return ", ".join(offer.name for offer in offers if self._type_of(offer) is None)
 
     def plan(self, offers: Sequence[Offer], most_cpu_s: float = 10.0) -> ParallelLayout:
         """Finds the fastest layout.
 
         Args:
-            offers: the nodes that are there; those that the cluster file does not have are left
-                out.
-            most_cpu_s: after which the best plan found so far has to do.
+            offers: Nodes that are present. Nodes that the cluster file does not have are left out.
+            most_cpu_s: Processor time for the search in seconds, after which the best plan so far
+                is used.
 
         Raises:
-            ConfigError: nothing fits; says which limit stands in the way.
+            ConfigError: No plan fits. The message names the limit that prevents it.
         """
-        nodes, inputs = self._on(offers)
+        nodes, inputs = self._inputs_for(offers)
         equal = replace(self._options(), most_cpu_s=most_cpu_s)
-        found: ParallelLayout | None = None
+        unequal_layout: ParallelLayout | None = None
         refused: ConfigError | None = None
         if self._unequal:
             equal = replace(equal, most_cpu_s=most_cpu_s / 2)
-            with contextlib.suppress(ConfigError):  # the search below says what does not fit
-                found, _ = self._fastest(self._with_unequal(equal), nodes, inputs)
+            with contextlib.suppress(ConfigError):  # If nothing fits, the search below reports it.
+                unequal_layout, _ = self._fastest(self._with_unequal(equal), nodes, inputs)
         try:
-            other, refused = self._fastest(equal, nodes, inputs)
+            equal_layout, refused = self._fastest(equal, nodes, inputs)
         except ConfigError as error:
-            other, refused = None, error
-        layouts = [one for one in (other, found) if one is not None]
+            equal_layout = None
+            refused = error
+        layouts = [layout for layout in (equal_layout, unequal_layout) if layout is not None]
         if not layouts:
             assert refused is not None
             raise refused
-        return min(layouts, key=lambda one: one.step_s or 0.0)
+        return min(layouts, key=lambda layout: layout.step_s or 0.0)
 
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Finds the best plan that the trainer takes, and why it does not take the first."""
-        given = self._config.schedule.pipeline_schedule
-        options = replace(options, schedules=(given if given in policy_names() else "1f1b",))
+        """Finds the best plan that the trainer accepts, and why it refused the first, if it did."""
+        wished = self._config.schedule.pipeline_schedule
+        options = replace(options, schedules=(wished if wished in policy_names() else "1f1b",))
         request = Request(global_batch=self._config.batch.global_batch_size, options=options)
         refused: ConfigError | None = None
         for row in propose(inputs, request).rows:
@@ -285,9 +288,9 @@ class Planning:
         return None, refused
 
     def _with_unequal(self, options: SearchOptions) -> SearchOptions:
-        """Returns options under which the search also tries stages of unequal numbers of replicas.
+        """Returns options for a search that also tries different numbers of replicas per stage.
 
-        It gives a narrow stage larger microbatches, of which a run deals out the parts.
+        The search gives a narrow stage larger microbatches; a run divides these among the replicas.
         """
         samples = self._config.batch.global_batch_size
         sizes = options.micro_batch and tuple(
@@ -306,22 +309,24 @@ class Planning:
                 return self._types[name]
         return self._other
 
-    def _on(self, offers: Sequence[Offer]) -> tuple[list[str], PlanInputs]:
-        """Returns the nodes' names by number in a cluster of them alone, and what is planned."""
-        found: dict[NodeType, list[str]] = {}
+    def _inputs_for(self, offers: Sequence[Offer]) -> tuple[list[str], PlanInputs]:
+        """Returns the nodes' names by number, and the inputs for a cluster of these nodes only."""
+        names_by_kind: dict[NodeType, list[str]] = {}
         for offer in offers:
             base = self._type_of(offer)
             if base is not None:
                 kind = node_kind(base, min(offer.slots, base.gpus), offer.slowness)
-                found.setdefault(kind, []).append(offer.name)
-        if not found:
+                names_by_kind.setdefault(kind, []).append(offer.name)
+        if not names_by_kind:
             raise ConfigError(
-                f"{', '.join(one.name for one in offers)}: no such node is in {self._where}"
+                f"{', '.join(offer.name for offer in offers)}: no such node is in {self._where}"
             )
-        order = {node.name: at for at, node in enumerate(self._cluster.types)}
-        kinds = sorted(found, key=lambda kind: (order[kind.like], -kind.gpus, kind.slowness))
-        names = [name for kind in kinds for name in found[kind]]
-        cluster = cluster_of(self._cluster, {kind: len(found[kind]) for kind in kinds})
+        order = {node.name: index for index, node in enumerate(self._cluster.types)}
+        kinds = sorted(
+            names_by_kind, key=lambda kind: (order[kind.like], -kind.gpus, kind.slowness)
+        )
+        names = [name for kind in kinds for name in names_by_kind[kind]]
+        cluster = cluster_of(self._cluster, {kind: len(names_by_kind[kind]) for kind in kinds})
         return names, PlanInputs(self._model, cluster, self._profile)
 
     def _options(self) -> SearchOptions:
@@ -332,7 +337,7 @@ class Planning:
             tp=(config.parallel.tensor_model_parallel_size,),
             micro_batch=self._micro_batches(),
             recompute=RECOMPUTE if not self._is_given(_RECOMPUTE) else (recompute or "none",),
-            # With one replica there is nothing to divide, so that both are looked at.
+            # One replica has no optimizer state to shard, so try both settings.
             distributed_optimizer=(False, True) if sharded else (False,),
             overlap_reduce=config.parallel.overlap_grad_reduce,
             sequence_parallel=(config.parallel.sequence_parallel,),
@@ -341,44 +346,53 @@ class Planning:
         )
 
     def _is_given(self, prefixes: Iterable[str]) -> bool:
-        return any(word.startswith(tuple(prefixes)) for word in self._arguments)
+        return any(argument.startswith(tuple(prefixes)) for argument in self._arguments)
 
     def _micro_batches(self) -> tuple[int, ...]:
-        """Lists sizes of a microbatch under which losses stay as they are; empty for all."""
+        """Returns the microbatch sizes that keep the losses unchanged; empty if all do."""
         model = self._config.model
         drops = model.attention_dropout > 0 or model.hidden_dropout > 0
-        # Both draw, or weigh, by microbatch.
+        # Dropout draws its numbers, and the loss mask its weights, per microbatch.
         if drops or self._config.data.eod_mask_loss:
             return (self._config.batch.micro_batch_size,)
         return ()
 
     def _layout(self, row: PlanRow, nodes: Sequence[str], inputs: PlanInputs) -> ParallelLayout:
-        """Makes the layout of a plan."""
+        """Creates the layout of a plan.
+
+        Raises:
+            ConfigError: The plan would change the losses, or the trainer refuses its flags.
+        """
         plan = row.plan
         allowed = self._micro_batches()
         if allowed and plan.micro_batch not in allowed:
             raise ConfigError(
-                f"microbatches of {plan.micro_batch} samples: losses stay as they are with"
+                f"microbatches of {plan.micro_batch} samples: losses stay unchanged only with"
                 f" {allowed[0]}"
             )
         document = plan_document(plan, inputs, row.prediction)
-        left = ["schedule", "distributed_optimizer", "overlap_grad_reduce", "sequence_parallel"]
-        left += ["recompute"] if self._is_given(_RECOMPUTE) else []
-        document = {key: value for key, value in document.items() if key not in left}
+        excluded_keys = [
+            "schedule",
+            "distributed_optimizer",
+            "overlap_grad_reduce",
+            "sequence_parallel",
+        ]
+        excluded_keys += ["recompute"] if self._is_given(_RECOMPUTE) else []
+        document = {key: value for key, value in document.items() if key not in excluded_keys}
         flags = plan_flags(document, PLAN_WITH)
-        counts = [len(place.replicas) for place in plan.places]
+        counts = [len(stage_place.replicas) for stage_place in plan.places]
         world_size = plan.tp * sum(counts)
         parse([*self._arguments, *flags], world_size=world_size, last_wins=True)
         used: dict[int, int] = {}
-        for place in plan.places:
-            for replica in place.replicas:
+        for stage_place in plan.places:
+            for replica in stage_place.replicas:
                 used[replica.node] = used.get(replica.node, 0) + replica.tp
         kind = max(set(self._model.layers), key=self._model.layers.count)
         pace = {}
         for node in used:
             on = inputs.cluster.nodes[node]
-            takes = inputs.profile.times(kind, on.gpu, plan.tp, plan.micro_batch)
-            pace[nodes[node]] = (takes.forward_s + takes.backward_s) * on.slowness
+            layer_times = inputs.profile.times(kind, on.gpu, plan.tp, plan.micro_batch)
+            pace[nodes[node]] = (layer_times.forward_s + layer_times.backward_s) * on.slowness
         return ParallelLayout(
             tensor=plan.tp,
             pipeline=plan.pp,
@@ -398,17 +412,17 @@ def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
     """Finds the best layout of a measured module.
 
     Args:
-        path: of what was measured.
-        offers: the nodes that are there.
+        path: Path of the file of measurements.
+        offers: Nodes that are present.
 
     Raises:
-        ConfigError: nothing fits; says which limit stands in the way.
+        ConfigError: No layout fits. The message names the limit that prevents it.
     """
     module = MeasuredModule.read(path)
     if module is None:
         raise ConfigError(f"{path}: the model was not measured yet")
     first: ConfigError | None = None
-    for count in range(sum(one.slots for one in offers), 0, -1):
+    for count in range(sum(offer.slots for offer in offers), 0, -1):
         places = _places(offers, count)
         for size in _sizes(module, count):
             try:
@@ -440,29 +454,31 @@ def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
 
 
 def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
-    whole = module.profile(split=False)
-    # Of one machine, nodes that are as slow as each other go together.
+    unsplit = module.profile(split=False)
+    # Group the nodes of one machine by their slowness.
     hosts: dict[tuple[str, float], int] = {}
     on_host: dict[str, int] = {}
     for offer, count in places:
         host = _host(offer)
         hosts[host, offer.slowness] = hosts.get((host, offer.slowness), 0) + count
         on_host[host] = on_host.get(host, 0) + count
-    base = measured_cluster(module.hosts, whole)
-    types = {one.type.name: one.type for one in base.groups}
-    known = {one.host: types[one.type] for one in module.hosts}
+    base = measured_cluster(module.hosts, unsplit)
+    types = {host_entry.type.name: host_entry.type for host_entry in base.groups}
+    type_by_host = {host_entry.host: types[host_entry.type] for host_entry in module.hosts}
     other = types[module.hosts[0].type]
     kinds = [
-        node_kind(known.get(host, other), count, slowness)
+        node_kind(type_by_host.get(host, other), count, slowness)
         for (host, slowness), count in hosts.items()
     ]
-    # The memory of a host is divided among the processes that it has now.
-    most: dict[NodeType, int] = {}
+    # The processes that a host has now share its memory.
+    processes_on_host: dict[NodeType, int] = {}
     for (host, _), kind in zip(hosts, kinds, strict=True):
-        most[kind] = max(most.get(kind, 0), on_host[host])
-    shared = {one.type for one in module.hosts if one.shares_memory}
+        processes_on_host[kind] = max(processes_on_host.get(kind, 0), on_host[host])
+    shared = {host_entry.type for host_entry in module.hosts if host_entry.shares_memory}
     kinds = [
-        replace(kind, memory_bytes=kind.memory_bytes * types[kind.like].gpus / most[kind])
+        replace(
+            kind, memory_bytes=kind.memory_bytes * types[kind.like].gpus / processes_on_host[kind]
+        )
         if kind.like in shared
         else kind
         for kind in kinds
@@ -476,39 +492,39 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
         batch=module.batch_size,
         schedule=module.schedule,
         chunks=module.chunks,
-        whole=whole,
+        whole=unsplit,
         split=split,
         cap=module.cap,
     )
 
 
 def _host(offer: Offer) -> str:
-    """Returns the machine of a node: its own name for itself, which comes last."""
+    """Returns the host of a node: the last of its names, which is the host's own name."""
     return offer.hosts[-1] if offer.hosts else offer.name
 
 
 def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
-    """Places processes on the first nodes, those of one machine together, its slow ones last."""
+    """Assigns processes to the first nodes, keeps those of a machine together, slow ones last."""
     hosts: dict[str, list[Offer]] = {}
     for offer in offers:
         hosts.setdefault(_host(offer), []).append(offer)
-    found = []
-    slow_last = [sorted(group, key=lambda one: one.slowness) for group in hosts.values()]
-    for offer in (one for group in slow_last for one in group):
-        here = min(count, offer.slots)
-        if here:
-            found.append((offer, here))
-        count -= here
-    return found
+    placed = []
+    slow_last = [sorted(group, key=lambda offer: offer.slowness) for group in hosts.values()]
+    for offer in chain.from_iterable(slow_last):
+        assigned = min(count, offer.slots)
+        if assigned:
+            placed.append((offer, assigned))
+        count -= assigned
+    return placed
 
 
 def _sizes(module: MeasuredModule, count: int) -> list[int]:
-    """Lists pipeline sizes in the order in which they are tried; 0 for all together."""
-    wish = module.pipeline_size
-    if wish is None:
+    """Returns pipeline sizes in the order in which they are tried; 0 stands for all of them."""
+    requested = module.pipeline_size
+    if requested is None:
         return [0]
     sizes = [size for size in range(1, count + 1) if count % size == 0]
-    return sorted(sizes, key=lambda size: (size < wish, abs(size - wish)))
+    return sorted(sizes, key=lambda size: (size < requested, abs(size - requested)))
 
 
 def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
@@ -518,23 +534,23 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
 
 
 _FIRST_S = 180.0
-"""Time limit of the first plan on a machine, which compiles the search."""
+"""Time limit in seconds of the first plan on a machine, which also compiles the search."""
 _SEARCH = 0.5
-"""Part of the time limit that the search itself may take; the rest is for what comes with it."""
+"""Fraction of the time limit for the search itself; the rest is for its preparation."""
 
 
 class PlannerChooser(Chooser):
-    """Chooses layouts by the planner, and by a simpler rule where that has no answer in time.
+    """Chooses layouts with the planner, or by the simple rule if the planner is late.
 
-    Layouts of a script are of all processes first, to measure its model, then those of its plan.
-    To be closed.
+    For a script, the first layout uses all processes, to measure its model; later ones are planned.
+    Close it after use.
 
     Args:
-        paths: see :class:`Planning`.
-        arguments: of the trainer.
-        within_s: time limit of a plan.
-        unequal: see :class:`Planning`.
-        model: file of what was measured of a script's model, ``None`` for the trainer.
+        paths: Paths of the cluster file and the profiles, see :class:`Planning`.
+        arguments: Arguments of the trainer.
+        within_s: Time limit of a plan in seconds.
+        unequal: Whether stages may have different numbers of replicas.
+        model: Path of the measurements of a script's model, ``None`` for the trainer.
     """
 
     def __init__(
@@ -553,16 +569,16 @@ class PlannerChooser(Chooser):
         self._pool = multiprocessing.get_context("spawn").Pool(1, _begin)
 
     def check(self, machines: Path | None) -> str:
-        """Checks the files, and that a plan is possible for all machines that may come. Blocks.
+        """Checks the files, and that a plan is possible for all machines that may join. Blocks.
 
         Args:
-            machines: file of machines, ``None`` where nodes come by themselves.
+            machines: Path of the machines file, ``None`` if nodes join by themselves.
 
         Returns:
-            Why this could not be said in time, empty if it could.
+            Reason why the check did not finish in time, empty if it did.
 
         Raises:
-            ConfigError: a file breaks a rule, or no plan is possible.
+            ConfigError: A file breaks a rule, or no plan is possible.
         """
         try:
             self._ask(_FIRST_S, _answer, self._given, "check", machines)
@@ -571,14 +587,14 @@ class PlannerChooser(Chooser):
         return ""
 
     def close(self) -> None:
-        """Ends the process. Idempotent."""
+        """Ends the planner's process. Idempotent."""
         self._pool.terminate()
 
     def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
-        """Asks for a layout on the nodes that are there. Blocks up to the limit.
+        """Asks for a layout on the present nodes. Blocks up to the limit.
 
         Returns:
-            The layout and what is to be said of it, or ``None`` and why none fits.
+            The layout and a remark about it, or ``None`` and the reason why none fits.
         """
         try:
             layout: ParallelLayout
@@ -589,37 +605,41 @@ class PlannerChooser(Chooser):
             unknown: str = self._ask(within_s, _answer, self._given, "unknown", offers)
         except ConfigError as error:
             return None, str(error)
-        return layout, unknown and f"{unknown}: in no file of {PLAN_WITH}"
+        return layout, unknown and f"{unknown}: not in the files of {PLAN_WITH}"
 
-    def _ask(self, within_s: float, answer: Callable[..., Any], *given: Any) -> Any:
-        asked = self._pool.apply_async(answer, given)
+    def _ask(self, within_s: float, answer: Callable[..., Any], *arguments: Any) -> Any:
+        pending = self._pool.apply_async(answer, arguments)
         try:
-            return asked.get(within_s)
+            return pending.get(within_s)
         except multiprocessing.TimeoutError:
             raise SetupError(f"the planner did not answer within {within_s:g} s") from None
         except AdaptiveError as error:
             raise ConfigError(str(error)) from None
-        except Exception as error:  # a bug: printed with its traceback, and the job goes on
+        # An unexpected error is a bug: print its traceback and let the job continue.
+        except Exception as error:
             traceback.print_exc()
             raise SetupError(f"the planner failed: {error!r}") from None
 
     async def choose(
         self, arguments: Sequence[str], offers: Sequence[Offer]
     ) -> ParallelLayout | None:
-        key, limit_s = tuple[object, ...](offers), self._within_s
+        key = tuple[object, ...](offers)
+        limit_s = self._within_s
         if self._model is not None:
             module = MeasuredModule.read(self._model)
             if module is None:
-                count = sum(one.slots for one in offers)
-                whole = ParallelLayout(
+                count = sum(offer.slots for offer in offers)
+                measuring = ParallelLayout(
                     tensor=1, pipeline=count, data=1, partition=(), micro_batch=0, flags=()
                 )
-                return whole if count else None
+                return measuring if count else None
             key = (module.signature, module.micro_batch_size, *offers)
-            limit_s = max(_FIRST_S, limit_s)  # there is no other way to choose
+            limit_s = max(
+                _FIRST_S, limit_s
+            )  # a script's layout has no simpler rule to fall back to
         if key not in self._known:
             try:
-                found = await asyncio.to_thread(self._plan, offers, limit_s)
+                answer = await asyncio.to_thread(self._plan, offers, limit_s)
             except SetupError as error:
                 if self._model is not None:
                     self.why = str(error)
@@ -627,9 +647,9 @@ class PlannerChooser(Chooser):
                 say(f"warning: no plan: {error}; the layout is chosen without it")
                 self.why = ""
                 return await super().choose(arguments, offers)
-            self._known[key] = found
-            if found[0] is not None and found[1]:
-                say(f"warning: left out: {found[1]}")
+            self._known[key] = answer
+            if answer[0] is not None and answer[1]:
+                say(f"warning: left out: {answer[1]}")
         layout, text = self._known[key]
         self.why = "" if layout is not None else text
         return layout
@@ -647,13 +667,13 @@ class PlannerChooser(Chooser):
 
 
 def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is not for the planner
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is for the manager
 
 
 _planning = functools.cache(Planning)
 
 
-def _answer(of: tuple[Any, ...], name: str, *given: Any) -> Any:
-    """Answers a question about a trainer, in the process of the planner."""
-    paths, arguments, unequal = of
-    return getattr(_planning(paths, arguments, unequal=unequal), name)(*given)
+def _answer(setup: tuple[Any, ...], name: str, *values: Any) -> Any:
+    """Calls a method of the planning of a trainer, in the planner's process."""
+    paths, arguments, unequal = setup
+    return getattr(_planning(paths, arguments, unequal=unequal), name)(*values)

@@ -1,9 +1,10 @@
-"""Chooses the layout of a job for the processes that are there.
+"""Chooses the layout of a job for the nodes that are present.
 
-Without a profile: as many processes as the batch and the layers allow, and of those layouts the one
-with the pipeline nearest to that of the command line, a deeper one first, for the model was meant
-to fit into so many stages. The global batch stays. Nodes that are known to be slow get fewer
-layers. With ``--plan-with`` the planner chooses, see ``planning``.
+Without a profile: uses as many processes as the batch and the layers allow. Of these layouts it
+    takes the one whose pipeline is nearest to that of the command line, a deeper one first, because
+    the model was meant to fit into that number of stages. The global batch never changes. Nodes
+    known to be slow get fewer layers. With ``--plan-with`` the planner chooses, see
+    ``layout_planner``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.adaptive.errors import ConfigError
 
 _SIZES = "--stage-data-parallel-sizes"
 WORTH_A_MORPH = 0.03
-"""Least part of a step that a layout must save for the job to move into it."""
+"""Least fraction of a step's time that a new layout must save before the job moves to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +31,10 @@ class Offer:
     """Describes a node that a layout may use.
 
     Attributes:
-        name: of the node.
-        slots: processes that it may run.
-        hosts: names of its machine.
-        slowness: how many times as long as it should its work takes, as far as is known.
+        name: Name of the node.
+        slots: Number of processes that it may run.
+        hosts: Host names of its machine.
+        slowness: Ratio of its computing time to the expected one, 1 if unknown.
     """
 
     name: str
@@ -44,22 +45,22 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Describes how ranks share the model and the batch, and the flags that say so.
+    """Describes how ranks share the model and the batch, with the flags for the trainer.
 
     Attributes:
-        tensor: tensor-parallel width.
-        pipeline: pipeline ranks.
-        data: replicas; of the first stage where ``widths`` are given.
-        partition: layers of each stage.
-        micro_batch: samples of a microbatch.
-        microbatches: of each replica in a step, of the first stage.
-        flags: of the trainer, to be put after the user's own.
-        places: processes on each node by name, at most, in the order of the ranks; empty for all
-            nodes in their order.
-        step_s: seconds of a step as the planner predicts them, ``None`` where the rule chose.
-        pace: what a layer takes on each node by name, in any unit; empty where all are alike.
-        widths: replicas of each stage where they differ; empty where all stages are alike.
-        unit: what the partition counts.
+        tensor: Tensor-parallel size.
+        pipeline: Number of pipeline ranks.
+        data: Number of replicas; those of the first stage if ``widths`` is not empty.
+        partition: Number of layers of each stage.
+        micro_batch: Samples per microbatch.
+        microbatches: Microbatches of each replica per step, in the first stage.
+        flags: Flags of the trainer, to be appended to the user's own.
+        places: Nodes and the most processes on each, in the order of the ranks; empty for all nodes
+            in their order.
+        step_s: Step time predicted by the planner in seconds, ``None`` if the rule chose.
+        pace: Time of one layer on each node by name, in any common unit; empty if all are alike.
+        widths: Number of replicas of each stage if they differ; empty if all stages are alike.
+        unit: Name of the items that the partition counts.
     """
 
     tensor: int
@@ -82,14 +83,14 @@ class ParallelLayout:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Returns what two layouts differ in, however they were chosen."""
+        """Returns what distinguishes two layouts, no matter how they were chosen."""
         nodes = [name for name, _ in self.places]
         degrees = self.tensor, self.pipeline, self.data, self.widths
         return *degrees, self.partition, self.micro_batch, nodes
 
     @property
     def world_size(self) -> int:
-        """Processes that it takes."""
+        """Returns the number of processes of the layout."""
         if self.widths:
             return self.tensor * sum(self.widths)
         return self.tensor * self.pipeline * self.data
@@ -106,10 +107,10 @@ class ParallelLayout:
 
 
 class Chooser:
-    """Chooses the layout of a job, by the rule of this module; others choose by a planner.
+    """Chooses the layout of a job by the rule of this module; subclasses may use a planner.
 
     Attributes:
-        why: why the last call found none, empty where nothing is to be said.
+        why: Reason why the last call returned no layout, empty if there is none to report.
     """
 
     why = ""
@@ -120,114 +121,120 @@ class Chooser:
         """Chooses the best layout.
 
         Args:
-            arguments: of the trainer, as the user gave them.
-            offers: the nodes, in the order of the ranks where the chooser has no other.
+            arguments: The user's arguments of the trainer.
+            offers: Nodes that are present, in the order of the ranks unless the chooser has its own
+                order.
 
         Returns:
-            The layout, ``None`` where none fits.
+            The layout, ``None`` if none fits.
         """
         return choose_layout(arguments, offers)
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """Returns whether a job should leave a layout for another one.
+        """Returns whether a job should leave its layout for another one.
 
         Args:
-            layout: the other one.
-            running: the present one.
+            layout: The other layout.
+            running: Present layout of the job.
         """
         if layout.step_s is not None and running.step_s is not None:
             return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
-        if layout.step_s is not None:  # the planner had no answer in time before
+        if layout.step_s is not None:  # The planner did not answer in time for the present layout.
             return layout.identity != running.identity
         return layout.world_size > running.world_size
 
 
 def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> ParallelLayout | None:
-    """Chooses a layout by the rule above.
+    """Chooses a layout by the rule of this module.
 
     Args:
-        arguments: of the trainer, as the user gave them.
-        offers: the nodes, in the order of the ranks.
+        arguments: The user's arguments of the trainer.
+        offers: Nodes that are present, in the order of the ranks.
 
     Returns:
-        The layout, ``None`` where none fits.
+        The layout, ``None`` if none fits.
 
     Raises:
-        ConfigError: the arguments break a rule in every layout of any size; says the first.
+        ConfigError: The arguments break a rule in every layout of any size; reports the first rule.
     """
-    asked = as_asked(arguments)
-    tensor = asked.parallel.tensor_model_parallel_size
-    by_rank = [one.slowness for one in offers for _ in range(one.slots // tensor * tensor)]
+    config = parse_requested(arguments)
+    tensor = config.parallel.tensor_model_parallel_size
+    by_rank = [offer.slowness for offer in offers for _ in range(offer.slots // tensor * tensor)]
     usable = len(by_rank) // tensor
-    for replicas, pipeline in _degrees(asked, usable):
-        for chunks in dict.fromkeys((asked.parallel.num_chunks, 1)):
+    for replicas, pipeline in _degrees(config, usable):
+        for chunks in dict.fromkeys((config.parallel.num_chunks, 1)):
             stages = pipeline * chunks
-            if stages > asked.model.num_layers:
+            if stages > config.model.num_layers:
                 continue
-            partition = nearly_even_split(asked.model.num_layers, stages)
+            partition = nearly_even_split(config.model.num_layers, stages)
             if chunks == 1 and len(set(by_rank)) > 1:
                 weights = _by_stage(by_rank, pipeline, replicas * tensor)
-                partition = _weighted_split(asked.model.num_layers, weights)
-            layout = _layout(asked, arguments, pipeline, replicas, partition)
+                partition = _weighted_split(config.model.num_layers, weights)
+            layout = _layout(config, arguments, pipeline, replicas, partition)
             if layout is not None:
                 return layout
     return None
 
 
 def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
-    """Estimates a step's time, in forwards and backwards of one layer and sample.
+    """Estimates a step's time, relative to a forward and backward of one layer and sample.
 
     Args:
-        layout: the layout.
-        slowness: of the node of each rank.
+        layout: Layout to estimate.
+        slowness: Slowness of the node of each rank.
     """
     layers: Sequence[float] = layout.partition
     if layout.widths:
         ends = list(accumulate(layout.widths, initial=0))
-        # Each replica has one of so many microbatches.
+        # Each replica of a stage gets its share of the microbatches.
         paces = [
-            count * max(slowness[begin:end]) / (end - begin)
-            for count, (begin, end) in zip(layers, pairwise(ends), strict=True)
+            count * max(slowness[first_rank:end_rank]) / (end_rank - first_rank)
+            for count, (first_rank, end_rank) in zip(layers, pairwise(ends), strict=True)
         ]
         microbatches = layout.microbatches * layout.widths[0]
         return (microbatches + layout.pipeline - 1) * layout.micro_batch * max(paces)
     weights = _by_stage(slowness, layout.pipeline, layout.world_size // layout.pipeline)
-    if len(layers) != layout.pipeline:  # several chunks on a rank
+    if len(layers) != layout.pipeline:  # A rank runs several chunks.
         layers = [sum(layers) / layout.pipeline] * layout.pipeline
     pace = max(count * slow for count, slow in zip(layers, weights, strict=True))
     return (layout.microbatches + layout.pipeline - 1) * layout.micro_batch * pace
 
 
 def _by_stage(by_rank: Sequence[float], pipeline: int, width: int) -> list[float]:
-    """Returns the slowness of each pipeline rank: all of its processes wait for the slowest."""
-    return [max(by_rank[at * width : (at + 1) * width]) for at in range(pipeline)]
+    """Returns the slowness of each pipeline rank, that of its slowest process."""
+    return [max(by_rank[stage * width : (stage + 1) * width]) for stage in range(pipeline)]
 
 
 def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Splits layers over stages, one at least, so that the slowest is as quick as it can be.
+    """Splits layers over stages, at least one each, with the slowest stage as fast as possible.
 
-    Layer by layer to the stage that is done first with it, an inner one where that is open.
+    Gives each next layer to the stage that would finish first with it; of equals, to an inner one.
     """
     count = len(weights)
-    given = [1] * count
+    layers = [1] * count
     for _ in range(num_layers - count):
         best = min(
-            range(count), key=lambda at: ((given[at] + 1) * weights[at], -min(at, count - 1 - at))
+            range(count),
+            key=lambda stage: (
+                (layers[stage] + 1) * weights[stage],
+                -min(stage, count - 1 - stage),
+            ),
         )
-        given[best] += 1
-    return tuple(given)
+        layers[best] += 1
+    return tuple(layers)
 
 
-def as_asked(arguments: Sequence[str]) -> TrainerConfig:
-    """Reads the arguments for the smallest world in which they are sound.
+def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
+    """Parses the arguments for the smallest world size at which they are valid.
 
-    Its size does not matter here: degrees are taken apart from it.
+    The world size does not matter here, because the layout replaces the degrees.
 
     Raises:
-        ConfigError: they break a rule in every world of up to 8 replicas; says the first.
+        ConfigError: The arguments are invalid for every world of up to 8 replicas; reports the
+            first reason.
     """
-    words = list(arguments)
-    if _SIZES in flags_in(words):
+    flags = list(arguments)
+    if _SIZES in flags_in(flags):
         raise ConfigError(
             f"{_SIZES}: a job that changes layout chooses the ranks of its stages; leave it out, or"
             " see --unequal"
@@ -235,30 +242,30 @@ def as_asked(arguments: Sequence[str]) -> TrainerConfig:
     first: ConfigError | None = None
     for replicas in (1, *range(2, 9)):
         try:
-            unit = _unit(words)
-            return parse(words, world_size=unit * replicas, last_wins=True)
+            unit = _unit(flags)
+            return parse(flags, world_size=unit * replicas, last_wins=True)
         except ConfigError as error:
             first = first or error
     assert first is not None
     raise first
 
 
-def _unit(words: Sequence[str]) -> int:
-    """Counts the processes of one replica by the flags."""
+def _unit(flags: Sequence[str]) -> int:
+    """Returns the number of processes of one replica, computed from the flags."""
     unit = 1
     for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
-        value = last_value(words, name) or "1"
+        value = last_value(flags, name) or "1"
         unit *= natural(value) or 1
     return unit
 
 
-def _degrees(asked: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
-    """Lists replicas and pipeline ranks on so many groups of tensor-parallel ranks, best first."""
-    per_replica = asked.batch.global_batch_size // asked.batch.micro_batch_size
-    meant = asked.parallel.pipeline_model_parallel_size
-    found = [
+def _degrees(config: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
+    """Lists pairs of replicas and pipeline ranks for usable tensor-parallel groups, best first."""
+    per_replica = config.batch.global_batch_size // config.batch.micro_batch_size
+    meant = config.parallel.pipeline_model_parallel_size
+    degree_pairs = [
         (replicas, pipeline)
-        for pipeline in range(1, min(usable, asked.model.num_layers) + 1)
+        for pipeline in range(1, min(usable, config.model.num_layers) + 1)
         for replicas in range(1, usable // pipeline + 1)
         if per_replica % replicas == 0
     ]
@@ -267,23 +274,23 @@ def _degrees(asked: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
         replicas, pipeline = degrees
         return -replicas * pipeline, pipeline < meant, abs(pipeline - meant)
 
-    return iter(sorted(found, key=rank))
+    return iter(sorted(degree_pairs, key=rank))
 
 
 def _layout(
-    asked: TrainerConfig,
+    config: TrainerConfig,
     arguments: Sequence[str],
     pipeline: int,
     replicas: int,
     partition: tuple[int, ...],
 ) -> ParallelLayout | None:
-    """Makes a layout of degrees, ``None`` where the trainer would refuse its flags."""
-    tensor = asked.parallel.tensor_model_parallel_size
+    """Creates a layout from degrees; ``None`` if the trainer would refuse its flags."""
+    tensor = config.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
     if pipeline == 1 and chunks > 1:
         return None
     flags = ["--pipeline-model-parallel-size", str(pipeline)]
-    if asked.parallel.num_chunks > 1 or chunks > 1:
+    if config.parallel.num_chunks > 1 or chunks > 1:
         flags += ["--model-chunks", str(chunks)]
     flags += ["--partition", format_partition(partition)]
     try:
@@ -295,7 +302,7 @@ def _layout(
         pipeline=pipeline,
         data=replicas,
         partition=partition,
-        micro_batch=asked.batch.micro_batch_size,
-        microbatches=asked.batch.global_batch_size // (asked.batch.micro_batch_size * replicas),
+        micro_batch=config.batch.micro_batch_size,
+        microbatches=config.batch.global_batch_size // (config.batch.micro_batch_size * replicas),
         flags=tuple(flags),
     )

@@ -1,4 +1,4 @@
-"""Runs a job in one layout after the other, as its nodes come and go.
+"""Runs a job in one layout after another as its nodes come and go.
 
 ::
 
@@ -7,14 +7,15 @@
          │            SIGUSR1 to the ranks, which save <──── change of nodes, notice
          └──────────────── from the last complete checkpoint <──┴─ node or rank lost
 
-The global batch and the data stay; what a layout changes is in ``layouts``. Checkpoints load into
-every layout, so nothing but the newest complete one has to be known from one to the next.
+The global batch and the data stay the same; ``layout_rule`` defines what a layout changes. Every
+layout can load every checkpoint, so only the newest complete one has to be known for the next
+layout.
 
-Where nodes come by themselves, each is a :class:`Participant`::
+If nodes join by themselves, each is a :class:`Participant`::
 
-    claim the job ── it is free ──> manage it to its end, or until this node is taken
-       ^     └────── it is taken ──> join its manager ── let go ──> end
-       └──────────────────────────────────── manager lost <┘
+    claim the job ── free ──> manage it until its end, or until this node is taken away
+       ^     └────── taken ──> join its manager ── released ──> end
+       └─────────────────────────── manager lost <┘
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from megatron.adaptive.cluster.incarnation import (
     RunningRanks,
     assign,
     earliest,
+    ended_well,
     how_ended,
-    is_well,
     rank_orders,
 )
 from megatron.adaptive.cluster.job_state_file import (
@@ -65,27 +66,29 @@ from megatron.adaptive.trace.files import drop_closed_terminal
 _TICK_S = 2.0
 _SETTLE_S = 0.5
 _GRACE_S = 8.0
-_KILL_S = _PORT_S = _RETURN_S = 15.0
+_KILL_S = 15.0
+_PORT_S = 15.0
+_RETURN_S = 15.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Manager:
-    """Manages one job; use :meth:`run` once.
+    """Manages one job; :meth:`run` may be called once.
 
     Args:
-        spec: what is to be run.
-        chooser: of the best layout for the arguments and the nodes that are there.
-        own: this node, where nodes come by themselves; a signal then takes this node alone, and
-            another one manages the job.
-        kept: keeper of copies that this node kept for the manager before.
+        spec: Description of the job.
+        chooser: Chooser of the best layout for the arguments and the nodes that are present.
+        own_machine: This node, if nodes join by themselves. A signal then removes this node only,
+            and another node manages the job.
+        keeper: Keeper of the copies that this node kept for the previous manager.
     """
 
     def __init__(
         self,
         spec: JobSpec,
         chooser: Chooser,
-        own: Machine | None = None,
-        kept: SnapshotKeeper | None = None,
+        own_machine: Machine | None = None,
+        keeper: SnapshotKeeper | None = None,
     ) -> None:
         self._spec = spec
         self._chooser = chooser
@@ -93,41 +96,50 @@ class Manager:
         self._folder = job_folder(spec.checkpoints)
         self._state = StateFile(self._folder)
         self._program = spec.program
-        self._lease = self._program.folder.lease = Lease(spec.checkpoints)
+        self._lease = Lease(spec.checkpoints)
+        self._program.folder.lease = self._lease
         self._secret = new_secret()
-        self._name = secrets.token_hex(4)  # in names of folders and runs
+        self._name = secrets.token_hex(4)  # part of the names of folders and runs
         self._clock = AwakeClock()
         self._members = Membership(
-            spec.machines, own, spec.address, self._secret, asdict(spec.work)
+            spec.machines, own_machine, spec.address, self._secret, asdict(spec.work)
         )
-        self._own = own
-        had = None if own is None or kept is None else (own.name, kept)
+        self._own_machine = own_machine
+        former_keeper = (
+            None if own_machine is None or keeper is None else (own_machine.name, keeper)
+        )
         folder = self._program.folder
-        self._copies = JobSnapshots(spec.copy_settings, self._members, folder, self._name, had)
+        self._copies = JobSnapshots(
+            spec.copy_settings, self._members, folder, self._name, former_keeper
+        )
         self._copies_text = ""
         self._incarnations: list[Incarnation] = []
         self._status = "waiting for machines"
-        self._iteration = self._total = 0
-        self.notice: signal.Signals | None = None  # that came from outside
+        self._iteration = 0
+        self._total = 0
+        self.notice: signal.Signals | None = None  # Signal from outside, ``None`` before one came.
         self._stop: signal.Signals | None = None
-        self._is_deposed = self._has_worked = self._has_slow = False
+        self._is_deposed = False
+        self._has_worked = False
+        self._has_slow = False
         self._reconsider_s: float | None = None
         self._notice_ns: int | None = None
         self._before: IncarnationProgress | None = None
         self._progress = ProgressReader()
-        self._failures = self._ended_ns = 0
+        self._failures = 0
+        self._ended_ns = 0
 
     async def run(self) -> int:
         """Runs the job to its end.
 
         Returns:
-            0 when training is complete; 128 + N after signal N; the status of the first rank that
-            failed by itself.
+            0 if training is complete, 128 + N after signal N, else the status of the first rank
+            that failed by itself.
 
         Raises:
-            LeaseTakenError: another manager runs the job, or another job saves into its folder.
-            SetupError: no layout fits the nodes until the deadline, or a folder is not writable.
-            ConfigError: the trainer's arguments break a rule.
+            LeaseTakenError: Another manager runs the job, or another job saves into its folder.
+            SetupError: No layout fits the nodes by the deadline, or a folder is not writable.
+            ConfigError: The trainer's arguments break a rule.
         """
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
@@ -151,7 +163,7 @@ class Manager:
             if self._is_deposed:
                 raise self._lease.taken()
             self._status = "complete" if status == 0 else f"ended with status {status}"
-            return EXIT_LEFT if self._stop is not None and self._own is not None else status
+            return EXIT_LEFT if self._stop is not None and self._own_machine is not None else status
         except (AdaptiveError, OSError) as error:
             self._status = f"ended: {error}"
             if not isinstance(error, OSError):
@@ -160,7 +172,7 @@ class Manager:
         finally:
             ticking.cancel()
             await self._members.close(
-                status, hands_over=self._own is not None and self._stop is not None
+                status, hands_over=self._own_machine is not None and self._stop is not None
             )
             if not self._is_deposed:
                 self._write_state()
@@ -178,17 +190,17 @@ class Manager:
             await self._recover()
         reason = "start"
         while True:
-            found = await self._layout()
-            if found is None:  # asked to stop before any layout fitted
+            choice = await self._layout()
+            if choice is None:  # A signal came before any layout fitted.
                 assert self._stop is not None
                 say(f"stopped by {self._stop.name} before training began")
                 return 128 + int(self._stop)
-            running = await self._start(*found, reason)
+            running = await self._start(*choice, reason)
             if running is None:
                 continue
-            self._write_state()  # --status and others look for it as soon as ranks train
+            self._write_state()  # status readers expect the file as soon as ranks train
             await self._watch(running)
-            if running.fault:  # while all nodes that are left are here
+            if running.fault:  # Recover now, while all remaining nodes are still connected.
                 await self._recover()
             status, reason = self._judge(running)
             if status is not None:
@@ -196,21 +208,23 @@ class Manager:
 
     @property
     def _is_successor(self) -> bool:
-        """Whether the job had a manager before."""
+        """Returns whether the job had a manager before this one."""
         return "run" in self._lease.former
 
     async def _recover(self) -> None:
         self._fence()
         await self._copies.recover(self._spec.stop_s)
-        while not self._members.events.empty():  # what came meanwhile
+        while not self._members.events.empty():  # Apply the events that came in the meantime.
             await self._next(None)
 
     async def _first_nodes(self) -> None:
-        """Waits until the machines of the file have answered, or enough came by themselves."""
-        expected, limit_s = self._spec.nodes, self._spec.join_s
+        """Waits until the machines of the file have answered, or enough nodes have joined."""
+        expected = self._spec.nodes
+        limit_s = self._spec.join_s
         if self._is_successor:
-            # Those that trained under the manager before, without that one's own node.
-            expected, limit_s = max(1, self._before_us - 1), min(limit_s, _RETURN_S)
+            # Expect the nodes that trained under the previous manager, except that manager's own.
+            expected = max(1, self._before_us - 1)
+            limit_s = min(limit_s, _RETURN_S)
         until_s = self._clock.now_s() + limit_s
         while self._stop is None and self._clock.now_s() < until_s:
             enough = len(self._members.usable()) >= expected
@@ -219,20 +233,20 @@ class Manager:
             await self._apply_all(until_s)
 
     async def _layout(self) -> tuple[ParallelLayout, list[Node]] | None:
-        """Chooses a layout for the nodes that are there; waits for nodes where none fits."""
+        """Chooses a layout for the nodes that are present; waits for nodes while none fits."""
         self._status = "waiting for machines"
         until_s = self._clock.now_s() + self._spec.wait_s
-        said = False
+        is_reported = False
         while self._stop is None:
-            # A job that was training need not wait for what a new node imports.
+            # If the job was already training, do not wait for the imports of new nodes.
             is_ready = bool(self._incarnations)
-            if found := await self._fitting(ready=is_ready) or await self._fitting():
-                return found
+            if choice := await self._fitting(ready=is_ready) or await self._fitting():
+                return choice
             why = f" ({self._chooser.why})" if self._chooser.why else ""
             slots = sum(node.slots for node in self._members.usable())
             safe = f"the last complete checkpoint is of iteration {self._latest()}"
-            if not said:
-                said = True
+            if not is_reported:
+                is_reported = True
                 say(f"no layout fits {slots} processes{why}: waiting for machines; {safe}")
                 self._write_state()
             if self._clock.now_s() >= until_s:
@@ -255,7 +269,7 @@ class Manager:
     async def _start(
         self, layout: ParallelLayout, nodes: list[Node], reason: str
     ) -> RunningRanks | None:
-        """Starts the ranks of a layout; ``None`` if a node of it goes before it can."""
+        """Starts the ranks of a layout; returns ``None`` if one of its nodes leaves before that."""
         planned_ns = time.time_ns()
         places = assign([node for node in nodes if node.status == "present"], layout)
         if len(places) < layout.world_size:
@@ -295,7 +309,7 @@ class Manager:
         where = {f"{number}/{rank}": node.name for rank, node in enumerate(places)}
         self._incarnations.append(incarnation)
         self._status = "training"
-        planned = "" if layout.step_s is None else f"; a step of {layout.step_s:.4g} s planned"
+        planned = "" if layout.step_s is None else f"; predicted step time {layout.step_s:.4g} s"
         say(
             f"epoch {incarnation.number} ({reason}): {layout},"
             f" on {some_names(incarnation.nodes)}{planned}"
@@ -332,22 +346,25 @@ class Manager:
             kind = "" if event is None else event.kind
             if event is not None and kind == "ended" and event.message["key"] in running.where:
                 self._rank_ended(running, event)
-            if event is None or kind == "lost":  # at a deadline nodes may have been given up
+            # Check all nodes at a deadline: some may have been given up without an event.
+            if event is None or kind == "lost":
                 for key in running.alive:
-                    name = running.where[key]  # may have come back since
+                    name = running.where[key]  # The node may have joined again.
                     is_gone = self._members.nodes[name].status in ("lost", "gone")
-                    # An event covers its node alone: ranks of another lost node may have ended
-                    # well before that.
+                    # An event concerns its node only: the ranks of another lost node may have ended
+                    # properly before that node was lost.
                     if is_gone if event is None else name == event.node:
                         running.statuses[key] = -signal.SIGKILL
-                        running.at_fault(
+                        running.record_fault(
                             lost := f"node {name} was lost", self._clock.now_s(), gone=lost
                         )
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if kind == "tick" and not running.stopping:
-                # Of this incarnation: the event may be of the one before.
-                slow, nodes = self._progress.read(running.folder).slow, self._members.usable()
+                # Read the progress of this incarnation, because the event may belong to the
+                # previous one.
+                slow = self._progress.read(running.folder).slow
+                nodes = self._members.usable()
                 if reason := await self._stragglers.handle(slow, running, nodes):
                     self._ask_to_save(running, reason)
             now_s = self._clock.now_s()
@@ -363,20 +380,22 @@ class Manager:
     def _rank_ended(self, running: RunningRanks, event: Event) -> None:
         status = event.message["status"]
         running.statuses[event.message["key"]] = status
-        if not is_well(status):
-            node, rank = self._members.nodes[event.node], event.message["key"].partition("/")[2]
-            # What ends with a node that leaves is no failure.
+        if not ended_well(status):
+            node = self._members.nodes[event.node]
+            rank = event.message["key"].partition("/")[2]
+            # A rank that ends because its node leaves has not failed.
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
             kill = status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGBUS)
-            running.at_fault(fault, self._clock.now_s() + _GRACE_S, gone=gone, kill=kill)
+            running.record_fault(fault, self._clock.now_s() + _GRACE_S, gone=gone, kill=kill)
 
     def _overdue(self, running: RunningRanks) -> None:
-        """Kills what is left of an incarnation, and gives up nodes that do not even report that."""
+        """Kills an incarnation's remaining ranks; gives up nodes that do not report their end."""
         if running.killed:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
-                node.status, node.why = "lost", f"did not end its ranks within {_KILL_S:g} s"
+                node.status = "lost"
+                node.why = f"did not end its ranks within {_KILL_S:g} s"
                 say(f"warning: node {name} is lost: it {node.why}")
                 if node.link is not None:
                     node.link.send("leave")
@@ -389,21 +408,22 @@ class Manager:
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGKILL)
 
     async def _reconsider(self, running: RunningRanks) -> None:
-        """Asks the ranks to save and end if another layout suits the nodes that are left."""
+        """Asks the ranks to save and end if another layout suits the present nodes better."""
         leaving = self._members.leaving(running.incarnation.nodes)
         if leaving is not None:
             self._ask_to_save(running, leaving.why)
             return
-        found = await self._fitting(ready=True)
-        if found is not None and self._chooser.is_better(found[0], running.layout):
-            wanted, had = self._stragglers.wanted(found[1]), set(running.incarnation.nodes)
-            came = some_names(node.name for node in wanted if node.name not in had)
-            self._ask_to_save(running, f"{came} came" if came else "another plan")
+        choice = await self._fitting(ready=True)
+        if choice is not None and self._chooser.is_better(choice[0], running.layout):
+            nodes = self._stragglers.included(choice[1])
+            former_names = set(running.incarnation.nodes)
+            newcomers = some_names(node.name for node in nodes if node.name not in former_names)
+            self._ask_to_save(running, f"{newcomers} came" if newcomers else "another plan")
         elif not running.stopping:
-            self._notice_ns = None  # nothing follows from it
+            self._notice_ns = None  # The notice has no consequence.
 
     def _ask_to_save(self, running: RunningRanks, reason: str) -> None:
-        if self._is_deposed and not running.killed:  # another one's checkpoints are not ours
+        if self._is_deposed and not running.killed:  # Another manager owns the checkpoints now.
             running.fault = running.fault or "another manager has the job"
             running.deadline_s = 0.0
         if running.stopping or running.fault:
@@ -415,7 +435,7 @@ class Manager:
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGUSR1)
 
     def _judge(self, running: RunningRanks) -> tuple[int | None, str]:
-        """Decides what follows an incarnation: an exit status, or why the job goes on."""
+        """Decides what follows an incarnation: an exit status, or the reason to start another."""
         assert self._before is not None
         for node in list(self._members.nodes.values()):
             if node.status == "leaving":
@@ -425,26 +445,31 @@ class Manager:
         if not running.fault:
             self._failures = 0
             if self._stop is not None:
-                say(f"stopped by {self._stop.name}; the checkpoint is that of {self._latest()}")
+                say(
+                    f"stopped by {self._stop.name}; the last checkpoint is of iteration"
+                    f" {self._latest()}"
+                )
                 return 128 + int(self._stop), ""
-            again = self._program.goes_on(before, running.statuses.values())
-            if again or (running.stopping and before.ended != COMPLETE):
-                return None, running.stopping or again
-            return 0, ""  # the program's own reason; it has said which
+            reason = self._program.goes_on(before, running.statuses.values())
+            if reason or (running.stopping and before.ended != COMPLETE):
+                return None, running.stopping or reason
+            return 0, ""  # The program has printed its reason to end.
         self._notice_ns = None
-        lost, statuses = running.gone, running.statuses.values()
+        lost = running.gone
+        statuses = running.statuses.values()
         if lost and before.ended == COMPLETE:
             say(f"{COMPLETE}: {lost} after that")
             return 0, ""
         say(f"error: {running.fault}{f'; {lost}' if lost not in running.fault else ''}")
         if self._stop is not None:
             return 128 + int(self._stop), ""
-        # A node that is taken or cut off is no failure of the program.
+        # If a node is taken away or cut off, the program has not failed.
         self._failures = (0 if before.saved_ns is not None else self._failures) + (not lost)
-        code = next((one for one in statuses if one > 0 and not is_well(one)), 1)
-        own = not lost and not any(one < 0 for one in statuses)
-        if own and not self._has_worked:
-            return code, ""  # it never worked: its message is above
+        code = next((code for code in statuses if code > 0 and not ended_well(code)), 1)
+        is_own_error = not lost and not any(code < 0 for code in statuses)
+        if is_own_error and not self._has_worked:
+            # The program never completed a step, and its own error message is above.
+            return code, ""
         if self._failures > self._spec.max_restarts and not lost:
             say(
                 f"error: {self._failures} failures without a checkpoint between them: giving up;"
@@ -454,16 +479,16 @@ class Manager:
         return None, lost or running.fault
 
     async def _apply_all(self, until_s: float | None) -> None:
-        """Waits for the next event, and applies all that have come by then.
+        """Waits for the next event and applies all that have come by then.
 
-        A layout is chosen once for all nodes that come while another one is chosen.
+        If several nodes join while a layout is being chosen, one new choice covers all of them.
         """
         await self._next(until_s)
         while not self._members.events.empty():
             await self._next(None)
 
     async def _next(self, until_s: float | None) -> Event | None:
-        """Waits for the next event and applies it to the nodes; ``None`` at the deadline."""
+        """Waits for the next event and applies it to its node; returns ``None`` at the deadline."""
         limit_s = None if until_s is None else max(0.0, until_s - self._clock.now_s())
         try:
             event = await asyncio.wait_for(self._members.events.get(), limit_s)
@@ -475,7 +500,8 @@ class Manager:
         now_s = self._clock.now_s()
         if event.kind == "joined":
             self._stragglers.joined(node.name)
-        elif event.kind == "ready":  # training need not wait for what a new node imports
+        elif event.kind == "ready":
+            # The node has imported its modules, so that training need not wait for them.
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s + _SETTLE_S
         elif event.kind == "failed":
@@ -499,39 +525,40 @@ class Manager:
         self._members.events.put_nowait(Event("stop", "", {}))
 
     def _hung_up(self) -> None:
-        """Stops the job if its terminal was closed; otherwise SIGHUP asks to reread the file."""
+        """Stops the job if SIGHUP means a closed terminal; otherwise rereads the machines file."""
         if drop_closed_terminal():
             self._asked_to_stop(signal.SIGTERM)
         else:
             self._members.reread_file()
 
     async def _tick(self) -> None:
-        """Keeps the right to manage the job and its state, and rereads the machines file."""
+        """Periodically renews the lease, writes the state and rereads the machines file."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._clock.now_s()
             if not self._holds():
                 return
             self._members.reread_file()
-            with contextlib.suppress(AdaptiveError, OSError):  # the next morph would say so
+            # The next morph would report the same error.
+            with contextlib.suppress(AdaptiveError, OSError):
                 self._write_state()
             if self._has_slow:
                 self._members.events.put_nowait(Event("tick", "", {}))
 
     def _holds(self) -> bool:
-        """Keeps up the right to manage the job; returns whether it is still held."""
+        """Renews the lease on the job; returns whether this manager still has it."""
         self._is_deposed = self._is_deposed or not self._lease.is_held(say)
         if self._is_deposed:
             self._asked_to_stop(signal.SIGTERM)
         return not self._is_deposed
 
     def _fence(self) -> bool:
-        """Keeps ranks that were started before, and may live on unseen, from saving checkpoints.
+        """Prevents earlier ranks, which may still run unseen, from saving checkpoints.
 
         Returns:
-            Whether the right to manage the job is still held.
+            Whether this manager still has the lease on the job.
         """
-        with contextlib.suppress(OSError):  # of a full disk; it is said when ranks cannot save
+        with contextlib.suppress(OSError):  # If the disk is full, ranks report it when they save.
             if not self._lease.advance():
                 return self._holds()
         return self._holds()
@@ -548,7 +575,8 @@ class Manager:
         self._iteration = max(now.iteration or 0, incarnation.resumed)
         self._total = now.total or self._total
         self._copies_text = now.copies
-        incarnation.phases_s, incarnation.step_s = phases(incarnation, now), now.step_s
+        incarnation.phases_s = phases(incarnation, now)
+        incarnation.step_s = now.step_s
         self._has_slow = bool(now.slow)
 
     def _write_state(self) -> None:
@@ -571,17 +599,17 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Participant:
-    """Lets one node take part; use :meth:`run` once.
+    """Takes part in a job as one node; :meth:`run` may be called once.
 
-    All of it is in one event loop, whose handlers of signals stay from one part to the next: a
-    notice that comes between two of them is handled, and does not end the process without a word.
+    All of it runs in one event loop, and its signal handlers stay in place between the parts. A
+    notice that comes between two parts is handled and does not end the process silently.
 
     Args:
-        spec: of the job.
-        chooser: of layouts, should this node manage the job.
-        name: of the node, unique in the job.
-        slots: processes of this node, ``None`` for one on each GPU.
-        is_local: no other machine takes part.
+        spec: Description of the job.
+        chooser: Chooser of layouts, in case this node manages the job.
+        name: Name of the node, unique in the job.
+        slots: Number of processes on this node, ``None`` for one per GPU.
+        is_local: Whether no other machine takes part.
     """
 
     def __init__(
@@ -591,31 +619,31 @@ class Participant:
         self._chooser = chooser
         self._name = name
         self._slots = slots
-        # Copies outlive the manager that they were made under.
+        # Copies of the state must outlive the manager under which they were made.
         self._keeper = SnapshotKeeper("127.0.0.1" if is_local else "")
         self._until_s = 0.0
         self._notice: signal.Signals | None = None
 
     async def run(self) -> int:
-        """Takes part until the job ends, or this node is taken.
+        """Takes part until the job ends or this node is taken away.
 
         Returns:
             The exit status.
 
         Raises:
-            SetupError: the manager cannot be reached within the time for joining, or what
-                :meth:`Manager.run` raises.
+            SetupError: The manager cannot be reached within the time for joining. Other errors are
+                those of :meth:`Manager.run`.
         """
-        own = Machine(name=self._name, host="localhost", slots=self._slots)
+        own_machine = Machine(name=self._name, host="localhost", slots=self._slots)
         self._until_s = time.monotonic() + self._spec.join_s
         while self._notice is None:
             self._listen()
-            manager = Manager(self._spec, self._chooser, own, self._keeper)
+            manager = Manager(self._spec, self._chooser, own_machine, self._keeper)
             try:
                 return await manager.run()
             except LeaseTakenError as error:
                 owner = error.owner
-                if "run" not in owner:  # no manager: nobody to join
+                if "run" not in owner:  # the owner is not a manager, so there is nobody to join
                     raise
             await self._over(manager.notice)
             status = None if self._notice is not None else await self._join(owner)
@@ -625,7 +653,7 @@ class Participant:
         return EXIT_LEFT
 
     async def _join(self, owner: Mapping[str, Any]) -> int | None:
-        """Joins as a node of the job; ``None`` where its manager is lost or not there yet."""
+        """Joins the job as a node; returns ``None`` if its manager is lost or not ready yet."""
         agent = Agent(
             name=self._name,
             address=owner.get("address", ""),
@@ -642,7 +670,7 @@ class Participant:
                 raise
             await asyncio.sleep(_AGAIN_S)
             return None
-        # The manager may never have heard of the notice.
+        # The notice may not have reached the manager.
         await self._over(agent.notice)
         if agent.status is not None:
             say(f"node {self._name} leaves: {agent.why}")
@@ -652,14 +680,14 @@ class Participant:
         return None
 
     async def _over(self, notice: signal.Signals | None) -> None:
-        """Handles signals again, and ends what a manager or an agent has left in the loop."""
+        """Takes over the signals and ends the tasks that a manager or an agent left in the loop."""
         self._listen()
         self._notice = self._notice or notice
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-        await asyncio.sleep(0)  # signals are taken in the loop
+        await asyncio.sleep(0)  # let the loop run pending signal handlers
 
     def _listen(self) -> None:
         for number in _NOTICES:

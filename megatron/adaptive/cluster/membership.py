@@ -1,13 +1,13 @@
-"""Keeps the nodes of a job: starts agents on the machines of a file, takes in those that come.
+"""Keeps track of a job's nodes: starts agents on listed machines, accepts nodes that join.
 
-The machines file has a host per line and is read again whenever it changes::
+The machines file has one host per line and is read again whenever it changes::
 
     # comment
     node-a slots=8
-    node-b                         as many processes as it has GPUs, one without
-    localhost name=c slots=1       several nodes on this machine have names
+    node-b                         one process per GPU, one without a GPU
+    localhost name=c slots=1       nodes on one machine need different names
 
-Everything that happens becomes an event of one queue; what it means for the job is the manager's.
+Every change becomes an event in one queue. The manager decides how the job reacts.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _KEYS = ("slots", "name")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Describes one line of the file.
+    """Describes one line of the machines file.
 
     Attributes:
-        name: unique within the file.
-        host: where it is, as ssh takes it.
-        slots: processes that it may run, ``None`` for one on each GPU.
+        name: Name of the node, unique within the file.
+        host: Host name or address, as ssh accepts it.
+        slots: Number of processes that it may run, ``None`` for one per GPU.
     """
 
     name: str
@@ -56,14 +56,14 @@ class Machine:
 
     @property
     def has_loopback(self) -> bool:
-        """Returns whether the host's name means this machine on every machine."""
+        """Returns whether the host's name means the local machine on every machine."""
         return self.host.lower() == "localhost" or self.host.startswith("127.")
 
     @property
     def is_local(self) -> bool:
-        """Returns whether this process runs on it, by its name or an address."""
-        own = socket.gethostname().lower()
-        is_own = self.has_loopback or self.host.lower() in (own, own.partition(".")[0])
+        """Returns whether this process runs on the host, judged by its name or an address."""
+        host_name = socket.gethostname().lower()
+        is_own = self.has_loopback or self.host.lower() in (host_name, host_name.partition(".")[0])
         return is_own or interface_of(self.host) is not None
 
 
@@ -71,43 +71,46 @@ def read_machines(path: Path) -> tuple[Machine, ...]:
     """Reads a machines file.
 
     Raises:
-        ConfigError: it is missing, empty, or a line breaks a rule; names the line.
+        ConfigError: The file is missing or empty, or a line breaks a rule; names the line.
     """
     try:
         text = read_whole(path).decode()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not a text file"
         raise ConfigError(
             f"--machines {path}: {reason}; name a file with a host per line"
         ) from None
-    found: dict[str, tuple[int, Machine]] = {}
+    machines: dict[str, tuple[int, Machine]] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
+        fields = line.partition("#")[0].split()
+        if not fields:
             continue
         where = f"--machines {path}, line {number}"
-        machine = _machine(words, where)
-        if machine.name in found:
+        machine = _machine(fields, where)
+        if machine.name in machines:
             raise ConfigError(
-                f"{where}: {machine.name} is in line {found[machine.name][0]} already: remove one,"
-                " or give nodes on one host a name=NAME each"
+                f"{where}: {machine.name} is in line {machines[machine.name][0]} already: remove"
+                " one, or give nodes on one host a name=NAME each"
             )
-        found[machine.name] = number, machine
-    if not found:
+        machines[machine.name] = number, machine
+    if not machines:
         raise ConfigError(f"--machines {path}: it names no machine; write a host per line")
-    return tuple(machine for _, machine in found.values())
+    return tuple(machine for _, machine in machines.values())
 
 
-def _machine(words: list[str], where: str) -> Machine:
-    host, keys = words[0], dict[str, str]()
-    for word in words[1:]:
-        key, equals, value = word.partition("=")
+def _machine(fields: list[str], where: str) -> Machine:
+    host = fields[0]
+    keys = dict[str, str]()
+    for option in fields[1:]:
+        key, equals, value = option.partition("=")
         if not equals or key not in _KEYS:
-            raise ConfigError(f"{where}: {word!r}: after the host come slots=N and name=NAME only")
+            raise ConfigError(
+                f"{where}: {option!r}: after the host come slots=N and name=NAME only"
+            )
         keys[key] = value
-    for what in (host, keys.get("name", host)):
-        if _NAME.fullmatch(what) is None:
-            raise ConfigError(f"{where}: {what!r} is not a name of a host or node")
+    for text in (host, keys.get("name", host)):
+        if _NAME.fullmatch(text) is None:
+            raise ConfigError(f"{where}: {text!r} is not a name of a host or node")
     slots = keys.get("slots")
     if slots is not None and not 1 <= (natural(slots) or 0) <= _SLOTS_AT_MOST:
         raise ConfigError(f"{where}: slots={slots}: write a whole number from 1 on")
@@ -118,7 +121,7 @@ def _machine(words: list[str], where: str) -> Machine:
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-# Reads the environment that comes first on standard input and becomes the program.
+# Reads environment variables from the first line of standard input, then starts the program.
 _BEGIN = (
     'import json,os,sys; os.environ.update(json.loads(open(0, closefd=False, mode="rb",'
     " buffering=0).readline())); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -126,31 +129,33 @@ _BEGIN = (
 _END_S = 20.0
 _AGAIN_S = 1.0
 RETRY_S = 10.0
-"""Seconds from one start of a listed machine's agent to the next."""
+"""Minimum time between two starts of a listed machine's agent, in seconds."""
 PURPOSE = "manager"
-"""Of connections between agents and their manager."""
+"""Purpose of connections between agents and their manager."""
 _FROM_AGENTS = ("ready", "ended", "notice")
-_NODES_AT_MOST, _SLOTS_AT_MOST = 1 << 16, 4096
+_NODES_AT_MOST = 1 << 16
+_SLOTS_AT_MOST = 4096
 
 
 def over_ssh(
-    host: str, words: Sequence[str], variables: Mapping[str, str]
+    host: str, arguments: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[list[str], bytes]:
-    """Makes the command that runs Python on another machine, in this folder.
+    """Returns the command that runs Python on another machine, in this folder.
 
-    Variables may be secrets: they go by standard input, where no other user sees them.
+    Variables may be secrets, so they are passed on standard input, which no other user can see.
 
     Args:
-        host: as ssh takes it.
-        words: arguments of this Python, which is at the same place there.
-        variables: environment besides that machine's own.
+        host: Host name or address, as ssh accepts it.
+        arguments: Arguments of this Python, which must have the same path there.
+        variables: Environment variables to add to that machine's own.
 
     Returns:
-        The command, and the bytes that its standard input begins with.
+        The command, and the bytes to write to its standard input first.
     """
-    # Isolated, for modules of this folder are not yet meant.
-    begin = shlex.join([sys.executable, "-I", "-c", _BEGIN, *words])
-    command = [*_SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {begin}"]
+    # Isolated mode keeps modules of the working folder from being imported before the program
+    # starts.
+    remote_command = shlex.join([sys.executable, "-I", "-c", _BEGIN, *arguments])
+    command = [*_SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {remote_command}"]
     return command, json.dumps(dict(variables)).encode() + b"\n"
 
 
@@ -158,13 +163,13 @@ Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"
 
 
 class Event(NamedTuple):
-    """Reports something that happened.
+    """Reports a change in the state of the job.
 
     Attributes:
         kind: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``, ``lost``, ``ended``,
             ``stop`` or ``tick``.
-        node: where, the empty text for the manager itself.
-        message: what the agent sent.
+        node: Name of the node, empty for the manager itself.
+        message: Message of the agent.
     """
 
     kind: str
@@ -177,18 +182,18 @@ class Node:
     """Describes a node of the job, past or present.
 
     Attributes:
-        name: of the node.
-        machine: its line in the machines file, ``None`` where it came by itself.
-        status: what it does.
-        why: in words, where it does not take part.
-        host: its own name.
-        pid: of its agent.
-        slots: processes that it may run.
-        is_ready: whether a rank would start at once there: what it needs is imported.
-        copies_port: at which it takes copies of other nodes' state.
-        link: connection with its agent.
-        asked: what :meth:`Membership.ask` waits for, by number.
-        started_s: Time of ``time.monotonic`` at which this process started the node's agent.
+        name: Name of the node.
+        machine: Its line in the machines file, ``None`` if it joined by itself.
+        status: Present state of the node.
+        why: Reason why it does not take part, empty if it does.
+        host: Host name that the node itself reported.
+        pid: Process id of its agent.
+        slots: Number of processes that it may run.
+        is_ready: Whether a rank would start at once there, because its modules are imported.
+        copies_port: Port at which it receives copies of other nodes' state.
+        link: Connection with its agent.
+        asked: Pending answers of :meth:`Membership.ask`, by number.
+        started_s: Value of ``time.monotonic`` when this process started the node's agent.
     """
 
     name: str
@@ -206,26 +211,26 @@ class Node:
     started_s: float = field(default_factory=time.monotonic, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns its entry in the state of the job."""
+        """Returns the node's entry in the state of the job."""
         names = ("name", "status", "why", "host", "pid", "slots")
         return {name: getattr(self, name) for name in names}
 
 
 class Membership:
-    """Keeps the nodes of a job.
+    """Keeps track of the nodes of a job.
 
     Args:
-        machines: file of machines, ``None`` where nodes come by themselves.
-        own: the node of the manager itself where it is not of the file.
-        address: at which other machines reach this one, ``None`` to find out.
-        secret: of the job.
-        work: what ranks of every node run, for the agents that are started here.
+        machines: Path of the machines file, ``None`` if nodes join by themselves.
+        own_machine: Node of the manager itself, if it is not in the machines file.
+        address: Address at which other machines reach this one, ``None`` to detect it.
+        secret: Secret of the job.
+        work: Work of every node's ranks, for the agents that this process starts.
     """
 
     def __init__(
         self,
         machines: Path | None,
-        own: Machine | None,
+        own_machine: Machine | None,
         address: str | None,
         secret: str,
         work: Mapping[str, Any] | None = None,
@@ -235,10 +240,12 @@ class Membership:
         self._secret = secret
         self._work = work
         self._read = () if machines is None else read_machines(machines)
-        self._own = own
+        self._own_machine = own_machine
         self._stamp = self._file_stamp()
-        # Decided once: ranks and agents know the address.
-        self._is_alone = machines is not None and all(one.has_loopback for one in self._read)
+        # The address must not change: ranks and agents know it.
+        self._is_alone = machines is not None and all(
+            machine.has_loopback for machine in self._read
+        )
         self._server: Listener | None = None
         self._is_closing = False
         self._asked = 0
@@ -255,44 +262,45 @@ class Membership:
         return "127.0.0.1" if self._is_alone else own_address(None, alone=True)
 
     async def start(self) -> None:
-        """Listen, and start the agents of the file.
+        """Starts to listen and starts the agents of the machines file.
 
         Raises:
-            OSError: no port can be had.
+            OSError: No port is available.
         """
         allow_files(_NODES_AT_MOST)
-        if sys.version_info < (3, 12):  # where a thread would wait for each process
+        # Otherwise asyncio would start a thread for each process.
+        if sys.version_info < (3, 12):
             watcher = asyncio.PidfdChildWatcher()
             watcher.attach_loop(asyncio.get_running_loop())
             asyncio.set_child_watcher(watcher)
         self._server = Listener(self._attend, self._secret, PURPOSE, say, host=self.address)
         self.port = self._server.port
-        for machine in self._read if self._own is None else (self._own,):
+        for machine in self._read if self._own_machine is None else (self._own_machine,):
             self._start_agent(machine)
 
     def leaving(self, names: Iterable[str]) -> Node | None:
-        """Returns the first of these nodes that is about to go."""
-        found = (self.nodes[name] for name in names)
-        return next((node for node in found if node.status == "leaving"), None)
+        """Returns the first of these nodes that is about to leave, ``None`` if there is none."""
+        nodes = (self.nodes[name] for name in names)
+        return next((node for node in nodes if node.status == "leaving"), None)
 
     def signal(self, names: Iterable[str], number: signal.Signals) -> None:
-        """Sends a signal to the ranks of these nodes, as far as they can be reached."""
+        """Sends a signal to the ranks of these nodes, if the nodes are connected."""
         for name in names:
             if (link := self.nodes[name].link) is not None:
                 link.send("signal", number=int(number))
 
-    async def ask(self, name: str, what: str, limit_s: float, **values: Any) -> dict[str, Any]:
+    async def ask(self, name: str, kind: str, limit_s: float, **values: Any) -> dict[str, Any]:
         """Sends a message to a node's agent and waits for its answer.
 
         Args:
-            name: of the node.
-            what: the message's kind.
-            limit_s: time limit.
-            values: of the message.
+            name: Name of the node.
+            kind: Kind of the message.
+            limit_s: Time limit in seconds.
+            values: Values of the message.
 
         Raises:
-            TimeoutError: there was none in time; says so.
-            ConnectionError: the node was lost; says so.
+            TimeoutError: No answer came in time.
+            ConnectionError: The node was lost.
         """
         node = self.nodes[name]
         if node.link is None or node.status not in ("present", "leaving"):
@@ -300,23 +308,23 @@ class Membership:
         self._asked += 1
         number = self._asked
         answer = node.asked[number] = asyncio.get_running_loop().create_future()
-        node.link.send(what, number=number, **values)
+        node.link.send(kind, number=number, **values)
         try:
             return await result_within(answer, limit_s)
         except asyncio.TimeoutError:
-            raise TimeoutError(f"{name} did not end in time") from None
+            raise TimeoutError(f"{name} did not answer in time") from None
         finally:
             node.asked.pop(number, None)
 
     def usable(self) -> list[Node]:
-        """Lists nodes that can run ranks, in the order of the file or as they came."""
-        order = {machine.name: at for at, machine in enumerate(self._read)}
-        found = [node for node in self.nodes.values() if node.status == "present"]
-        return sorted(found, key=lambda node: order.get(node.name, len(order)))
+        """Returns the nodes that can run ranks, in the order of the file, else of joining."""
+        order = {machine.name: index for index, machine in enumerate(self._read)}
+        present = [node for node in self.nodes.values() if node.status == "present"]
+        return sorted(present, key=lambda node: order.get(node.name, len(order)))
 
     @property
     def are_starting(self) -> bool:
-        """Returns whether an agent has not answered yet."""
+        """Returns whether any agent has not answered yet."""
         return any(node.status == "starting" for node in self.nodes.values())
 
     def address_of(self, node: Node) -> str:
@@ -332,24 +340,28 @@ class Membership:
             return
         self._stamp = stamp
         try:
-            now = read_machines(self._path)
+            machines = read_machines(self._path)
         except ConfigError as error:
-            say(f"warning: {error}; the job goes on with the machines it had")
+            say(f"warning: {error}; the job continues with the previous machines")
             return
-        if self.port and self.address == "127.0.0.1" and not all(one.is_local for one in now):
+        if (
+            self.port
+            and self.address == "127.0.0.1"
+            and not all(machine.is_local for machine in machines)
+        ):
             say(
                 "warning: other machines cannot reach a manager that began with localhost alone;"
-                " they are left out until the job is started anew"
+                " they are left out until the job is started again"
             )
-            now = tuple(machine for machine in now if machine.is_local)
-        names = {machine.name for machine in now}
+            machines = tuple(machine for machine in machines if machine.is_local)
+        names = {machine.name for machine in machines}
         for node in self.nodes.values():
             if node.machine is not None and node.name not in names and node.status == "present":
                 self.events.put_nowait(Event("removed", node.name, {}))
-        self._read = now
-        for machine in now:
-            known = self.nodes.get(machine.name)
-            if known is None or known.status in ("gone", "lost", "unreachable"):
+        self._read = machines
+        for machine in machines:
+            listed_node = self.nodes.get(machine.name)
+            if listed_node is None or listed_node.status in ("gone", "lost", "unreachable"):
                 self._start_agent(machine)
 
     def start_lost_again(self) -> bool:
@@ -374,23 +386,24 @@ class Membership:
         return bool(lost)
 
     def release(self, node: Node, why: str, status: int) -> None:
-        """Lets a node go that runs nothing any more.
+        """Releases a node that no longer runs ranks.
 
         Args:
-            node: which.
-            why: in words.
-            status: that its agent ends with.
+            node: Node to release.
+            why: Reason, for the user.
+            status: Exit status of its agent.
         """
-        node.status, node.why = "gone", why
+        node.status = "gone"
+        node.why = why
         if node.link is not None:
             node.link.send("leave", status=status, why=why)
 
     async def close(self, status: int, *, hands_over: bool) -> None:
-        """Lets all nodes go and waits for the agents that were started here.
+        """Releases all nodes and waits for the agents that this process started.
 
         Args:
-            status: that they end with.
-            hands_over: whether nodes that came by themselves look for another manager instead.
+            status: Exit status of the agents.
+            hands_over: Whether nodes that joined by themselves look for another manager instead.
         """
         self._is_closing = True
         if self._server is not None:
@@ -400,7 +413,8 @@ class Membership:
                 self.release(node, "the job has ended", status)
         for node in self.nodes.values():
             if node.process is not None and node.process.returncode is None:
-                if node.status == "starting":  # it would only report that its manager is gone
+                # Such an agent would only report that its manager is gone.
+                if node.status == "starting":
                     with contextlib.suppress(ProcessLookupError):
                         node.process.terminate()
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -429,18 +443,19 @@ class Membership:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_agent(self, machine: Machine, node: Node) -> None:
-        """Starts the agent of a machine and sees it end."""
-        words = ["-m", "megatron.adaptive", "run", "--agent"]
-        command, begin = [sys.executable, *words], b""
+        """Starts the agent of a machine and waits for its end."""
+        arguments = ["-m", "megatron.adaptive", "run", "--agent"]
+        command = [sys.executable, *arguments]
+        stdin_head = b""
         environment = dict(os.environ)
         path = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = f"{_ROOT}:{path}" if path else str(_ROOT)
         if not machine.is_local:
             exported = {n: v for n, v in environment.items() if n.startswith(OVER_SSH)}
-            command, begin = over_ssh(machine.host, words, exported)
-        place = {"name": machine.name, "address": self.address, "port": self.port}
-        spec = {**place, "secret": self._secret, "slots": machine.slots, "work": self._work}
-        spec["silence_s"] = SILENCE_S if machine is self._own else PATIENCE_S
+            command, stdin_head = over_ssh(machine.host, arguments, exported)
+        destination = {"name": machine.name, "address": self.address, "port": self.port}
+        spec = {**destination, "secret": self._secret, "slots": machine.slots, "work": self._work}
+        spec["silence_s"] = SILENCE_S if machine is self._own_machine else PATIENCE_S
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -454,26 +469,27 @@ class Membership:
             return
         node.process = process
         assert process.stdin is not None
-        process.stdin.write(begin + json.dumps(spec).encode() + b"\n")
+        process.stdin.write(stdin_head + json.dumps(spec).encode() + b"\n")
         process.stdin.close()
-        said = ""
+        last_line = ""
         if process.stderr is not None:
             async for line in process.stderr:
-                said = printable(line.decode(errors="replace").strip()) or said
+                last_line = printable(line.decode(errors="replace").strip()) or last_line
                 if node.status != "starting":
-                    print(said, file=sys.stderr, flush=True)
+                    print(last_line, file=sys.stderr, flush=True)
         status = await process.wait()
-        is_own = machine is self._own
+        is_own = machine is self._own_machine
         if node.status == "starting" and not (is_own and status < 0):
-            self._failed(node, said or f"its agent ended with status {status}")
+            self._failed(node, last_line or f"its agent ended with status {status}")
         elif is_own:
-            # The manager's node is there as long as the manager is; what was lost is known by then.
+            # The manager's own node stays as long as the manager. By now its loss has been handled.
             await asyncio.sleep(_AGAIN_S)
             if node.status in ("starting", "lost") and not self._is_closing:
                 self._start_agent(machine)
 
     def _failed(self, node: Node, why: str) -> None:
-        node.status, node.why = "unreachable", why
+        node.status = "unreachable"
+        node.why = why
         self.events.put_nowait(Event("failed", node.name, {"why": why}))
 
     async def _attend(self, link: Connection) -> None:
@@ -481,7 +497,7 @@ class Membership:
         name = None if hello is None else hello.get("name")
         is_name = isinstance(name, str) and 0 < len(name) < 256 and name.isprintable()
         if hello is None or hello["what"] != "join" or not is_name:
-            link.send("refused", why="does not take such a node: is it of the same version?")
+            link.send("refused", why="refuses this node: does it run the same version?")
             await link.close()
             return
         node = self.nodes.setdefault(hello["name"], Node(name=hello["name"]))
@@ -489,8 +505,12 @@ class Membership:
             link.send("refused", why=f"has a node {hello['name']} already: give it another --name")
             await link.close()
             return
-        node.link, node.host, node.pid = link, hello["host"], hello["pid"]
-        node.slots, node.status, node.why = hello["slots"], "present", ""
+        node.link = link
+        node.host = hello["host"]
+        node.pid = hello["pid"]
+        node.slots = hello["slots"]
+        node.status = "present"
+        node.why = ""
         node.is_ready = False
         node.copies_port = hello.get("copies_port", 0)
         link.send("welcome")
@@ -510,14 +530,15 @@ class Membership:
                 answer.set_exception(ConnectionError(f"{node.name} was lost as well"))
         await link.close()
         if node.link is link and node.status in ("present", "leaving"):
-            node.status, node.why = "lost", "its connection ended without a notice"
+            node.status = "lost"
+            node.why = "its connection ended without a notice"
             self.events.put_nowait(Event("lost", node.name, {}))
 
 
 def allow_files(count: int) -> None:
-    """Lets this process have so many files and connections open, as far as the system does."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY:
-        count = min(count, most)
-    if 0 <= now < count:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count, most))
+    """Raises this process's limit of open files and connections, as far as the system allows."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard_limit != resource.RLIM_INFINITY:
+        count = min(count, hard_limit)
+    if 0 <= soft_limit < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard_limit))

@@ -1,15 +1,15 @@
-"""Runs one node's processes: their output into the job's folder, their use sampled.
+"""Runs one node's processes, writes their output to the job's folder and samples their use.
 
 ::
 
-    <LOG_DIR>/<job>/run.json      the settings and who takes part
-    <LOG_DIR>/<job>/<node>.out    what the node's processes print
+    <LOG_DIR>/<job>/run.json      settings and nodes of the job
+    <LOG_DIR>/<job>/<node>.out    output of the node's processes
     <LOG_DIR>/<job>/<node>.err    their errors and warnings
-    <LOG_DIR>/<job>/<node>.gpu    what they use, sampled
-    <LOG_DIR>/<job>/progress.jsonl    how far the run is
+    <LOG_DIR>/<job>/<node>.gpu    samples of their resource use
+    <LOG_DIR>/<job>/progress.jsonl    progress of the run
 
-The commands come from the configuration: the trainer's flags, each node's torchrun, the container
-around it. Files, folders and the port are checked before anything starts.
+The commands are built from the configuration: the trainer's flags, each node's torchrun and the
+container around it. Files, folders and the port are checked before anything starts.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _MOCK_VOCABULARY = "50303"
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """Describes a node's part in the job once all have met.
+    """Describes a node's part in the job, known after all nodes have met.
 
     Attributes:
-        node_rank: of this node.
-        processes: processes of each node, by node rank.
-        master_addr: where the first node listens.
-        master_port: its port.
+        node_rank: Rank of this node.
+        processes: Number of processes of each node, by node rank.
+        master_addr: Address of the first node.
+        master_port: Port at which the first node listens.
     """
 
     node_rank: int
@@ -73,11 +73,11 @@ def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
     """Returns the flags of ``pretrain_gpt.py``.
 
     Args:
-        conf: the configuration.
-        run_dir: folder of this job's logs, for traces and profiles.
+        conf: Configuration of the launch.
+        run_dir: Folder of this job's logs, for traces and profiles.
 
     Raises:
-        ConfigError: the model is unknown.
+        ConfigError: The model is unknown.
     """
     flags = model_flags(conf["MODEL"], conf.folder)
     flags += run_flags(conf.values)
@@ -117,7 +117,8 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
     """Checks the trainer's own rules before anything starts.
 
     Raises:
-        ConfigError: names the variable where the rule is about one, else the trainer's flag.
+        ConfigError: A rule is broken. The message names the variable of ``conf.sh`` if there is
+            one, else the trainer's flag.
     """
     if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
         raise ConfigError(
@@ -137,33 +138,33 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
 
 
 def python_of(conf: LaunchConf) -> str:
-    """Returns the Python that nodes run."""
+    """Returns the path of the nodes' Python."""
     return conf["PYTHON"] or sys.executable
 
 
-def node_command(conf: LaunchConf, place: NodePlace, run_dir: Path) -> list[str]:
+def node_command(conf: LaunchConf, node: NodePlace, run_dir: Path) -> list[str]:
     """Returns the command that starts a node's processes."""
-    command = [*_profiler(conf, place.node_rank, run_dir), python_of(conf)]
-    command += ["-m", "megatron.adaptive", "launch", "--world-size", str(sum(place.processes))]
-    command += ["--nnodes", str(len(place.processes)), "--node-rank", str(place.node_rank)]
-    command += ["--nproc-per-node", str(place.processes[place.node_rank])]
-    command += ["--master-addr", place.master_addr, "--master-port", str(place.master_port)]
+    command = [*_profiler(conf, node.node_rank, run_dir), python_of(conf)]
+    command += ["-m", "megatron.adaptive", "launch", "--world-size", str(sum(node.processes))]
+    command += ["--nnodes", str(len(node.processes)), "--node-rank", str(node.node_rank)]
+    command += ["--nproc-per-node", str(node.processes[node.node_rank])]
+    command += ["--master-addr", node.master_addr, "--master-port", str(node.master_port)]
     command += ["--rdzv-conf", f"timeout={math.ceil(conf['MEETING_TIMEOUT_S'])}"]
     return [*command, str(SCRIPTS / "pretrain_gpt.py"), *trainer_flags(conf, run_dir)]
 
 
 def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
-    words = ""
+    arguments = ""
     if conf["NSYS"]:
-        words = "nsys profile --force-overwrite true --trace cuda,nvtx,osrt"
-        words += " --capture-range cudaProfilerApi --capture-range-end stop -o"
+        arguments = "nsys profile --force-overwrite true --trace cuda,nvtx,osrt"
+        arguments += " --capture-range cudaProfilerApi --capture-range-end stop -o"
     elif conf["NCU"]:
-        words = "ncu --force-overwrite --target-processes all --profile-from-start off -o"
-    return [*words.split(), str(run_dir / f"profile-node{node_rank}")] if words else []
+        arguments = "ncu --force-overwrite --target-processes all --profile-from-start off -o"
+    return [*arguments.split(), str(run_dir / f"profile-node{node_rank}")] if arguments else []
 
 
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
-    """Returns ``command`` as it runs inside the image; pyxis is Slurm's to start."""
+    """Returns the command wrapped to run in the container image; Slurm itself starts pyxis."""
     gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
     starts = {"apptainer": ["exec", *gpu, "--bind"], "enroot": ["start", "--rw", "--mount"]}
     if conf["CONTAINER"] not in starts:
@@ -174,38 +175,38 @@ def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> lis
 
 
 def mounts_of(conf: LaunchConf, logs: Path) -> list[str]:
-    """Lists the folders that the container gets, ``FROM:TO``."""
-    more = [word for word in (conf["CONTAINER_MOUNTS"] or "").split(",") if word]
-    return [f"{WORK_FOLDER}:{WORK_FOLDER}", f"{logs}:{logs}", *more]
+    """Returns the folders to mount in the container, as ``FROM:TO``."""
+    extra_mounts = [mount for mount in (conf["CONTAINER_MOUNTS"] or "").split(",") if mount]
+    return [f"{WORK_FOLDER}:{WORK_FOLDER}", f"{logs}:{logs}", *extra_mounts]
 
 
-def run_record(conf: LaunchConf, place: NodePlace, run_dir: Path) -> str:
-    """Returns what ``run.json`` says: the job's latest start, its settings, every node's part."""
+def run_record(conf: LaunchConf, node: NodePlace, run_dir: Path) -> str:
+    """Returns the text of ``run.json``: latest start, settings and every node's processes."""
     record = {
         "started_unix_s": round(time.time(), 1),
         "conf": {name: masked_text(text) for name, text in conf.texts().items()},
-        "processes": place.processes,
-        "world_size": sum(place.processes),
-        "master": f"{place.master_addr}:{place.master_port}",
+        "processes": node.processes,
+        "world_size": sum(node.processes),
+        "master": f"{node.master_addr}:{node.master_port}",
         "flags": masked(trainer_flags(conf, run_dir)),
     }
     return json.dumps(record, indent=2) + "\n"
 
 
 EXIT_STOPPED_EARLY = 75
-"""A run that SIGUSR1 stopped in good order, as its time was nearly over: start it again."""
+"""Exit status of a run that SIGUSR1 stopped in good order near its time limit: start it again."""
 
 _STOPPED = re.compile(rb"^training ends: signal SIGUSR1")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 1.0
 _OUTPUTS = ("out", "err")
 _SHORTEST_SECRET = 8
-"""A shorter value, such as the 1 of a switch, is found in every other line."""
+"""Shortest secret that is masked. A shorter value, such as the 1 of a switch, is in many lines."""
 
 
 def run_node(
     conf: LaunchConf,
-    place: NodePlace,
+    node: NodePlace,
     run_dir: Path,
     *,
     name: str,
@@ -214,39 +215,36 @@ def run_node(
 ) -> int:
     """Starts a node's processes and waits for their end.
 
-    Signals that end a program are passed on to them, SIGUSR1 to the ranks among them.
+    Passes on the signals that end a program; passes on SIGUSR1 to the ranks only.
 
     Args:
-        conf: the configuration.
-        place: this node's part.
-        run_dir: folder of the job's logs.
-        name: of the node, for its files.
-        variables: environment of the processes besides this one's.
-        echo: whether to print their output here as well.
+        conf: Configuration of the launch.
+        node: This node's part in the job.
+        run_dir: Folder of the job's logs.
+        name: Name of the node, used for its files.
+        variables: Environment variables to add to this process's own.
+        echo: Whether to print their output here as well.
 
     Returns:
-        Exit status: :data:`EXIT_STOPPED_EARLY` if the run was stopped in good order.
+        Exit status; :data:`EXIT_STOPPED_EARLY` if the run was stopped in good order.
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigError: The folder cannot be written.
     """
     make_folder(run_dir)
-    if place.node_rank == 0:
-        (run_dir / "run.json").write_text(run_record(conf, place, run_dir))
-    command = in_container(conf, node_command(conf, place, run_dir), run_dir)
+    if node.node_rank == 0:
+        (run_dir / "run.json").write_text(run_record(conf, node, run_dir))
+    command = in_container(conf, node_command(conf, node, run_dir), run_dir)
     environment = _environment(conf, variables)
-    hidden = tuple(
-        value.encode()
-        for name, value in environment.items()
-        if is_secret(name) and len(value) >= _SHORTEST_SECRET
-    )
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the processes too, until they handle it
-    begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {place.node_rank} starts\n".encode()
+    hidden = _secret_values(environment)
+    # The processes inherit this and ignore the signal until they handle it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {node.node_rank} starts\n".encode()
     files = [BestEffortFile(run_dir / f"{name}.{end}", "lines", lambda: begin) for end in _OUTPUTS]
     with contextlib.closing(files[0]) as out, contextlib.closing(files[1]) as err:
         for file in (out, err):
             file.begin()
-        # A session of its own: signals reach it once, from here.
+        # The job needs its own session, so that it gets each signal once, from this process.
         job = subprocess.Popen(
             command,
             env=environment,
@@ -256,21 +254,48 @@ def run_node(
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        sampler = ResourceSampler(os.getpid(), run_dir / f"{name}.gpu")
-        stopped = threading.Event()
-        with _signals_to(job), contextlib.closing(sampler):
-            threads = [
-                _in_thread(_copy, job.stdout, out, sys.stdout if echo else None, stopped, hidden),
-                _in_thread(_copy, job.stderr, err, sys.stderr if echo else None, stopped, hidden),
-            ]
-            status = job.wait()
-            for thread in threads:
-                thread.join(10.0)
-    if status == 0 and stopped.is_set():
-        # Nodes that end a moment later must not be taken for those left behind.
+        samples = run_dir / f"{name}.gpu"
+        status, is_stopped = _watch_job(job, out, err, samples, hidden=hidden, echo=echo)
+    if status == 0 and is_stopped:
+        # Without the pause, nodes that end a moment later would count as left behind.
         time.sleep(_GRACE_S)
         return EXIT_STOPPED_EARLY
     return 128 - status if status < 0 else status
+
+
+def _secret_values(environment: Mapping[str, str]) -> tuple[bytes, ...]:
+    return tuple(
+        value.encode()
+        for name, value in environment.items()
+        if is_secret(name) and len(value) >= _SHORTEST_SECRET
+    )
+
+
+def _watch_job(
+    job: subprocess.Popen[bytes],
+    out: BestEffortFile,
+    err: BestEffortFile,
+    samples: Path,
+    *,
+    hidden: Sequence[bytes],
+    echo: bool,
+) -> tuple[int, bool]:
+    """Copies a job's output, samples its use and passes on signals, until it ends.
+
+    Returns:
+        Exit status of the job, and whether SIGUSR1 stopped the run in good order.
+    """
+    sampler = ResourceSampler(os.getpid(), samples)
+    stopped = threading.Event()
+    with _signals_to(job), contextlib.closing(sampler):
+        threads = [
+            _in_thread(_copy, job.stdout, out, sys.stdout if echo else None, stopped, hidden),
+            _in_thread(_copy, job.stderr, err, sys.stderr if echo else None, stopped, hidden),
+        ]
+        status = job.wait()
+        for thread in threads:
+            thread.join(10.0)
+    return status, stopped.is_set()
 
 
 def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, str]:
@@ -284,9 +309,9 @@ def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, st
 
 @contextlib.contextmanager
 def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Passes signals on to the processes, and leave none of them behind."""
+    """Passes signals on to the job, and kills what is left of it at the end."""
     former = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _SIGNALS}
-    former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _tell_ranks(job.pid, n))
+    former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _signal_ranks(job.pid, n))
     try:
         yield
     finally:
@@ -297,8 +322,8 @@ def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _tell_ranks(pid: int, number: int) -> None:
-    """Sends a signal to the ranks below ``pid``, not to what they or torchrun started besides."""
+def _signal_ranks(pid: int, number: int) -> None:
+    """Sends a signal to the ranks below a process, but not to the processes that ranks start."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -311,8 +336,8 @@ def _is_rank(process: psutil.Process) -> bool:
     return "LOCAL_RANK" in process.environ()
 
 
-def _in_thread(work: Callable[..., None], *given: object) -> threading.Thread:
-    thread = threading.Thread(target=work, args=given, daemon=True)
+def _in_thread(work: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()
     return thread
 
@@ -324,9 +349,9 @@ def _copy(
     stopped: threading.Event,
     hidden: Sequence[bytes],
 ) -> None:
-    """Copies lines into a file, and to the terminal if there is one; sees how the run ended.
+    """Copies lines to a file, and to a terminal if there is one; notes whether the run was stopped.
 
-    Secrets that a library prints, as in an address that it could not open, are hidden.
+    Masks secrets that a library prints, for example in an address that it could not open.
     """
     for line in source:
         for secret in hidden:
@@ -341,10 +366,10 @@ def _copy(
 
 
 def check_files(conf: LaunchConf) -> None:
-    """Checks that data and image are there.
+    """Checks that the data and the image exist.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: A file is missing.
     """
     if conf["DATA"] != "mock":
         for ending in (".bin", ".idx"):
@@ -366,10 +391,10 @@ def check_files(conf: LaunchConf) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes an absolute folder in ``LOG_DIR``, and checks that it can be written.
+    """Creates an absolute folder for logs and checks that it can be written.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: The folder cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -383,7 +408,7 @@ def check_port(port: int) -> None:
     """Checks that a port of this machine is free.
 
     Raises:
-        SetupError: another program listens on it.
+        SetupError: Another program listens on it.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

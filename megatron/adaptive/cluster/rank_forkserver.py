@@ -1,18 +1,18 @@
-"""Forks ranks from one process that has imported what they need, so that a morph need not wait.
+"""Forks ranks from one process that has imported their modules, so that a morph is fast.
 
-Importing torch and megatron-core takes longer than all else in a start. The forkserver does it
-once for a node, while nothing depends on it, and forks each rank from there. It has one thread and
-opens no device: on a node with GPUs it imports torch alone, as what looks for a GPU cannot be
-forked.
+Importing torch and megatron-core takes longer than all other parts of a start. The forkserver does
+it once per node, while nothing waits for it, and forks each rank from there. It has one thread and
+opens no device. On a node with GPUs it imports torch alone, because a process that has looked for
+GPUs cannot be forked.
 
-It reads a line of JSON for each order from the descriptor named on its command line and answers
+It reads orders from the descriptor named on its command line, one line of JSON each, and answers
 there::
 
     {"start": {"key": "3/0", "variables": {}, "script": "", "arguments": [], "folder": ""}}
-    {"signal": 10}                    to all ranks
+    {"signal": 10}                    for all ranks
     <- {"ready": true}   <- {"started": "3/0", "pid": 7}   <- {"ended": "3/0", "status": -9}
 
-At the end of its input it kills what it forked; the kernel kills a rank whose forkserver dies.
+When its input ends it kills all its ranks; the kernel kills the ranks if the forkserver dies.
 """
 
 from __future__ import annotations
@@ -35,24 +35,32 @@ from typing import Any, NoReturn
 
 _SET_DEATH_SIGNAL = 1
 _MODULES = (
-    *("training.pretrain", "training.loop", "training.logging"),
-    *("gpt.initialize", "gpt.setup", "checkpoint.training", "engine.stop"),
-    *("modules.pipeline", "modules.loop", "modules.checkpoint", "modules.sizes"),
+    "training.pretrain",
+    "training.loop",
+    "training.logging",
+    "gpt.initialize",
+    "gpt.setup",
+    "checkpoint.training",
+    "engine.stop",
+    "modules.pipeline",
+    "modules.loop",
+    "modules.checkpoint",
+    "modules.sizes",
 )
 
 
 def main(descriptor: int) -> None:
-    """Serves orders from a connected socket until it ends.
+    """Serves orders from a connected socket until the socket is closed.
 
     Args:
-        descriptor: of the socket.
+        descriptor: File descriptor of the socket.
     """
     orders = socket.socket(fileno=descriptor)
-    _die_with_parent()  # also while it imports
+    _die_with_parent()  # the parent may die while this process imports
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the agent decides what they mean
+        signal.signal(number, signal.SIG_IGN)  # the agent handles them
     _import()
-    gc.freeze()  # so that collecting in a rank does not copy what all share
+    gc.freeze()  # a collection in a rank would otherwise copy the shared pages
     _Forkserver(orders).serve()
 
 
@@ -61,14 +69,14 @@ def _die_with_parent() -> None:
 
 
 def _import() -> None:
-    """Imports what ranks need; what is missing is for them to say."""
+    """Imports the modules of the ranks; ranks themselves report what is missing."""
     with contextlib.suppress(Exception):
         importlib.import_module("torch")
         if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
             return
         device = importlib.import_module("megatron.adaptive.accelerator")
         device.install()
-        with device.quiet_imports():  # a rank may be a user's program
+        with device.quiet_imports():  # only here: a rank may show its own warnings
             for name in _MODULES:
                 importlib.import_module(f"megatron.adaptive.{name}")
             # Otherwise each rank imports these during its first step and its first data.
@@ -116,8 +124,8 @@ class _Forkserver:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        # Hold the signal back until the training loop handles it. Block it before the fork: this
-        # process ignores it, so a signal right after the fork would otherwise be lost.
+        # Block the signal before the fork, until the training loop handles it: this process ignores
+        # it, so a signal right after the fork would otherwise be lost.
         kept_back = {signal.SIGUSR1}
         signal.pthread_sigmask(signal.SIG_BLOCK, kept_back)
         pid = os.fork()
@@ -129,7 +137,7 @@ class _Forkserver:
         self._send(started=rank["key"], pid=pid)
 
     def _become(self, rank: dict[str, Any], parent: int) -> NoReturn:
-        """Runs a rank's script in the forked process."""
+        """Runs a rank's script in the forked process. Never returns."""
         status = 1
         try:
             with contextlib.suppress(OSError):
@@ -173,7 +181,7 @@ class _Forkserver:
             if key is None:
                 continue
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # readers of data that it left behind
+                os.killpg(pid, signal.SIGKILL)  # its data workers may have outlived it
             self._send(ended=key, status=os.waitstatus_to_exitcode(status))
 
     def _send(self, **values: Any) -> None:
@@ -193,7 +201,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _print_error(error: BaseException) -> int:
-    """Prints an error that nobody caught; returns the status of the process."""
+    """Prints an uncaught error; returns the exit status of the process."""
     errors = sys.modules.get("megatron.adaptive.errors")
     if errors is not None and isinstance(error, errors.AdaptiveError):
         from megatron.adaptive.config.input_files import say

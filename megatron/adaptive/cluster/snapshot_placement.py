@@ -1,8 +1,9 @@
-"""Places snapshots on nodes, and restores what is left of them after a loss.
+"""Places snapshots on nodes, and restores a step from those left after a loss.
 
-After ranks are lost the manager asks every node what it keeps, takes the newest step of which all
-parts are left on some node, and has the nodes write it into the folder of checkpoints, from where
-the job goes on as from any other. What is missing for that is said in words.
+After ranks are lost, the manager asks every node for its inventory of copies and picks the newest
+step whose parts all exist on some node. The nodes write it into the folder of checkpoints, and the
+job resumes from it as from any checkpoint. If no step is complete, a message names the missing
+parts.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _NONE: Mapping[str, Any] = {"run": "", "buddy": None, "settings": {}}
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSource:
-    """Names a step that can be restored, or why none can.
+    """Names a step that can be restored, or the reason why none can.
 
     Attributes:
-        step: the newest whole one, 0 for none.
-        seen: the newest one of which anything is left.
-        why: in words, where there is none.
-        parts: copies to restore it from, as keepers list them, with the ``node`` of each and as
-            ``needs`` the indices of those that it meets.
+        step: Newest complete step, 0 for none.
+        seen: Newest step of which any part is left.
+        why: Reason why no step can be restored, empty if one can.
+        parts: Copies to restore it from, as keepers list them. Each has its ``node`` and, as
+            ``needs``, the indices of the needs that it satisfies.
     """
 
     step: int = 0
@@ -44,74 +45,75 @@ class SnapshotSource:
 
 
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
-    """Returns the node that keeps copies for each: the next one on another machine.
+    """Returns the node that keeps copies for each node: the next one on another machine.
 
-    Where all are on one machine, as where a job is tried out, just the next one.
+    If all nodes are on one machine, as in a trial run, it is the next node.
     """
-    found: dict[str, str | None] = {}
+    buddy_names: dict[str, str | None] = {}
     alone = len({node.host for node in nodes}) == 1
-    for at, node in enumerate(nodes):
-        others = (nodes[(at + step) % len(nodes)] for step in range(1, len(nodes)))
-        far = (one.name for one in others if alone or one.host != node.host)
-        found[node.name] = next(far, None)
-    return found
+    for index, node in enumerate(nodes):
+        others = (nodes[(index + step) % len(nodes)] for step in range(1, len(nodes)))
+        candidates = (other.name for other in others if alone or other.host != node.host)
+        buddy_names[node.name] = next(candidates, None)
+    return buddy_names
 
 
 def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotSource:
-    """Finds the newest step that is whole.
+    """Finds the newest step that is complete.
 
     Args:
-        kept: names of the nodes that are left, and what their keepers gave as inventory. Of its
-            ``needs`` any of ``ranks`` is enough, and ``is_sent`` says whether a copy that was sent
-            is enough as well.
+        kept: Names of the remaining nodes with the inventories of their keepers. A need is
+            satisfied by a copy of any of its ``ranks``; ``is_sent`` says whether a copy sent by
+            another node also satisfies it.
     """
-    held: list[Mapping[str, Any]] = []
+    copies: list[Mapping[str, Any]] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
     for node, stores in kept:
-        for one in stores:
-            held.append({**one, "node": node})
-            if "needs" in one:
-                needs[one["run"], one["generation"]] = one["needs"]
-    steps = {(step, one["run"], one["generation"]) for one in held for step in one["steps"]}
-    seen, why = max((step for step, _, _ in steps), default=0), ""
+        for copy in stores:
+            copies.append({**copy, "node": node})
+            if "needs" in copy:
+                needs[copy["run"], copy["generation"]] = copy["needs"]
+    steps = {(step, copy["run"], copy["generation"]) for copy in copies for step in copy["steps"]}
+    seen = max((step for step, _, _ in steps), default=0)
+    why = ""
     for step, run, generation in sorted(steps, reverse=True):
-        here: list[dict[str, Any]] = [
-            {**one, "needs": []}
-            for one in held
-            if (one["run"], one["generation"]) == (run, generation) and step in one["steps"]
+        step_copies: list[dict[str, Any]] = [
+            {**copy, "needs": []}
+            for copy in copies
+            if (copy["run"], copy["generation"]) == (run, generation) and step in copy["steps"]
         ]
         missing: set[int] = set()
         for index, need in enumerate(needs.get((run, generation), ())):
             fitting = [
-                one
-                for one in here
-                if one["rank"] in need["ranks"] and (one["kind"] == "own" or need["is_sent"])
+                copy
+                for copy in step_copies
+                if copy["rank"] in need["ranks"] and (copy["kind"] == "own" or need["is_sent"])
             ]
             if fitting:
-                # What is at hand already, and the rank's own before one that was sent.
-                best = min(fitting, key=lambda one: (not one["needs"], one["kind"] != "own"))
+                # Prefer a copy that is used already, then a rank's own copy to one that was sent.
+                best = min(fitting, key=lambda copy: (not copy["needs"], copy["kind"] != "own"))
                 best["needs"].append(index)
             else:
                 missing |= set(need["ranks"])
-        parts = tuple(one for one in here if one["needs"])
-        if not missing and any(one["has_common"] for one in parts):
+        parts = tuple(copy for copy in step_copies if copy["needs"])
+        if not missing and any(copy["has_common"] for copy in parts):
             return SnapshotSource(step=step, seen=seen, parts=parts)
         if not why:
             ranks = ", ".join(map(str, sorted(missing)))
-            why = f"no copy is left of what rank {ranks} held"
-    return SnapshotSource(seen=seen, why=why or "no node that is left keeps copies")
+            why = f"no copy is left of the state of rank {ranks}"
+    return SnapshotSource(seen=seen, why=why or "no remaining node has copies")
 
 
 class JobSnapshots:
-    """Places and restores the snapshots of one job, for its manager.
+    """Places and restores the snapshots of one job for its manager.
 
     Args:
-        settings: steps from one to the next (``every``) and what they may take on a node
+        settings: Number of steps between snapshots (``every``) and most bytes for them on a node
             (``limit_bytes``); ``None`` for no snapshots.
-        members: the nodes.
-        folder: of checkpoints.
-        manager: name of the one that starts the ranks.
-        kept: this node's name and the keeper of what it kept for the manager before.
+        members: Nodes of the job.
+        folder: Folder of checkpoints.
+        manager: Name of the manager that starts the ranks.
+        kept: This node's name and its keeper, taken over from the previous manager.
     """
 
     def __init__(
@@ -132,46 +134,49 @@ class JobSnapshots:
         self._written = 0
 
     def orders(self, epoch: int, names: Sequence[str]) -> dict[str, Any]:
-        """Returns what the agent of each node gets with the ranks that it starts.
+        """Returns the settings of copies for the agent of each node that starts ranks.
 
         Args:
-            epoch: its number.
-            names: of the nodes with ranks, in their order.
+            epoch: Number of the incarnation.
+            names: Names of the nodes with ranks, in the order of the ranks.
         """
-        settings, members = self._settings, self._members
+        settings = self._settings
+        members = self._members
         if settings is None:
             return {}
         taking_part = set(names)
         for name, node in members.nodes.items():
             if node.link is not None and node.status in _HERE and name not in taking_part:
-                # What it kept is of steps that the others do not go on from.
+                # Its snapshot is of a step that the job does not resume from, so it drops it.
                 node.link.send("start", ranks=[], copies=_NONE)
         nodes = [members.nodes[name] for name in names]
         alone = len({node.host for node in nodes}) == 1
-        found: dict[str, Any] = {}
+        orders: dict[str, Any] = {}
         for name, buddy in buddies(nodes).items():
             node = members.nodes[name]
-            other = None
+            target = None
             if buddy is not None:
-                one = members.nodes[buddy]
-                address = members.address_of(one)
-                other = {"name": buddy, "address": address, "port": one.copies_port}
-            found[name] = {
+                buddy_node = members.nodes[buddy]
+                address = members.address_of(buddy_node)
+                target = {"name": buddy, "address": address, "port": buddy_node.copies_port}
+            orders[name] = {
                 "run": f"{self._manager}-{epoch}",
-                "buddy": other,
+                "buddy": target,
                 "settings": {"node": name, "domain": name if alone else node.host, **settings},
             }
-        return found
+        return orders
 
     def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
-        """Returns where an epoch goes on from, and how many steps are done again.
+        """Returns the origin of an incarnation's state, and the number of steps to repeat.
 
         Args:
-            resumed: the iteration that it goes on from.
-            before: what the ranks of the one before wrote at last, ``None`` for the first.
+            resumed: Iteration that the incarnation resumes from.
+            before: Last progress of the previous incarnation, ``None`` for the first incarnation.
         """
-        last, restored = self._last, self._restored
-        self._last, self._restored = SnapshotSource(), 0
+        last = self._last
+        restored = self._restored
+        self._last = SnapshotSource()
+        self._restored = 0
         done = max(last.seen, 0 if before is None else before.iteration or 0)
         if restored and restored == resumed:
             source = "copies in memory"
@@ -182,10 +187,10 @@ class JobSnapshots:
         return source, max(0, done - resumed)
 
     async def recover(self, limit_s: float) -> None:
-        """Makes a checkpoint of the newest step that is left, if it is newer than the last one.
+        """Writes the newest restorable step as a checkpoint, if it is newer than the last one.
 
         Args:
-            limit_s: for the nodes to write it.
+            limit_s: Time limit in seconds for the nodes to write it.
         """
         if self._settings is None:
             return
@@ -201,7 +206,7 @@ class JobSnapshots:
         self._last = source = await self._ask()
         if source.step <= latest:
             if source.why and latest < source.seen:
-                say(f"warning: {source.why}: going on from the checkpoint of {latest}")
+                say(f"warning: {source.why}: resuming from the checkpoint of iteration {latest}")
             return
         begun_s = time.monotonic()
         try:
@@ -213,7 +218,7 @@ class JobSnapshots:
             self._folder.abandon(source.step)
             why = f"the copies of iteration {source.step} could not be written: {why}"
             self._last = SnapshotSource(seen=source.seen, why=why)
-            say(f"warning: {why}; going on from the checkpoint of {latest}")
+            say(f"warning: {why}; resuming from the checkpoint of iteration {latest}")
             return
         self._restored = source.step
         say(
@@ -222,7 +227,7 @@ class JobSnapshots:
         )
 
     async def _ask(self) -> SnapshotSource:
-        """Asks all nodes what they keep."""
+        """Asks all nodes for their inventory of copies."""
 
         async def held(name: str) -> tuple[str, Sequence[Mapping[str, Any]]]:
             try:
@@ -234,16 +239,16 @@ class JobSnapshots:
         names = [node.name for node in self._members.nodes.values() if node.status in _HERE]
         kept = await asyncio.gather(*map(held, names))
         if self._kept is not None:
-            own, keeper = self._kept
-            kept.append((own, await asyncio.to_thread(keeper.inventory, _SETTLE_S)))
+            own_name, keeper = self._kept
+            kept.append((own_name, await asyncio.to_thread(keeper.inventory, _SETTLE_S)))
         return newest(kept)
 
     async def _write(self, source: SnapshotSource, until_s: float) -> str:
-        """Lets the nodes write a step; returns which of them failed."""
+        """Orders the nodes to write a step; returns the first failure, empty if there is none."""
         by_node: dict[str, list[Mapping[str, Any]]] = {}
-        for one in source.parts:
-            by_node.setdefault(one["node"], []).append(one)
-        common = next(one["node"] for one in source.parts if one["has_common"])
+        for part in source.parts:
+            by_node.setdefault(part["node"], []).append(part)
+        common = next(part["node"] for part in source.parts if part["has_common"])
         common_order = {
             "checkpoints": str(self._folder.path),
             "is_pipeline": isinstance(self._folder, PipelineFolder),
@@ -263,11 +268,11 @@ class JobSnapshots:
         why = await self._run(orders, until_s)
         if why:
             return why
-        last = {**common_order, "what": "assemble", "count": len(orders)}
-        return await self._run({common: last}, until_s)
+        assembly = {**common_order, "what": "assemble", "count": len(orders)}
+        return await self._run({common: assembly}, until_s)
 
     async def _run(self, orders: Mapping[str, Mapping[str, Any]], until_s: float) -> str:
-        """Runs the program on nodes at once and waits for all; returns which of them failed."""
+        """Runs the restoring program on several nodes at once; returns the first failure."""
         self._written += 1
 
         async def run(name: str, order: Mapping[str, Any]) -> int:

@@ -1,9 +1,9 @@
-"""Tracks nodes that stay slow, and decides whether another layout is better for it.
+"""Tracks nodes that stay slow, and decides whether another layout would be faster.
 
-The diagnosis of the running job names a slow rank; two diagnoses in a row make it a slow node. How
-slow it is goes into every later layout: its stage gets fewer layers. The job moves for it once for
-each node, and only where the new layout should be faster. A node that joins anew, or comes to
-another manager of the job, is as good as any.
+The diagnosis of the running job names a slow rank; two diagnoses in a row make its node a slow
+node. Every later layout takes its slowness into account: its stage gets fewer layers. The job moves
+at most once for each node, and only if the new layout is predicted to be faster. A node that joins
+again, or joins another manager of the job, counts as normal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.adaptive.cluster.membership import Node
 
 _IN_A_ROW = 2
 _LEAST = 1.1
-"""A slowdown of less than this, beside what the planner knew of it, is left alone."""
+"""Smallest slowdown, relative to what the planner knew, that the job reacts to."""
 _MOST_SLOW = 8.0
 _LEFT_OUT = "left out: slow"
 
@@ -35,9 +35,9 @@ class Stragglers:
     """Tracks the slow nodes of a job, and chooses layouts that suit them.
 
     Args:
-        policy: ``ignore``; ``replan``, to move layers away; ``exclude``, to leave the node out.
-        chooser: of layouts.
-        arguments: of the trainer.
+        policy: ``ignore``; ``replan`` to move layers away; ``exclude`` to leave the node out.
+        chooser: Chooser of layouts.
+        arguments: Arguments of the trainer.
     """
 
     def __init__(self, policy: Policy, chooser: Chooser, arguments: Sequence[str]) -> None:
@@ -49,23 +49,23 @@ class Stragglers:
         self._judged: set[str] = set()
 
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
-        """Chooses a layout; nodes that were left out take part only where there is none without.
+        """Chooses a layout; uses nodes that were left out only if no layout fits without them.
 
         Args:
-            nodes: that are there, in order.
+            nodes: Nodes that are present, in order.
         """
-        rest = self.wanted(nodes)
-        layout = await self._choose(rest) if rest else None
-        if layout is None and len(rest) < len(nodes):
+        included = self.included(nodes)
+        layout = await self._choose(included) if included else None
+        if layout is None and len(included) < len(nodes):
             layout = await self._choose(nodes)
         return layout
 
-    def wanted(self, nodes: Sequence[Node]) -> list[Node]:
-        """Lists nodes that were not left out."""
+    def included(self, nodes: Sequence[Node]) -> list[Node]:
+        """Lists the nodes that were not left out."""
         return [node for node in nodes if node.name not in self._aside]
 
     def joined(self, name: str) -> None:
-        """Forgets what was known of a node: it may have been mended."""
+        """Forgets what was known about a node: it may have been repaired."""
         self._slowness.pop(name, None)
         self._aside.discard(name)
         self._judged.discard(name)
@@ -81,58 +81,58 @@ class Stragglers:
         }
 
     async def handle(
-        self, found: Sequence[SlowRank], running: RunningRanks, nodes: Sequence[Node]
+        self, slow_ranks: Sequence[SlowRank], running: RunningRanks, nodes: Sequence[Node]
     ) -> str:
         """Decides whether to move to another layout for a slow rank.
 
         Args:
-            found: what the diagnosis said in this incarnation.
-            running: the incarnation; the predicted time of its layout is corrected.
-            nodes: that are there, in order.
+            slow_ranks: Slow ranks that the diagnosis reported in this incarnation.
+            running: Ranks of the incarnation. The predicted time of their layout is corrected.
+            nodes: Nodes that are present, in order.
 
         Returns:
-            Why the job should move, empty where it should not.
+            Reason why the job should move, empty if it should not.
         """
         if self._policy == "ignore":
             return ""
-        for one in found:
-            name = running.where.get(f"{running.incarnation.number}/{one.slow_rank}")
-            if name is None or name in self._judged or one.times < _IN_A_ROW:
+        for slow_rank in slow_ranks:
+            name = running.where.get(f"{running.incarnation.number}/{slow_rank.slow_rank}")
+            if name is None or name in self._judged or slow_rank.times < _IN_A_ROW:
                 continue
-            excess = min(_MOST_SLOW, self._excess(one, name, running))
+            excess = min(_MOST_SLOW, self._excess(slow_rank, name, running))
             if excess < _LEAST:
                 continue
             self._judged.add(name)
-            reason = await self._judge(one, excess, name, running, nodes)
+            reason = await self._judge(slow_rank, excess, name, running, nodes)
             if reason:
                 return reason
         return ""
 
-    def _excess(self, found: SlowRank, name: str, running: RunningRanks) -> float:
-        """Returns a node's time relative to the others', corrected by what was known of all."""
+    def _excess(self, slow_rank: SlowRank, name: str, running: RunningRanks) -> float:
+        """Returns a node's time relative to the others', divided by the ratio expected before."""
         nodes = running.where.values()
-        if len(found.pace_ns) != len(nodes):
-            return found.factor
-        own: list[float] = []
-        others: list[float] = []
-        for node, takes in zip(nodes, found.pace_ns, strict=True):
-            known = running.layout.pace.get(node, self._slowness.get(node, 1.0))
-            (own if node == name else others).append(takes / known)
-        return max(own) / statistics.median(others) if others else 1.0
+        if len(slow_rank.pace_ns) != len(nodes):
+            return slow_rank.factor
+        node_times: list[float] = []
+        other_times: list[float] = []
+        for node, time_ns in zip(nodes, slow_rank.pace_ns, strict=True):
+            expected = running.layout.pace.get(node, self._slowness.get(node, 1.0))
+            (node_times if node == name else other_times).append(time_ns / expected)
+        return max(node_times) / statistics.median(other_times) if other_times else 1.0
 
     async def _judge(
         self,
-        found: SlowRank,
+        slow_rank: SlowRank,
         excess: float,
         name: str,
         running: RunningRanks,
         nodes: Sequence[Node],
     ) -> str:
-        text = f"{name} is slow, rank {found.slow_rank} takes {excess:.2f} times as long"
+        text = f"{name} is slow, rank {slow_rank.slow_rank} takes {excess:.2f} times as long"
         self._slowness[name] = self._slowness.get(name, 1.0) * excess
         _slow_down(running, name, excess)
         others = [
-            node for node in self.wanted(nodes) if self._policy == "replan" or node.name != name
+            node for node in self.included(nodes) if self._policy == "replan" or node.name != name
         ]
         layout = await self._choose(others) if others else None
         if layout is None or not self._is_faster(layout, others, running):
@@ -165,21 +165,22 @@ class Stragglers:
     def _is_faster(
         self, layout: ParallelLayout, nodes: Sequence[Node], running: RunningRanks
     ) -> bool:
-        most = 1 - WORTH_A_MORPH
+        limit = 1 - WORTH_A_MORPH
         if layout.step_s is not None and running.layout.step_s is not None:
-            return layout.step_s < most * running.layout.step_s
+            return layout.step_s < limit * running.layout.step_s
         new = [self._slowness.get(node.name, 1.0) for node in assign(nodes, layout)]
         old = [self._slowness.get(name, 1.0) for name in running.where.values()]
-        return relative_time(layout, new) < most * relative_time(running.layout, old)
+        return relative_time(layout, new) < limit * relative_time(running.layout, old)
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
-    """Corrects a planned layout's time for a node that is slower than was known."""
-    layout, nodes = running.layout, running.where.values()
+    """Corrects a planned layout's predicted time for a node that is slower than expected."""
+    layout = running.layout
+    nodes = running.where.values()
     if layout.step_s is None:
         return
     pace = {**layout.pace, name: layout.pace[name] * times}
-    before, after = (
-        relative_time(layout, [one[node] for node in nodes]) for one in (layout.pace, pace)
+    time_before, time_after = (
+        relative_time(layout, [paces[node] for node in nodes]) for paces in (layout.pace, pace)
     )
-    running.layout = replace(layout, pace=pace, step_s=layout.step_s * after / before)
+    running.layout = replace(layout, pace=pace, step_s=layout.step_s * time_after / time_before)

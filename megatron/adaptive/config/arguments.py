@@ -1,7 +1,8 @@
-"""The trainer's command line: Megatron-LM's flags and our own, made from the groups' fields.
+"""Parses the trainer's command line: Megatron-LM's flags and those of this project.
 
-Owns the parser, defaults that depend on other flags, and pairs of flags that exclude each other.
-Rules between values are in ``flag_checks.py``, flags that are refused in ``unsupported_flags.py``.
+Each flag is a field of a dataclass. This module owns the parser, defaults that depend on other
+flags, and the table of flags that exclude each other. Rules between values are in
+``flag_checks.py``, flags that are refused in ``unsupported_flags.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron.adaptive.config import flag_checks
 from megatron.adaptive.config.adapters import expand_model
 from megatron.adaptive.config.command_parser import LOOKS_LIKE_FLAG, CommandParser, flags_where
 from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.flag_rules import Given
+from megatron.adaptive.config.flag_rules import GivenFlags
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.hugging_face import MODEL_FLAGS
 from megatron.adaptive.config.input_files import natural, read_text
@@ -30,7 +31,7 @@ _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM
 _HELP_FLAGS = ("-h", "--help")
 _SECONDS_PER_MINUTE = 60
 
-# Settings that say the same thing twice or contradict each other where both are given.
+# These settings repeat or contradict each other if both are given.
 _EXCLUSIVE = """\
 fp16 excludes bf16 | parameters have one type
 train_iters excludes train_samples | the length of the run is counted in one unit
@@ -63,7 +64,7 @@ checkpoint_activations excludes recompute_activations recompute_granularity reco
 
 
 class Recipe(NamedTuple):
-    """A recipe as a command line of the trainer, and the processes that it is for."""
+    """Holds a recipe as flags of the trainer, with the number of nodes and of processes."""
 
     flags: list[str]
     nodes: int
@@ -71,7 +72,10 @@ class Recipe(NamedTuple):
 
 
 def flag_table() -> dict[str, list[tuple[str, str, str]]]:
-    """Returns spelling, default and help of every flag, by its group's title, as defined."""
+    """Returns the spelling, default and help of every flag by the title of its group.
+
+    Groups and flags keep the order of their definition.
+    """
     table = {"Plan": [(f"{PLAN_FLAG} FILE", "none", PLAN_HELP)]}
     for kind in groups().values():
         rows = table[_title(kind)] = []
@@ -90,35 +94,35 @@ def parse(
     needs_data: bool = True,
     installed: Installed | None = None,
 ) -> TrainerConfig:
-    """Read and check a command line.
+    """Parses and checks a command line.
 
     Args:
-        argv: the arguments without the program's name.
-        world_size: number of all processes.
-        last_wins: let a repeated flag take its last value, for scripts that append the user's
+        argv: Arguments without the program's name.
+        world_size: Number of processes of the job.
+        last_wins: Whether a repeated flag takes its last value, for scripts that append the user's
             flags to their own; otherwise a repeated flag is an error.
-        needs_data: Whether data and the tokenizer's files must be given.
-        installed: optional packages, looked up by default.
+        needs_data: Whether the flags for data and for the tokenizer's files are required.
+        installed: Optional packages that are installed; looked up by default.
 
     Returns:
-        A configuration that fulfils every rule of ``flag_checks.py``.
+        A configuration that obeys every rule of ``flag_checks.py``.
 
     Raises:
-        ConfigError: anything is wrong; one line with the value, the rule and the remedy.
-        SystemExit: ``--help`` was given and answered.
+        ConfigError: A flag or a value breaks a rule; one line names value, rule and remedy.
+        SystemExit: ``--help`` was given and printed.
     """
     specs = _all_specs()
     argv = flags_where(argv, _is_active)
     _scan(argv, {PLAN_FLAG: PLAN_FLAG} | _dests(specs), last_wins=last_wins)
-    given = _read_values(expand_model(expand_plan(argv, specs, world_size), specs))
-    Given(given, specs).require(_EXCLUSIVE)
-    _require_needed(given, specs)
+    values = _read_values(expand_model(expand_plan(argv, specs, world_size), specs))
+    GivenFlags(values, specs).require(_EXCLUSIVE)
+    _require_needed(values, specs)
     installed = installed or Installed.detect()
-    _resolve(given, world_size=world_size, installed=installed)
-    lay_out(given, specs)
+    _resolve(values, world_size=world_size, installed=installed)
+    lay_out(values, specs)
     config = TrainerConfig(
         **{
-            name: kind(**{s.dest: given[s.dest] for s in fields_of(kind) if s.dest in given})
+            name: kind(**{s.dest: values[s.dest] for s in fields_of(kind) if s.dest in values})
             for name, kind in groups().items()
         }
     )
@@ -127,51 +131,51 @@ def parse(
     return config
 
 
-def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
-    """Turn a recipe and the words behind it into a command line.
+def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
+    """Turns a recipe and the arguments after it into a command line of the trainer.
 
     ::
 
-        num_layers: 16  # any field of the settings, as its flag is called
-        variants:       # one option of each is taken, the first where no word names another
+        num_layers: 16  # any field of the settings, spelled as its flag
+        variants:       # one option of each is used, the first unless an argument names another
           task: {pretrain: {lr: 3e-4}, finetune: {lr: 1e-5}}
           gpus: {1: {}, 2x4: {nodes: 2, processes_per_node: 4}}
 
     Args:
-        content: what the YAML file holds.
-        words: ``key=value`` each, or ``key=`` to remove a key. They win over the file; within the
-            file variants win over the rest. With ``load_hf`` the folder describes the model, and
-            sizes and layers in the file are ignored.
-        where: the file, for messages.
+        content: Content of the YAML file.
+        overrides: Arguments, each ``key=value``, or ``key=`` to remove a key. They win over the
+            file; within the file variants win over the rest. With ``load_hf`` the folder describes
+            the model, and sizes and layers in the file are ignored.
+        where: Path of the file, for messages.
 
     Raises:
-        ConfigError: a key or option is unknown.
+        ConfigError: A key or option is unknown.
     """
-    given: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or key in given:
+    chosen: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or key in chosen:
             rule = "is given twice; keep one" if equals else "is no setting: write key=value"
-            raise ConfigError(f"{word}: {key} {rule}")
-        given[key] = value
+            raise ConfigError(f"{override}: {key} {rule}")
+        chosen[key] = value
     base = dict(_mapping(content, where))
     variants = _mapping(base.pop("variants", {}), f"{where}: variants")
     settings = _by_field(base, where)
     for axis, options in variants.items():
-        place = f"{where}: variants.{axis}"
-        found = {
-            str(name): _by_field(part or {}, f"{place}.{name}")
-            for name, part in _mapping(options, place).items()
+        path = f"{where}: variants.{axis}"
+        parts = {
+            str(name): _by_field(part or {}, f"{path}.{name}")
+            for name, part in _mapping(options, path).items()
         }
-        choice = given.pop(axis, next(iter(found), ""))
-        if choice not in found:
-            raise ConfigError(f"{axis}={choice}: {where} has {', '.join(found)}; choose of them")
-        settings |= found[choice]
-    own = _by_field(given, "the command line")
-    if (own | settings).get("load_hf"):
-        # The folder describes its model. A word that contradicts it is refused later.
+        choice = chosen.pop(axis, next(iter(parts), ""))
+        if choice not in parts:
+            raise ConfigError(f"{axis}={choice}: {where} has {', '.join(parts)}; choose of them")
+        settings |= parts[choice]
+    overriding = _by_field(chosen, "the command line")
+    if (overriding | settings).get("load_hf"):
+        # The folder describes its model. An argument that contradicts it is refused later.
         settings = {field: settings[field] for field in settings.keys() - _model_fields()}
-    settings |= own
+    settings |= overriding
     counts = []
     for name in _PROCESSES:
         value = str(settings.pop(name, None) or 1)
@@ -180,10 +184,10 @@ def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
         counts.append(int(value))
     specs = _all_specs()
     flags = [
-        word
+        argument
         for field, value in settings.items()
         if value not in ("", None)
-        for word in _words_of(specs[field], value, where)
+        for argument in _arguments_of(specs[field], value, where)
     ]
     return Recipe(flags, *counts)
 
@@ -193,7 +197,7 @@ _MOST_PROCESSES = 4096
 
 
 def _model_fields() -> frozenset[str]:
-    """Returns the names of the settings that a model's folder decides."""
+    """Returns the names of the settings that the folder of ``--load-hf`` decides."""
     dests = {name: spec.dest for spec in _all_specs().values() for name in spec.names}
     return frozenset(dests[flag] for flag in MODEL_FLAGS)
 
@@ -205,14 +209,14 @@ def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
 
 
 def _by_field(part: Any, where: str) -> dict[str, Any]:
-    """Names the settings of a part of a recipe by their fields."""
+    """Returns the settings of a part of a recipe by the names of their fields."""
     fields = {name: (name, True) for name in _PROCESSES}
     for spec in _all_specs().values():
-        # A flag that turns a setting off is its opposite.
+        # A flag that turns a setting off takes the opposite value.
         same = spec.default is not True
         fields |= {name.strip("-").replace("-", "_"): (spec.dest, same) for name in spec.names}
     fields |= {name: (name, True) for name in _all_specs()}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in _mapping(part, where).items():
         name = str(key).replace("-", "_")
         if name not in fields:
@@ -222,48 +226,46 @@ def _by_field(part: Any, where: str) -> dict[str, Any]:
             raise ConfigError(f"{where}: {key} is not a setting: {hint}")
         field, same = fields[name]
         opposite = {"true": "false", "false": "true"}.get(str(value).lower(), value)
-        found[field] = value if same else opposite
-    return found
+        settings[field] = value if same else opposite
+    return settings
 
 
-def _words_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
-    """Writes a setting as words of the command line."""
+def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
+    """Returns a setting as arguments of the command line."""
     if spec.is_switch:
-        word = str(value).lower()
-        if word not in ("true", "false"):
+        text = str(value).lower()
+        if text not in ("true", "false"):
             raise ConfigError(f"{where}: {spec.dest} is {value!r}: it must be true or false")
-        return [] if (word == "true") == (spec.default is True) else [spec.name]
+        return [] if (text == "true") == (spec.default is True) else [spec.name]
     if isinstance(value, dict):
-        raise ConfigError(f"{where}: {spec.dest} holds keys: settings lie at the top")
-    listed = value if isinstance(value, list) else str(value).split()
-    texts = [str(one) for one in listed]
-    return (
-        [spec.name, *texts]
-        if spec.many and not spec.reader
-        else [spec.name, "-".join(texts) if isinstance(value, list) else str(value)]
-    )
+        raise ConfigError(f"{where}: {spec.dest} has keys below it: write settings at the top")
+    items = value if isinstance(value, list) else str(value).split()
+    texts = [str(item) for item in items]
+    if spec.many and not spec.reader:
+        return [spec.name, *texts]
+    return [spec.name, "-".join(texts) if isinstance(value, list) else str(value)]
 
 
 def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] = ()) -> list[str]:
-    """Keep those flags, with their values, that belong to some groups of settings.
+    """Returns the flags, with their values, that belong to some groups of settings.
 
     Args:
-        argv: a command line of the trainer.
-        kinds: dataclasses of groups.
-        more: further fields to keep, by name.
+        argv: Command line of the trainer.
+        kinds: Dataclasses of the groups.
+        more: Names of further fields to keep.
 
     Raises:
-        ConfigError: a flag is unknown or one that this trainer refuses.
+        ConfigError: A flag is unknown or one that this trainer refuses.
     """
-    specs = _all_specs()
-    argv, dests = flags_where(argv, _is_active), _dests(specs)
+    dests = _dests(_all_specs())
+    argv = flags_where(argv, _is_active)
     _scan(argv, dests, last_wins=True)
-    wanted = {spec.dest for kind in kinds for spec in _flagged(kind)}.union(more)
-    return flags_where(argv, lambda name: dests.get(name) in wanted)
+    kept = {spec.dest for kind in kinds for spec in _flagged(kind)}.union(more)
+    return flags_where(argv, lambda name: dests.get(name) in kept)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser; values of absent flags are absent from its result."""
+    """Returns the parser; its result has no values for absent flags."""
     parser = CommandParser(
         complain=_complaint,
         usage="%(prog)s FLAG ...",
@@ -296,22 +298,22 @@ def _title(kind: type) -> str:
 
 
 def _is_active(name: str) -> bool:
-    """Returns whether a flag is none of Megatron-LM's that have no effect here."""
+    """Returns False for a flag of Megatron-LM that has no effect here."""
     return not is_idle(name)
 
 
 def _dests(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
-    """Returns the field of each spelling of a flag."""
+    """Returns the field's name by each spelling of its flag."""
     return {name: spec.dest for spec in specs.values() for name in spec.names}
 
 
 def _scan(argv: Sequence[str], dest_of: Mapping[str, str], *, last_wins: bool) -> None:
-    """Refuse flags that are unknown, not supported or repeated, before any value is read."""
+    """Refuses flags that are unknown, not supported or repeated, before any value is read."""
     seen: dict[str, str] = {}
-    for word in argv:
-        if not LOOKS_LIKE_FLAG.match(word):
+    for argument in argv:
+        if not LOOKS_LIKE_FLAG.match(argument):
             continue
-        name = word.split("=", 1)[0]
+        name = argument.split("=", 1)[0]
         if name in _HELP_FLAGS:
             continue
         if name not in dest_of:
@@ -324,12 +326,12 @@ def _scan(argv: Sequence[str], dest_of: Mapping[str, str], *, last_wins: bool) -
         seen[dest] = name
 
 
-def _why_not_taken(name: str, taken: list[str]) -> str:
+def _why_not_taken(name: str, accepted: list[str]) -> str:
     reason = reason_for(name)
     if reason is not None:
         return f"{name} is a flag of Megatron-LM that this trainer refuses: {reason}"
-    (nearest,) = difflib.get_close_matches(name, [*taken, *refused_flags()], n=1, cutoff=0.0)
-    note = "" if nearest in taken else ", which is refused"
+    (nearest,) = difflib.get_close_matches(name, [*accepted, *refused_flags()], n=1, cutoff=0.0)
+    note = "" if nearest in accepted else ", which is refused"
     return f"{name} is not a flag of this trainer: the nearest is {nearest}{note}; see --help"
 
 
@@ -343,39 +345,39 @@ def _read_values(argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _require_needed(given: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    missing = [s.name for s in specs.values() if s.is_required and s.dest not in given]
+def _require_needed(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
+    missing = [s.name for s in specs.values() if s.is_required and s.dest not in values]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(f"{', '.join(missing)} {verb} missing: every run needs them, add them")
-    if "train_iters" not in given and "train_samples" not in given:
+    if "train_iters" not in values and "train_samples" not in values:
         raise ConfigError("the length of the run is missing: add --train-iters or --train-samples")
 
 
-def _resolve(given: dict[str, Any], *, world_size: int, installed: Installed) -> None:
-    """Fill in values that depend on other flags, on the world size or on installed packages."""
-    replicas = flag_checks.replicas_of(world_size, given)
-    given["world_size"] = world_size
-    given.setdefault("global_batch_size", given["micro_batch_size"] * replicas)
-    given.setdefault(
+def _resolve(values: dict[str, Any], *, world_size: int, installed: Installed) -> None:
+    """Fills in values that depend on other flags, on the world size or on installed packages."""
+    replicas = flag_checks.replicas_of(world_size, values)
+    values["world_size"] = world_size
+    values.setdefault("global_batch_size", values["micro_batch_size"] * replicas)
+    values.setdefault(
         "transformer_impl", "transformer_engine" if installed.transformer_engine else "local"
     )
-    if "distributed_timeout_minutes" in given:
-        given.setdefault(
-            "pipeline_timeout_s", float(given["distributed_timeout_minutes"] * _SECONDS_PER_MINUTE)
+    if "distributed_timeout_minutes" in values:
+        values.setdefault(
+            "pipeline_timeout_s", float(values["distributed_timeout_minutes"] * _SECONDS_PER_MINUTE)
         )
-    has_files = "vocab_file" in given or "merge_file" in given
-    if "mock_data" in given and "vocab_size" in given and not has_files:
-        given.setdefault("tokenizer_type", "NullTokenizer")
-    if "data_args_path" in given:
-        given["data_path"] = _read_data_args(given["data_args_path"])
+    has_files = "vocab_file" in values or "merge_file" in values
+    if "mock_data" in values and "vocab_size" in values and not has_files:
+        values.setdefault("tokenizer_type", "NullTokenizer")
+    if "data_args_path" in values:
+        values["data_path"] = _read_data_args(values["data_args_path"])
 
 
 def _read_data_args(path: str) -> tuple[str, ...]:
-    hint = "give --data-args-path a text file that holds the value of --data-path"
-    words = tuple(read_text(Path(path), hint).split())
-    if not words:
+    hint = "give --data-args-path a text file that contains the value of --data-path"
+    items = tuple(read_text(Path(path), hint).split())
+    if not items:
         raise ConfigError(
             f"--data-args-path {path} is empty: write the value of --data-path into it"
         )
-    return words
+    return items

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 _HALF = ("bfloat16", "float16")
 _WIDEST_FLASH = 256
 _WIDEST_GROUPED = 128
-"""From this width on, flash has no backward on some GPUs, and torch takes another kernel."""
+"""Largest width at which every GPU has a flash backward; above it torch takes another kernel."""
 _WIDTH_MULTIPLE = 8
 _FLASH_CAPABILITY = 8
 
@@ -42,10 +42,10 @@ class Kernel(enum.Enum):
     """Names the ways in which attention is computed.
 
     Attributes:
-        SCORES: scores of all pairs are written out and kept.
-        CAUSAL: kernel that hides later tokens without a mask.
-        MASKED: kernel that takes a mask.
-        PACKED: kernel for rows of several documents, with or without a window.
+        SCORES: No kernel; the scores of all pairs of tokens are stored until the backward.
+        CAUSAL: Kernel that hides later tokens without a mask.
+        MASKED: Kernel that takes a mask.
+        PACKED: Kernel for rows of several documents, with or without a window.
     """
 
     SCORES = "scores"
@@ -58,9 +58,10 @@ class Mask(enum.Enum):
     """Names the kinds of token sets that a token attends to.
 
     Attributes:
-        CAUSAL: the token itself and all before it.
-        WINDOW: the token itself and a fixed number before it.
-        GIVEN: tokens that a mask leaves, for documents in one row or a part of a sequence.
+        CAUSAL: The token itself and all tokens before it.
+        WINDOW: The token itself and a fixed number of tokens before it.
+        GIVEN: Tokens that an explicit mask selects, for several documents in a row or for a part
+            of a sequence.
     """
 
     CAUSAL = "causal"
@@ -70,21 +71,21 @@ class Mask(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase:
-    """Everything that the choice of a kernel depends on.
+    """Describes everything that the choice of a kernel depends on.
 
     Attributes:
-        backend: value of ``--attention-backend``.
-        device: type of the device, ``cuda`` or ``cpu``.
-        dtype: name of the type of queries, such as ``bfloat16``.
-        mask: tokens that each token attends to.
-        is_packed: whether a row holds several documents, without a mask for them.
-        query_width: width of a head's queries and keys.
-        value_width: width of a head's values.
-        has_dropout: whether this forward drops probabilities.
-        has_sinks: whether the softmax of each row has an additional learned term (a sink).
-        has_bound: whether scores are bounded.
-        capability: major number of the GPU's compute capability.
-        has_packed_kernel: whether this torch has the packed kernel, with windows.
+        backend: Value of ``--attention-backend``.
+        device: Type of the device, ``cuda`` or ``cpu``.
+        dtype: Name of the queries' type, such as ``bfloat16``.
+        mask: Tokens that each token attends to.
+        is_packed: Whether a row consists of several documents, without a mask for them.
+        query_width: Width of a head's queries and keys.
+        value_width: Width of a head's values.
+        has_dropout: Whether this forward drops probabilities.
+        has_sinks: Whether the softmax of each row has an additional learned term (a sink).
+        has_bound: Whether scores are bounded.
+        capability: Major number of the GPU's compute capability.
+        has_packed_kernel: Whether this torch has the packed kernel, with windows.
     """
 
     backend: str = "auto"
@@ -104,22 +105,23 @@ class AttentionCase:
 def kernel_for(case: AttentionCase) -> Kernel:
     """Chooses the way in which attention is computed.
 
-    For packed rows any result other than ``PACKED`` means that the caller computes one document
-    after another and chooses anew for each.
+    If rows are packed and the result is not ``PACKED``, the caller computes one document after
+    another and chooses again for each.
     """
     if case.has_sinks or case.has_bound or case.backend in ("unfused", "local"):
         return Kernel.SCORES
     if case.dtype not in ("float32", *_HALF):
         return Kernel.SCORES
     if case.device == "cpu":
-        # By default a CPU computes the same numbers as megatron-core, without a kernel.
+        # A CPU uses a kernel only on request: scores in memory give megatron-core's exact numbers.
         takes = case.backend == "fused" and case.query_width == case.value_width
         if case.has_dropout or not takes:
             return Kernel.SCORES
         return Kernel.CAUSAL if case.mask is Mask.CAUSAL else Kernel.MASKED
     if case.device != "cuda":
         return Kernel.SCORES
-    is_flash, is_efficient = _takes_flash(case), _takes_efficient(case)
+    is_flash = _takes_flash(case)
+    is_efficient = _takes_efficient(case)
     has_rows = case.mask is Mask.WINDOW or (case.is_packed and case.mask is Mask.CAUSAL)
     takes_rows = case.has_packed_kernel and is_flash and _is_aligned(case)
     if has_rows and takes_rows and not case.has_dropout:
@@ -130,7 +132,7 @@ def kernel_for(case: AttentionCase) -> Kernel:
 
 
 def shares_keys(case: AttentionCase) -> bool:
-    """Returns whether several queries can share a key without copies of it."""
+    """Returns whether several query heads can share a key head without copies of it."""
     is_causal = case.device == "cuda" and kernel_for(case) is Kernel.CAUSAL
     return is_causal and _takes_flash(case) and case.query_width <= _WIDEST_GROUPED
 

@@ -1,4 +1,4 @@
-"""Parses command lines: the one ``ArgumentParser`` of programs, whose complaints are one line."""
+"""Parses command lines. Every program uses :class:`CommandParser`, whose errors are one line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from megatron.adaptive.errors import ConfigError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises :class:`ConfigError` for a wrong command line; options have their whole names.
+    """Raises :class:`ConfigError` for a wrong command line, and accepts no abbreviated options.
 
     Args:
-        complain: makes the whole message; by default the command's name and what is wrong.
-        otherwise: ends such a message where no option is near.
-        options: of ``argparse``.
+        complain: Makes the error's text from argparse's message. By default the text is the
+            command's name, the message and the nearest option.
+        otherwise: End of that text if no option has a similar name.
+        options: Arguments of ``argparse.ArgumentParser``.
     """
 
     def __init__(
@@ -29,13 +30,14 @@ class CommandParser(argparse.ArgumentParser):
         **options: Any,
     ) -> None:
         super().__init__(**options, allow_abbrev=False)
-        self._complain, self._otherwise = complain, otherwise
+        self._complain = complain
+        self._otherwise = otherwise
 
     def error(self, message: str) -> NoReturn:
-        """Complains; names the nearest for an unknown option.
+        """Raises an error; for an unknown option it names the nearest one.
 
         Raises:
-            ConfigError: always.
+            ConfigError: Always.
         """
         if self._complain is not None:
             raise ConfigError(self._complain(message))
@@ -46,62 +48,63 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def number(
-    kind: type[int] | type[float], least: float, most: float, what: str = ""
+    kind: type[int] | type[float], least: float, most: float, noun: str = ""
 ) -> Callable[[str], Any]:
     """Returns the ``type`` of an option that takes a number within limits.
 
     Args:
-        kind: of number.
-        least: smallest value.
-        most: largest value.
-        what: what it is, for the message; by default a number of this kind.
+        kind: ``int`` or ``float``.
+        least: Smallest value.
+        most: Largest value.
+        noun: Name of the quantity, for the error's text; by default "number" or "whole number".
     """
     form = ",d" if kind is int else "g"
-    what = what or ("whole number" if kind is int else "number")
-    what += f" from {kind(least):{form}} to {kind(most):{form}}"
+    noun = noun or ("whole number" if kind is int else "number")
+    noun += f" from {kind(least):{form}} to {kind(most):{form}}"
 
-    def read(word: str) -> float:
+    def read(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if len(word) <= _LONGEST and least <= (value := kind(word)) <= most:
+            if len(text) <= _LONGEST and least <= (value := kind(text)) <= most:
                 return value
-        shown = word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."
-        raise argparse.ArgumentTypeError(f"{shown!r} is not a {what}")
+        shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        raise argparse.ArgumentTypeError(f"{shown!r} is not a {noun}")
 
     return read
 
 
 _LONGEST = 40
 count = number(int, 1, 1_000_000)
-"""The ``type`` of an option that takes a whole number from 1 on."""
+"""Reads the value of an option as a whole number from 1 to 1,000,000."""
 
 
 LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Returns flags with the words that follow them; the last of equal ones."""
-    found: dict[str, list[str]] = {}
+    """Returns the values of each flag by its name; a repeated flag has its last values."""
+    values_of: dict[str, list[str]] = {}
     name = ""
-    for word in argv:
-        if LOOKS_LIKE_FLAG.match(word):
-            name, equals, value = word.partition("=")
-            found[name] = [value] if equals else []
+    for argument in argv:
+        if LOOKS_LIKE_FLAG.match(argument):
+            name, equals, value = argument.partition("=")
+            values_of[name] = [value] if equals else []
         elif name:
-            found[name].append(word)
-    return found
+            values_of[name].append(argument)
+    return values_of
 
 
 def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
-    """Keeps the flags whose names are wanted, with their values."""
-    kept, keeping = [], is_wanted("")
-    for word in argv:
-        if LOOKS_LIKE_FLAG.match(word):
-            keeping = is_wanted(word.split("=", 1)[0])
+    """Returns the flags whose names ``is_wanted`` accepts, with their values."""
+    kept = []
+    keeping = is_wanted("")
+    for argument in argv:
+        if LOOKS_LIKE_FLAG.match(argument):
+            keeping = is_wanted(argument.split("=", 1)[0])
         if keeping:
-            kept.append(word)
+            kept.append(argument)
     return kept
 
 
-def last_value(words: Sequence[str], flag: str) -> str | None:
-    """Returns the value that a flag has in an unparsed command line, the last one of several."""
-    return next(iter(flags_in(words).get(flag, ())), None)
+def last_value(argv: Sequence[str], flag: str) -> str | None:
+    """Returns a flag's value in an unparsed command line; the last one if it is repeated."""
+    return next(iter(flags_in(argv).get(flag, ())), None)

@@ -1,4 +1,4 @@
-"""Training data and batches."""
+"""Defines the settings of the tokenizer, of training data and of batches."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ class TokenizerConfig:
     """Tokenizer."""
 
     tokenizer_type: str = flag(
-        "Tokenizer; NullTokenizer takes ids as they are and needs --vocab-size.",
+        "Tokenizer; NullTokenizer reads token ids and needs --vocab-size.",
         "GPT2BPETokenizer",
         choices=(
-            *("GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"),
-            *("GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "NullTokenizer"),
+            "GPT2BPETokenizer",
+            "HuggingFaceTokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "TikTokenizer",
+            "NullTokenizer",
         ),
         refused_choices={
             "BertWordPieceLowerCase": _NOT_GPT,
@@ -42,27 +47,27 @@ class TokenizerConfig:
         derived="GPT2BPETokenizer; NullTokenizer with --mock-data and --vocab-size alone",
     )
     tokenizer_model: str | None = flag(
-        "Folder with tokenizer.json for HuggingFaceTokenizer, or the file of SentencePiece's "
-        "tokenizers or of TikTokenizer.",
+        "Folder with tokenizer.json for HuggingFaceTokenizer, or the model file of a "
+        "SentencePiece tokenizer or of TikTokenizer.",
         unit="PATH",
     )
     vocab_size: Count | None = flag(
-        "Ids before padding: for NullTokenizer and TikTokenizer; with the others the rows that the "
-        "model has at least.",
+        "Number of token ids before padding, for NullTokenizer and TikTokenizer; with other "
+        "tokenizers the least number of rows of the embedding.",
         unit="IDS",
     )
-    vocab_file: File | None = flag("Vocabulary of GPT2BPETokenizer (JSON).")
-    merge_file: File | None = flag("Merges of GPT2BPETokenizer.")
+    vocab_file: File | None = flag("Vocabulary file of GPT2BPETokenizer (JSON).")
+    merge_file: File | None = flag("Merges file of GPT2BPETokenizer.")
     tiktoken_pattern: str = flag(
-        "How TikTokenizer parts text into words.", "v2", choices=("v1", "v2")
+        "Pattern by which TikTokenizer splits text into words.", "v2", choices=("v1", "v2")
     )
     tiktoken_num_special_tokens: Count = flag(
-        "Ids that TikTokenizer keeps for special tokens.", 1000, unit="IDS"
+        "Number of ids that TikTokenizer reserves for special tokens.", 1000, unit="IDS"
     )
 
     @property
     def missing(self) -> list[str]:
-        """Flags that the tokenizer needs and that are not given."""
+        """Names of the flags that the tokenizer needs and that are absent."""
         needs = {
             "NullTokenizer": ("vocab_size",),
             "GPT2BPETokenizer": ("vocab_file", "merge_file"),
@@ -74,23 +79,23 @@ class TokenizerConfig:
 class DataConfig(TokenizerConfig):
     """Data.
 
-    A list of datasets is one prefix, several prefixes, or weights and prefixes in turn. After
-    parsing, ``data_path`` also holds what ``--data-args-path`` names, and ``split`` is set
-    whenever one dataset serves training, validation and test.
+    A list of datasets is one prefix, several prefixes, or alternating weights and prefixes. After
+    parsing, ``data_path`` has the datasets of ``--data-args-path`` if that flag is given, and
+    ``split`` is set if training, validation and test share one dataset.
     """
 
     data_path: tuple[str, ...] | None = flag(
-        "Prefixes of .bin and .idx files, weighted or not, divided by --split.",
+        "Prefixes of .bin and .idx files, each with an optional weight; --split divides the data.",
         unit="[WEIGHT] PREFIX",
     )
-    data_args_path: File | None = flag("File that holds the value of --data-path.")
+    data_args_path: File | None = flag("Text file that contains the value of --data-path.")
     split: str | None = flag(
-        "Shares of training, validation and test.",
+        "Relative shares of training, validation and test.",
         unit="SHARES",
         derived="969,30,1 with --data-path and --mock-data",
     )
     train_data_path: tuple[str, ...] | None = flag(
-        "Datasets for training only, in place of --data-path.", unit="[WEIGHT] PREFIX"
+        "Datasets for training only, instead of --data-path.", unit="[WEIGHT] PREFIX"
     )
     valid_data_path: tuple[str, ...] | None = flag(
         "Datasets for validation only.", unit="[WEIGHT] PREFIX"
@@ -99,48 +104,51 @@ class DataConfig(TokenizerConfig):
         "Datasets for the test only.", unit="[WEIGHT] PREFIX"
     )
     data_cache_path: Folder | None = flag(
-        "Folder for the index files made from the data.", derived="next to the data"
+        "Folder for the index files that are built from the data.", derived="next to the data"
     )
-    mock_data: bool = switch("Made-up samples, no files.")
+    mock_data: bool = switch("Use generated samples instead of data files.")
     mmap_bin_files: bool = switch(
         "Read .bin files instead of mapping them into memory.", off="--no-mmap-bin-files"
     )
     variable_seq_lengths: bool = switch(
-        "Samples are documents, cut at --seq-length and never glued; the loss is the mean over all "
-        "tokens of the batch."
+        "Make each document a sample, cut at --seq-length and never joined with others; the loss "
+        "is the mean over all tokens of the batch."
     )
     pack_to: Count | None = flag(
-        "With --variable-seq-lengths: pack documents into microbatches of so many tokens at most, "
-        "with attention within each; without it every microbatch is padded to its longest.",
+        "With --variable-seq-lengths: pack documents into microbatches of at most this number of "
+        "tokens; attention stays within a document. Without it every microbatch is padded to its "
+        "longest document.",
         unit="TOKENS",
     )
     sft: bool = switch(
-        "With --variable-seq-lengths: data files are JSON lines of conversations, of which only "
-        "what the assistant says is taught."
+        "With --variable-seq-lengths: data files are JSON lines of conversations; only the "
+        "assistant's words count in the loss."
     )
     num_workers: Natural | None = flag(
-        "Processes that load data, of each rank that needs it; by default 2 on a GPU, and none on "
-        "a CPU, where they would take the rank's time.",
+        "Number of data loading processes of each rank that needs data; on a CPU they would take "
+        "the rank's cores.",
         unit="PROCESSES",
+        derived="2 on a GPU, 0 on a CPU",
     )
     dataloader_type: str = flag(
-        "No effect: samples are taken in the order that the dataset shuffled them to.",
+        "No effect: samples are always taken in the order to which the dataset shuffled them.",
         "single",
         choices=("single",),
         refused_choices={
-            "cyclic": "samples are in random order already and repeat when they are used up, and "
-            "a resumed run goes on at the same sample only with single; use single",
-            "external": "this trainer takes no loader from outside; use single",
+            "cyclic": "samples are shuffled already and repeat after the last one, and a resumed "
+            "run continues at the same sample only with single; use single",
+            "external": "this trainer accepts no data loader of the user; use single",
         },
     )
     num_dataset_builder_threads: Count = flag(
         "Threads that build several datasets at once.", 1, unit="THREADS"
     )
-    reset_position_ids: bool = switch("Count positions anew after each document.")
-    reset_attention_mask: bool = switch("Let no token see a document before its own.")
-    eod_mask_loss: bool = switch("Leave the end of documents out of the loss.")
+    reset_position_ids: bool = switch("Restart positions at 0 in each document of a sample.")
+    reset_attention_mask: bool = switch("Let tokens attend only to their own document.")
+    eod_mask_loss: bool = switch("Leave end-of-document tokens out of the loss.")
     create_attention_mask_in_dataloader: bool = switch(
-        "No effect: the causal mask is left to attention unless --reset-attention-mask makes one.",
+        "No effect: attention applies the causal mask itself, unless --reset-attention-mask needs "
+        "another mask.",
         off="--no-create-attention-mask-in-dataloader",
     )
 
@@ -150,7 +158,7 @@ class DataConfig(TokenizerConfig):
 
     @property
     def has_path_per_split(self) -> bool:
-        """True if training, validation and test have datasets of their own."""
+        """True if training, validation and test have separate datasets."""
         return any((self.train_data_path, self.valid_data_path, self.test_data_path))
 
 
@@ -161,9 +169,9 @@ class BatchConfig:
     ``rampup_batch_size`` is ``(start, increment, samples)`` or ``None``.
     """
 
-    micro_batch_size: Samples = required("Samples of each microbatch.")
+    micro_batch_size: Samples = required("Number of samples of each microbatch.")
     global_batch_size: Samples = required(
-        "Samples of each optimizer step over all ranks.",
+        "Number of samples of each optimizer step, over all ranks.",
         derived="micro batch size x data parallel size",
     )
     rampup_batch_size: tuple[Count, Count, Count] | None = flag(
@@ -173,7 +181,7 @@ class BatchConfig:
     )
 
     def batch_sizes(self) -> tuple[int, ...]:
-        """Every global batch size of the run in order, one unless it is ramped up."""
+        """Returns the global batch sizes of the run in order; several only with a ramp-up."""
         if self.rampup_batch_size is None:
             return (self.global_batch_size,)
         start, increment, _ = self.rampup_batch_size

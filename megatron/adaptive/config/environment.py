@@ -1,11 +1,11 @@
 """Reads environment variables, lists those that other nodes get, and finds installed packages.
 
-The one place that reads environment variables. Everybody else is given an :class:`Environment`. A
-script of the user's, which has flags of its own, is given a :class:`JobOrder` in one of them.
+Only this module reads environment variables; other modules take an :class:`Environment`. A user's
+script, whose flags this program does not know, gets a :class:`JobOrder` in one variable.
 
-Values of secrets (:func:`is_secret`) reach processes through their environment alone: over ssh by
-standard input, on Slurm by the environment that ``sbatch`` takes along. Files, pages, logs and
-command lines hold a mark in their place.
+Secret values (:func:`is_secret`) reach processes only through their environment: over ssh by
+standard input, on Slurm by the environment that ``sbatch`` passes on. Files, pages, logs and
+command lines show :data:`MASK` instead.
 """
 
 from __future__ import annotations
@@ -26,28 +26,51 @@ from megatron.adaptive.config.input_files import open_file, parse_json
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _EVERYWHERE = (
-    *("NCCL_", "GLOO_", "UCX_", "OMP_", "MKL_", "HF_", "TIKTOKEN_", "TORCH_", "TORCHELASTIC_"),
-    *("PYTORCH_", "NVTE_", "TRITON_", "MEGATRON_ADAPTIVE_", "PYTHONUNBUFFERED"),
+    "NCCL_",
+    "GLOO_",
+    "UCX_",
+    "OMP_",
+    "MKL_",
+    "HF_",
+    "TIKTOKEN_",
+    "TORCH_",
+    "TORCHELASTIC_",
+    "PYTORCH_",
+    "NVTE_",
+    "TRITON_",
+    "MEGATRON_ADAPTIVE_",
+    "PYTHONUNBUFFERED",
     "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 FROM_CONF = (*_EVERYWHERE, "CUDA_", "LD_LIBRARY_")
-"""Beginnings of variables of ``conf.sh`` that all processes get: by the master's answer to workers,
-by Slurm's settings file; secrets not so, see :mod:`megatron.adaptive.config.environment`."""
+"""Prefixes of the variables of ``conf.sh`` that all processes get.
+
+Workers get them in the master's answer, Slurm jobs in a settings file. Secrets are left out of
+both; see :mod:`megatron.adaptive.config.environment`.
+"""
 OVER_SSH = (*_EVERYWHERE, "PYTHON", "TORCH")
-"""Beginnings of variables of the manager of ``run`` that its agents on other machines get."""
+"""Prefixes of the variables that the manager of ``run`` passes to agents on other machines."""
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 IS_CHECKOUT = (_CHECKOUT / "pretrain_gpt.py").is_file()
 WORK_FOLDER = _CHECKOUT if IS_CHECKOUT else Path.cwd()
-"""Folder of ``conf.sh``, ``runs``, ``logs`` and ``data``: the checkout, or the current one where a
+"""Folder of ``conf.sh``, ``runs``, ``logs`` and ``data``: the checkout, or the current folder if a
 wheel is installed."""
 SCRIPTS = _CHECKOUT if IS_CHECKOUT else Path(sys.prefix, "share", "megatron-adaptive")
-"""Folder of ``pretrain_gpt.py`` and ``examples``, as the checkout and the wheel have them."""
+"""Folder of ``pretrain_gpt.py`` and ``examples``, in the checkout or in the installed wheel."""
 
 MASK = "***"
 _SECRET = {
-    *("TOKEN", "SECRET", "SECRETS", "KEY", "APIKEY", "PASSWORD", "PASSWD", "PASSPHRASE"),
-    *("CREDENTIAL", "CREDENTIALS"),
+    "TOKEN",
+    "SECRET",
+    "SECRETS",
+    "KEY",
+    "APIKEY",
+    "PASSWORD",
+    "PASSWD",
+    "PASSPHRASE",
+    "CREDENTIAL",
+    "CREDENTIALS",
 }
 _WORDS = re.compile(r"[^A-Z0-9]+")
 _USER_INFO = re.compile(r"(?<=://)[^/\s@]*(?=@)")
@@ -55,38 +78,39 @@ _SETTING = re.compile(r"(?<![\w-])(--?)?([A-Za-z_][\w-]*)=([^\s,;]+)")
 
 
 def is_secret(name: str) -> bool:
-    """Returns whether a variable's value is hidden: a word of its name is of a secret's."""
+    """Returns whether a variable's name has a word such as ``TOKEN``, so that it is a secret."""
     return not _SECRET.isdisjoint(_WORDS.split(name.upper()))
 
 
 def _is_secret_flag(name: str) -> bool:
-    # By its last word: --linear-key-head-dim is none.
+    # Only the last word of the name counts: --linear-key-head-dim is no secret.
     return name.startswith("-") and is_secret(name.rpartition("-")[2])
 
 
-def masked(words: Sequence[str]) -> list[str]:
-    """Hides secrets in a command line: values of flags and variables, users in addresses."""
-    found = []
-    for before, word in zip(("", *words), words, strict=False):
-        hides = _is_secret_flag(before) and "=" not in before and not word.startswith("--")
-        found.append(MASK if hides else _SETTING.sub(_mask, _USER_INFO.sub(MASK, word)))
-    return found
+def masked(arguments: Sequence[str]) -> list[str]:
+    """Hides secrets in a command line: values of flags and variables, user names in URLs."""
+    shown = []
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        hides = _is_secret_flag(before) and "=" not in before and not argument.startswith("--")
+        shown.append(MASK if hides else _SETTING.sub(_mask, _USER_INFO.sub(MASK, argument)))
+    return shown
 
 
 def _mask(match: re.Match[str]) -> str:
-    dashes, name = match[1] or "", match[2]
+    dashes = match[1] or ""
+    name = match[2]
     hides = _is_secret_flag(f"-{name}") if dashes else is_secret(name)
     return f"{dashes}{name}={MASK}" if hides else match[0]
 
 
 def masked_text(text: str) -> str:
-    """Returns a command line in one text with its secrets hidden, the same where there are none."""
+    """Hides the secrets of a command line in one text; returns it unchanged if it has none."""
     try:
-        words = shlex.split(text)
+        arguments = shlex.split(text)
     except ValueError:
-        words = text.split()
-    hidden = masked(words)
-    return text if hidden == words else shlex.join(hidden)
+        arguments = text.split()
+    hidden = masked(arguments)
+    return text if hidden == arguments else shlex.join(hidden)
 
 
 _LAUNCHER = "start the program with torchrun or unset the variable"
@@ -94,33 +118,33 @@ _LAUNCHER = "start the program with torchrun or unset the variable"
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """The variables that a launcher sets, checked.
+    """Holds the checked values of the variables that a launcher sets.
 
     Attributes:
-        rank: id among all processes.
-        world_size: number of all processes.
-        local_rank: id among the processes of this node.
-        local_world_size: number of processes of this node.
-        node_rank: id of this node (``GROUP_RANK``).
-        master_addr: where rank 0 listens.
-        master_port: its port, ``None`` without a launcher.
-        run_id: id of the job that torchrun gives (``TORCHELASTIC_RUN_ID``), ``none`` otherwise.
-        restart_count: restarts of the job so far (``TORCHELASTIC_RESTART_COUNT``).
-        omp_num_threads: threads of CPU kernels, ``None`` if not limited.
-        cuda_device_max_connections: hardware queues of a GPU, ``None`` if not set.
-        is_launched: a launcher set the rank; otherwise this is rank 0 of 1.
-        socket_interface: network interface that gloo shall use (``GLOO_SOCKET_IFNAME``),
-            ``None`` if not set.
-        has_agent_store: the launcher serves the store that ranks meet in
+        rank: Index of this process among all processes.
+        world_size: Number of processes of the job.
+        local_rank: Index of this process among those of its node.
+        local_world_size: Number of processes of this node.
+        node_rank: Index of this node (``GROUP_RANK``).
+        master_addr: Address at which rank 0 listens.
+        master_port: Port at which rank 0 listens, ``None`` without a launcher.
+        run_id: The job's id from torchrun (``TORCHELASTIC_RUN_ID``), otherwise ``none``.
+        restart_count: Number of the job's restarts so far (``TORCHELASTIC_RESTART_COUNT``).
+        omp_num_threads: Number of threads of CPU kernels, ``None`` if not limited.
+        cuda_device_max_connections: Number of hardware queues of a GPU, ``None`` if not set.
+        is_launched: Whether a launcher set the rank; otherwise this is rank 0 of 1.
+        socket_interface: Network interface for gloo (``GLOO_SOCKET_IFNAME``), ``None`` if not set.
+        has_agent_store: Whether the launcher serves the rendezvous store
             (``TORCHELASTIC_USE_AGENT_STORE``); otherwise rank 0 does.
-        copies: how copies of the state are to be kept in memory, as ``run`` orders its ranks
-            (``MEGATRON_ADAPTIVE_COPIES``), ``None`` for not at all.
-        node: name of this node in a job of ``run`` (``MEGATRON_ADAPTIVE_NODE``), ``None`` outside.
-        lease: number of the claim of ``run`` to the folder of checkpoints
-            (``MEGATRON_ADAPTIVE_LEASE``), ``None`` outside.
-        job: order of ``run`` to a script that trains a ``Pipeline``
-            (``MEGATRON_ADAPTIVE_JOB``), see :class:`JobOrder`; ``None`` without it.
-        meeting_s: Seconds in which all ranks must meet (``MEGATRON_ADAPTIVE_MEETING_S``).
+        copies: Rule that ``run`` sets for copies of the training state in memory
+            (``MEGATRON_ADAPTIVE_COPIES``), ``None`` for no copies.
+        node: Name of this node in a job of ``run`` (``MEGATRON_ADAPTIVE_NODE``), otherwise
+            ``None``.
+        lease: Number of ``run``'s lease of the checkpoint folder (``MEGATRON_ADAPTIVE_LEASE``),
+            otherwise ``None``.
+        job: Order of ``run`` to a script that trains a ``Pipeline`` (``MEGATRON_ADAPTIVE_JOB``),
+            see :class:`JobOrder`; otherwise ``None``.
+        meeting_s: Seconds within which all ranks must meet (``MEGATRON_ADAPTIVE_MEETING_S``).
     """
 
     rank: int = 0
@@ -145,47 +169,41 @@ class Environment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
-        """Read the variables of this process.
+        """Reads and checks the variables.
 
         Args:
-            variables: used in place of the process's own.
+            variables: Variables by name; by default those of this process.
 
         Raises:
-            ConfigError: a variable is no number, out of range, or comes without its counterpart.
+            ConfigError: A variable is no number, is out of range, or lacks its counterpart.
         """
-        given = os.environ if variables is None else variables
+        source = os.environ if variables is None else variables
 
         def text(name: str) -> str | None:
-            return given.get(name, "").strip() or None
+            return source.get(name, "").strip() or None
 
         def number(
             name: str, default: int | None, minimum: int = 0, maximum: int | None = None
         ) -> Any:
-            word = text(name) or ""
+            value = text(name) or ""
             if name == "OMP_NUM_THREADS":
-                # OpenMP allows a list for nested regions: the first number counts here.
-                word = word.split(",")[0]
-            return _number(name, word, minimum, maximum) if word else default
+                # OpenMP allows a list for nested regions; its first number is for the outermost.
+                value = value.split(",")[0]
+            return _number(name, value, minimum, maximum) if value else default
 
-        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1, 1, _MOST_RANKS)
+        rank = number("RANK", 0)
+        world_size = number("WORLD_SIZE", 1, 1, _MOST_RANKS)
         for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
             if text(name) and not text(other):
                 raise ConfigError(
-                    f"environment variable {name} is set to {given[name]} but {other} is not: "
+                    f"environment variable {name} is set to {source[name]} but {other} is not: "
                     f"both are needed; {_LAUNCHER}"
                 )
-        # Other launchers give no local ids: then every process counts as on one node.
+        # Launchers other than torchrun may set no local ids; then all processes count as one node.
         local_rank = number("LOCAL_RANK", rank)
         local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1, _MOST_RANKS)
-        for name, value, limit in (
-            ("RANK", rank, world_size),
-            ("LOCAL_RANK", local_rank, local_world_size),
-        ):
-            if value >= limit:
-                raise ConfigError(
-                    f"environment variable {name} is {value}: it must be below "
-                    f"{name.replace('RANK', 'WORLD_SIZE')} = {limit}; {_LAUNCHER}"
-                )
+        _require_below("RANK", rank, world_size)
+        _require_below("LOCAL_RANK", local_rank, local_world_size)
         return cls(
             rank=rank,
             world_size=world_size,
@@ -198,10 +216,10 @@ class Environment:
             restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
             omp_num_threads=number("OMP_NUM_THREADS", None, 1),
             cuda_device_max_connections=number("CUDA_DEVICE_MAX_CONNECTIONS", None, 1),
-            is_launched="RANK" in given,
-            # gloo takes a list for several rails; messages between stages have one.
+            is_launched="RANK" in source,
+            # gloo accepts a list of interfaces; messages between stages use only the first.
             socket_interface=(text("GLOO_SOCKET_IFNAME") or "").split(",")[0].strip() or None,
-            has_agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+            has_agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
             copies=text("MEGATRON_ADAPTIVE_COPIES"),
             node=text("MEGATRON_ADAPTIVE_NODE"),
             lease=number("MEGATRON_ADAPTIVE_LEASE", None, 1),
@@ -212,14 +230,19 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """Optional packages that decide which settings are possible; none of them is imported."""
+    """Says which optional packages are installed, because some settings need them.
+
+    Attributes:
+        transformer_engine: Whether Transformer Engine is installed.
+        flexible_dispatch: Whether DeepEP is installed.
+    """
 
     transformer_engine: bool
     flexible_dispatch: bool = False
 
     @classmethod
     def detect(cls) -> Installed:
-        """Look for the packages on Python's path."""
+        """Looks for the packages on Python's path without importing them."""
         return cls(
             transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
             flexible_dispatch=importlib.util.find_spec("deep_ep") is not None,
@@ -231,7 +254,7 @@ _MOST_RANKS = 1_000_000
 
 
 def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
-    """Reads a variable's number; raises ConfigError if it is none or out of range."""
+    """Returns a variable's number; raises ConfigError if it is no number or out of range."""
     if (
         text.isdecimal()
         and len(text) <= _MOST_DIGITS
@@ -244,9 +267,19 @@ def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
     )
 
 
-_FILES_OF_RANK, _FILES_OF_PEER = 128, 24
-"""Files and connections that a rank has open (105 alone, 150 in a pipeline of two), for each
-other rank of its groups."""
+def _require_below(name: str, rank: int, size: int) -> None:
+    """Refuses a rank that is not below its world size."""
+    if rank >= size:
+        raise ConfigError(
+            f"environment variable {name} is {rank}: it must be below "
+            f"{name.replace('RANK', 'WORLD_SIZE')} = {size}; {_LAUNCHER}"
+        )
+
+
+_FILES_OF_RANK = 128
+"""Open files and connections of a rank that runs alone, with a margin (105 were measured)."""
+_FILES_OF_PEER = 24
+"""Additional files and connections for each other rank in its groups (two ranks had 150)."""
 _GROUP = 64
 _FILES_AIMED_AT = 65_536
 
@@ -289,13 +322,16 @@ _LEAST_SECRET = 16
 
 
 def job_secret() -> str | None:
-    """Returns the job's secret where the user gave one, and keeps it from processes started later.
+    """Returns the job's secret if the user gave one, and removes it from this environment.
+
+    Processes that are started later do not inherit it.
 
     Raises:
-        ConfigError: it is too short, or its file cannot be read, or others can read it.
+        ConfigError: The secret is too short, or its file cannot be read or is readable by others.
     """
     secret = os.environ.pop(SECRET_VARIABLE, "").strip()
-    path, where = os.environ.get(SECRET_FILE_VARIABLE, "").strip(), SECRET_VARIABLE
+    path = os.environ.get(SECRET_FILE_VARIABLE, "").strip()
+    where = SECRET_VARIABLE
     if path and not secret:
         where = f"{SECRET_FILE_VARIABLE}={path}"
         try:
@@ -310,32 +346,32 @@ def job_secret() -> str | None:
         return None
     if len(secret) < _LEAST_SECRET:
         raise ConfigError(
-            f"{where}: the secret is too short; make one with openssl rand -hex 32, for all nodes"
-            " the same"
+            f"{where}: the secret is too short; make one with openssl rand -hex 32 and use the"
+            " same one on all nodes"
         )
     return secret
 
 
 JOB_VARIABLE = "MEGATRON_ADAPTIVE_JOB"
 EXIT_MEASURED = 79
-"""Status of ranks that have measured their model and wait to be started in a shape for it."""
+"""Exit status of ranks that measured their model and wait to be restarted in a planned shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOrder:
-    """Holds where a rank saves and reports its progress, and its layout.
+    """Holds the layout of a rank of ``run``, and where it saves checkpoints and reports progress.
 
     Attributes:
-        checkpoints: folder of checkpoints, to go on from as well.
-        progress: folder of the progress file of this shape.
-        model: file of what the job knows of the model.
-        epoch: number of the shape.
-        signature: of the model and the settings that the shape was planned for; empty where
-            nothing is known of them: they are to be measured first.
-        pipeline_size: processes of a pipeline.
-        replicas: pipelines.
-        micro_batch_size: samples of a microbatch.
-        partition: segments of each stage.
+        checkpoints: Folder of checkpoints, to save to and to resume from.
+        progress: Folder of the progress file of this shape.
+        model: Path of the file with the job's measurements of the model.
+        epoch: Number of the shape, counted over the job.
+        signature: Signature of the model and settings that the shape was planned for; empty if
+            they are still unknown and the ranks must measure them first.
+        pipeline_size: Number of processes of a pipeline.
+        replicas: Number of pipelines.
+        micro_batch_size: Number of samples of a microbatch.
+        partition: Number of segments of each stage.
     """
 
     checkpoints: str
@@ -349,21 +385,21 @@ class JobOrder:
     partition: tuple[int, ...] = ()
 
     def to_text(self) -> str:
-        """The value of the variable."""
+        """Returns the order as the value of the environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> JobOrder:
-        """Read the value of the variable.
+        """Reads an order from the value of the environment variable.
 
         Raises:
-            ConfigError: it was not written by this program.
+            ConfigError: The value was not written by this program.
         """
         try:
             values = parse_json(text)
             return cls(**{**values, "partition": tuple(values["partition"])})
         except (ValueError, TypeError, KeyError):
             raise ConfigError(
-                f"environment variable {JOB_VARIABLE} is {text[:60]!r}: it is set by python -m"
-                " megatron.adaptive run alone; unset it"
+                f"environment variable {JOB_VARIABLE} is {text[:60]!r}: only python -m"
+                " megatron.adaptive run sets it; unset it"
             ) from None

@@ -1,9 +1,9 @@
-"""Rules between settings: what one needs or excludes, in a table, and the others as conditions.
+"""Checks rules between settings.
 
+Most rules are in a table (:mod:`~megatron.adaptive.config.flag_rules`), the others are functions.
 Every message names the values, the rule and the remedy. Rules of a single value (ranges, choices)
-are on the fields, pairs of flags that are not to be given together in ``arguments.py``. Nothing
-here changes a setting. :func:`check_output_folders` alone touches the disk; it leaves nothing
-behind.
+are on the fields, pairs of flags that exclude each other in ``arguments.py``. Nothing here changes
+a setting. Only :func:`check_output_folders` touches the disk, and leaves no file there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from megatron.adaptive.config.adapters import adapted_parts, linear_names
 from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.flag_rules import Given, order_rules
+from megatron.adaptive.config.flag_rules import GivenFlags, order_rules
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.layer_partition import layer_rules
 from megatron.adaptive.config.megatron_core_flags import (
@@ -30,7 +30,7 @@ from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
 Rules: TypeAlias = Iterator[tuple[object, str]]
-"""Conditions under which a configuration is refused, and the messages."""
+"""Pairs of a condition and a message; the first condition that is true refuses the settings."""
 
 _MAX_SPLITS = 3
 _UNLIKE = "heterogeneous_layers_config_path"
@@ -49,7 +49,7 @@ global_batch_size within train_samples
 profile_step_start within profile_step_end
 tensor_model_parallel_size divides num_attention_heads ffn_hidden_size
     | every rank takes an equal share
-expert_model_parallel_size divides num_moe_experts | every rank takes as many experts
+expert_model_parallel_size divides num_moe_experts | every rank takes the same number of experts
 expert_tensor_parallel_size divides moe_ffn_hidden_size | every rank takes an equal share
 sequence_parallel+tensor_model_parallel_size*context_parallel_size divides seq_length
     | these ranks take an equal share of each sequence
@@ -59,38 +59,40 @@ num_query_groups divides num_attention_heads | every group serves the same numbe
 stage_data_parallel_sizes excludes tensor_model_parallel_size>1 context_parallel_size>1
     num_virtual_stages_per_pipeline_rank>1 use_distributed_optimizer mtp_num_layers num_moe_experts
     ddp_average_in_collective repartition trace_dir calculate_per_token_loss record_schedule
-    replay_schedule | stages of unequal sizes do without it
-overlap_moe_expert_parallel_comm needs expert_model_parallel_size>1 | else no tokens are exchanged
+    replay_schedule | stages of unequal sizes do not support it
+overlap_moe_expert_parallel_comm needs expert_model_parallel_size>1
+    | otherwise no tokens are exchanged
 """
 _AFTER_ORDER = f"""\
 pipeline_schedule=megatron+num_virtual_stages_per_pipeline_rank>1+overlap_p2p_comm=False
-    needs pipeline_model_parallel_size>2 | two messages between the same ranks would mix
+    needs pipeline_model_parallel_size>2 | messages between the same two ranks could be mixed up
 repartition needs pipeline_model_parallel_size>1
 repartition excludes pipeline_schedule=file,megatron
     | its order cannot be simulated under another partition; use adaptive
 record_schedule replay_schedule excludes pipeline_schedule=auto,megatron
-    | auto changes the order's shape, and megatron-core keeps its order to itself
-transport excludes pipeline_schedule=megatron | its messages are megatron-core's own
+    | auto changes its order during the run, and megatron-core's order cannot be read or set
+transport excludes pipeline_schedule=megatron | megatron-core sends its messages
 rdma_device rdma_gid_index rdma_mtu_bytes needs transport=auto,rdma
 overlap_moe_expert_parallel_comm excludes repartition recompute_granularity=full moe_layer_recompute
-    | a forward that is left in a layer would be timed, or changed, by what runs there meanwhile
-overlap_moe_expert_parallel_comm excludes moe_shared_expert_overlap | both fill the same exchanges
+    | other work that runs while a forward pauses would be timed with it, or change its results
+overlap_moe_expert_parallel_comm excludes moe_shared_expert_overlap
+    | both hide the same exchanges of tokens
 sequence_parallel needs tensor_model_parallel_size>1
 window_size+context_parallel_size>1 excludes transformer_impl=local attention_softcap
-    | local layers attend to all tokens before each
+    | local layers attend to all earlier tokens
 pack_to sft needs variable_seq_lengths
 variable_seq_lengths excludes stage_data_parallel_sizes ddp_average_in_collective
     reset_position_ids reset_attention_mask eod_mask_loss
-    | its documents are never glued, and its loss is per token
+    | its documents are never joined, and its loss is per token
 sft excludes mock_data | conversations come from files
 pack_to excludes micro_batch_size>1 context_parallel_size>1 pipeline_schedule=file
     multi_latent_attention | a microbatch is one row of whole documents on one rank, with plain
-    attention, and their number differs from step to step
-balance_replicas=lengths needs variable_seq_lengths | speed does not
+    attention, and the number of microbatches differs between steps
+balance_replicas=lengths needs variable_seq_lengths | only speed does not need it
 balance_replicas=lengths,speed,both excludes stage_data_parallel_sizes
     expert_model_parallel_size>1 moe_router_load_balancing_type=global_aux_loss
     ddp_average_in_collective pipeline_schedule=file,megatron
-    | every replica has the same number of microbatches there
+    | it gives every replica the same number of microbatches
 use_distributed_optimizer excludes optimizer=sgd | megatron-core splits only the state of adam
 overlap_param_gather needs use_distributed_optimizer overlap_grad_reduce
 fp16_lm_cross_entropy loss_scale needs fp16
@@ -99,22 +101,22 @@ fp32_residual_connection needs fp16/bf16
 decoupled_min_lr needs decoupled_lr
 start_weight_decay end_weight_decay needs weight_decay_incr_style=linear,cosine
 weight_decay_incr_style=linear,cosine needs start_weight_decay end_weight_decay
-recompute_activations needs recompute_granularity=selective | it means that
+recompute_activations needs recompute_granularity=selective | it turns that on
 recompute_granularity=full needs recompute_method recompute_num_layers | for example uniform and 1
 recompute_modules needs recompute_granularity=selective
 recompute_method recompute_num_layers distribute_saved_activations needs recompute_granularity=full
 distribute_saved_activations needs tensor_model_parallel_size>1
-distribute_saved_activations excludes sequence_parallel | it splits them already
+distribute_saved_activations excludes sequence_parallel | the second splits activations already
 lora_alpha lora_dropout lora_targets load_lora needs lora_rank
 lora_rank excludes {_UNLIKE} overlap_moe_expert_parallel_comm | such layers have no adapters
 sample_prompt excludes context_parallel_size>1 mtp_num_layers variable_seq_lengths
-    | it runs one plain text
+    | the sample is one plain text
 reset_attention_mask excludes create_attention_mask_in_dataloader=False
-    | a mask that ends at documents comes with the data
-valid_data_path test_data_path needs train_data_path/skip_train | nothing is left to train on
-lr_decay_style=WSD needs lr_wsd_decay_iters/lr_wsd_decay_samples | that is its last part
+    | only the data loader knows where documents end
+valid_data_path test_data_path needs train_data_path/skip_train | training has no data
+lr_decay_style=WSD needs lr_wsd_decay_iters/lr_wsd_decay_samples | its last part needs a length
 save needs save_interval
-save_local needs save | checkpoints there are on their way to storage that all nodes share
+save_local needs save | checkpoints are copied from there to the shared storage
 num_query_groups needs group_query_attention
 position_embedding_type=learned_absolute excludes add_position_embedding=False | use rope or none
 {" ".join(LATENT_SETTINGS)} needs multi_latent_attention
@@ -123,64 +125,65 @@ multi_latent_attention excludes group_query_attention | it has a key and value f
     needs num_moe_experts
 moe_router_topk within num_moe_experts
 num_moe_experts excludes moe_expert_capacity_factor=0.0
-    | it leaves experts no token: give a factor above 0, or drop the flag so that none is dropped
+    | experts would get no tokens: give a factor above 0, or drop the flag so that none is dropped
 num_moe_experts+expert_tensor_parallel_size>1 needs add_bias_linear=False
-    | the ranks of an expert would add its bias once each
+    | each rank of an expert would add its bias
 num_moe_experts+moe_token_dispatcher_type=allgather excludes variable_seq_lengths
-    | rows differ from rank to rank; use alltoall
-moe_grouped_gemm+transformer_impl=local needs bf16 | these compute in bf16 alone
+    | the number of tokens differs between ranks; use alltoall
+moe_grouped_gemm+transformer_impl=local needs bf16 | local grouped experts compute in bf16 only
 moe_grouped_gemm+transformer_impl=local moe_shared_expert_intermediate_size
     needs add_bias_linear=False
 num_moe_experts+tensor_model_parallel_size>1 needs sequence_parallel
-    | the ranks share the tokens of a sequence between them
-attention_softcap excludes use_flash_attn attention_backend=flash,fused | they bound no scores
+    | the ranks divide the tokens of a sequence among them
+attention_softcap excludes use_flash_attn attention_backend=flash,fused
+    | these kernels cannot bound scores
 attention_backend=flash use_flash_attn cross_entropy_fusion_impl=te moe_latent_size
     needs {_ENGINE}
 attention_backend=local needs transformer_impl=local
 window_rotary_base needs window_size position_embedding_type=rope
 {_UNLIKE} excludes multi_latent_attention mtp_num_layers num_moe_experts pack_to
-    | that is for layers that are alike
+    | it needs equal layers
 mtp_num_layers excludes position_embedding_type=learned_absolute
     | its table of positions would be on two stages; use rope or none
 mtp_num_layers+recompute_method=uniform needs recompute_num_layers=1
 mtp_num_layers+context_parallel_size>1 needs calculate_per_token_loss
-    | megatron-core would average their loss over each rank's tokens alone
+    | megatron-core would average their loss over the tokens of each rank separately
 """
 
 
 def check_config(config: TrainerConfig, installed: Installed, *, needs_data: bool = True) -> None:
-    """Hold a configuration against every rule.
+    """Checks a configuration against every rule.
 
     Args:
         config: Settings of a run.
-        installed: Optional packages.
-        needs_data: Whether data and the tokenizer's files must be given.
+        installed: Optional packages that are installed.
+        needs_data: Whether data and the tokenizer's files are required.
 
     Raises:
-        ConfigError: the first rule that is broken.
+        ConfigError: The settings break a rule; the message names the first one.
     """
-    given = _given(config)
+    flags = _given_flags(config)
     order = order_rules(config.schedule.pipeline_schedule)
     for table in (_BEFORE_ORDER, order, _AFTER_ORDER):
-        given.require(table)
+        flags.require(table)
     for rules in (
-        _shape(config, given, installed),
-        _experts(config, given, installed),
-        _expert_ranks(config, given),
-        layer_rules(config, given),
-        _batch(config, given),
-        _lengths(config, given),
-        _microbatch_groups(config, given),
-        _learning_rate(config, given),
-        _adapters(config, given),
-        _data(config, given, needs_data),
+        _shape(config, flags, installed),
+        _experts(config, flags, installed),
+        _expert_ranks(config, flags),
+        layer_rules(config, flags),
+        _batch(config, flags),
+        _lengths(config, flags),
+        _microbatch_groups(config, flags),
+        _learning_rate(config, flags),
+        _adapters(config, flags),
+        _data(config, flags, needs_data),
     ):
-        for broken, message in rules:
-            if broken:
+        for is_broken, message in rules:
+            if is_broken:
                 raise ConfigError(message)
 
 
-def _given(config: TrainerConfig) -> Given:
+def _given_flags(config: TrainerConfig) -> GivenFlags:
     specs = {s.dest: s for kind in groups().values() for s in fields_of(kind) if s.has_flag}
     values = {
         dest: value
@@ -188,34 +191,34 @@ def _given(config: TrainerConfig) -> Given:
         for dest, value in vars(getattr(config, group)).items()
         if dest in specs
     }
-    # Equal sizes and a single chunk are what runs without these flags.
+    # The rules take the effective values: None for equal stage sizes, 1 for a single chunk.
     values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
     if config.core.num_moe_experts is not None:
-        for own, of_layers in (
+        for of_experts, of_layers in (
             ("expert_tensor_parallel_size", "tensor_model_parallel_size"),
             ("moe_ffn_hidden_size", "ffn_hidden_size"),
         ):
-            values[own] = values[own] or values[of_layers]
+            values[of_experts] = values[of_experts] or values[of_layers]
     if config.core.heterogeneous_layers_config_encoded_json:
         values[_UNLIKE] = values[_UNLIKE] or "JSON"
-    return Given(values, specs)
+    return GivenFlags(values, specs)
 
 
-def replicas_of(world_size: int, given: Mapping[str, Any]) -> int:
-    """Returns the data-parallel size of so many processes.
+def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
+    """Returns the data-parallel size of a job.
 
     Args:
-        world_size: number of all processes.
-        given: values of flags by the names of their settings.
+        world_size: Number of processes of the job.
+        values: Values of the flags that are given, by the names of their settings.
 
     Raises:
-        ConfigError: they make up no whole copies of the model, or not the stages of given widths.
+        ConfigError: The number of processes does not fit the parallel sizes.
     """
-    tensor: int = given.get("tensor_model_parallel_size", 1)
-    pipeline: int = given.get("pipeline_model_parallel_size", 1)
-    context: int = given.get("context_parallel_size", 1)
-    widths: tuple[int, ...] | None = given.get("stage_data_parallel_sizes")
+    tensor: int = values.get("tensor_model_parallel_size", 1)
+    pipeline: int = values.get("pipeline_model_parallel_size", 1)
+    context: int = values.get("context_parallel_size", 1)
+    widths: tuple[int, ...] | None = values.get("stage_data_parallel_sizes")
     if widths is None:
         sizes = {"tensor": tensor, "pipeline": pipeline, "context": context}
         _require_whole(world_size, sizes, "the parallel sizes")
@@ -236,7 +239,7 @@ def replicas_of(world_size: int, given: Mapping[str, Any]) -> int:
 
 
 def _require_whole(world_size: int, sizes: Mapping[str, int], remedy: str) -> None:
-    """Refuses processes that do not divide into groups of the product of some sizes."""
+    """Refuses a world size that is not a multiple of the product of some sizes."""
     unit = math.prod(sizes.values())
     if world_size < 1 or world_size % unit != 0:
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -246,9 +249,10 @@ def _require_whole(world_size: int, sizes: Mapping[str, int], remedy: str) -> No
         )
 
 
-def _shape(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
+def _shape(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> Rules:
     model = config.model
-    heads, tensor = model.num_attention_heads, config.parallel.tensor_model_parallel_size
+    heads = model.num_attention_heads
+    tensor = config.parallel.tensor_model_parallel_size
     yield (
         model.transformer_impl == "transformer_engine" and not installed.transformer_engine,
         "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: "
@@ -256,58 +260,63 @@ def _shape(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
     )
     yield (
         model.hidden_size % heads != 0 and model.kv_channels == model.hidden_size // heads,
-        f"{given.hidden_size} is not a multiple of {given.num_attention_heads}: change one of "
+        f"{flags.hidden_size} is not a multiple of {flags.num_attention_heads}: change one of "
         "them, or give --kv-channels",
     )
     yield (
         model.ffn_hidden_size < 1,
-        f"--swiglu with {given.hidden_size} makes a feed-forward block of width 0, rounded down "
+        f"--swiglu with {flags.hidden_size} makes a feed-forward block of width 0, rounded down "
         "to a multiple of 64: give --ffn-hidden-size",
     )
     yield (
         model.query_groups % tensor != 0 and tensor % model.query_groups != 0,
         f"--num-query-groups {model.query_groups} is neither a multiple nor a divisor of "
-        f"{given.tensor_model_parallel_size}: change one of them",
+        f"{flags.tensor_model_parallel_size}: change one of them",
     )
 
 
-def _experts(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
-    core, experts = config.core, config.core.num_moe_experts
+def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> Rules:
+    core = config.core
+    experts = config.core.num_moe_experts
     if experts is None:
         return
-    groups, best = core.moe_router_num_groups, config.model.moe_router_group_best
+    groups = core.moe_router_num_groups
+    best = config.model.moe_router_group_best
     yield (
         best is not None and (groups is None or best > experts // groups or core.moe_router_fusion),
-        f"{given.moe_router_group_best} needs groups of as many experts (--moe-router-num-groups) "
-        "and no --moe-router-fusion: change one of them",
+        f"{flags.moe_router_group_best} needs groups of at least as many experts "
+        "(--moe-router-num-groups) and no --moe-router-fusion: change one of them",
     )
-    pattern, layers = parse_pattern(core.moe_layer_freq), config.model.num_layers
+    pattern = parse_pattern(core.moe_layer_freq)
+    layers = config.model.num_layers
     if isinstance(pattern, list):
         yield (
             len(pattern) != layers or not {*pattern} <= {0, 1},
-            f"{given.moe_layer_freq} says of {len(pattern)} layers whether they have experts, and "
-            f"{given.num_layers}: give one 0 or 1 for each",
+            f"{flags.moe_layer_freq} has {len(pattern)} entries with {flags.num_layers}: give one "
+            "0 or 1 for each layer",
         )
     else:
-        yield pattern < 1, f"{given.moe_layer_freq}: give 1 at least, or a list of 0 and 1"
-    kinds, weights = core.moe_router_load_balancing_type, core.moe_aux_loss_coeff
+        yield pattern < 1, f"{flags.moe_layer_freq}: give at least 1, or a list of 0 and 1"
+    kinds = core.moe_router_load_balancing_type
+    weights = core.moe_aux_loss_coeff
     yield (
         len(kinds) != len(weights),
-        f"{given.moe_router_load_balancing_type} with {given.moe_aux_loss_coeff}: give as many "
+        f"{flags.moe_router_load_balancing_type} with {flags.moe_aux_loss_coeff}: give as many "
         "coefficients as types",
     )
     yield (
         core.moe_token_dispatcher_type == "flex" and not installed.flexible_dispatch,
-        f"{given.moe_token_dispatcher_type} needs DeepEP, which is not installed, and GPUs: "
+        f"{flags.moe_token_dispatcher_type} needs DeepEP, which is not installed, and GPUs: "
         "install it, or use alltoall",
     )
 
 
-def _expert_ranks(config: TrainerConfig, given: Given) -> Rules:
-    """The ranks that experts are spread over."""
-    parallel, experts = config.parallel, config.core.num_moe_experts
-    spread, tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
-    if experts is None:
+def _expert_ranks(config: TrainerConfig, flags: GivenFlags) -> Rules:
+    """Yields rules about the ranks over which experts are distributed."""
+    parallel = config.parallel
+    spread = parallel.expert_model_parallel_size
+    tensor = parallel.expert_tensor_parallel_size
+    if config.core.num_moe_experts is None:
         return
     tensor = tensor or parallel.tensor_model_parallel_size
     sizes = {"expert tensor": tensor, "expert": spread}
@@ -315,20 +324,20 @@ def _expert_ranks(config: TrainerConfig, given: Given) -> Rules:
     _require_whole(config.world_size, sizes, "--expert-model-parallel-size")
     yield (
         spread == 1 and tensor != parallel.tensor_model_parallel_size,
-        f"{given.expert_tensor_parallel_size} with {given.tensor_model_parallel_size} and "
-        f"{given.expert_model_parallel_size}: megatron-core adds up experts' gradients over the "
+        f"{flags.expert_tensor_parallel_size} with {flags.tensor_model_parallel_size} and "
+        f"{flags.expert_model_parallel_size}: megatron-core adds up experts' gradients over the "
         "wrong ranks; make the first two equal, or raise --expert-model-parallel-size",
     )
 
 
-def _batch(config: TrainerConfig, given: Given) -> Rules:
+def _batch(config: TrainerConfig, flags: GivenFlags) -> Rules:
     batch = config.batch
     replicas = config.parallel.data_parallel_size
     unit = batch.micro_batch_size * replicas
-    multiple = f"{given.micro_batch_size} x data parallel size {replicas} = {unit}"
+    multiple = f"{flags.micro_batch_size} x data parallel size {replicas} = {unit}"
     yield (
         batch.global_batch_size % unit != 0,
-        f"{given.global_batch_size} is not a multiple of {multiple}: change one of them",
+        f"{flags.global_batch_size} is not a multiple of {multiple}: change one of them",
     )
     if batch.rampup_batch_size is None:
         return
@@ -336,37 +345,38 @@ def _batch(config: TrainerConfig, given: Given) -> Rules:
     distance = batch.global_batch_size - start
     yield (
         distance <= 0,
-        f"{given.rampup_batch_size} starts at {start}, not below {given.global_batch_size}: start "
+        f"{flags.rampup_batch_size} starts at {start}, not below {flags.global_batch_size}: start "
         "lower or drop the flag",
     )
     yield (
         distance % increment != 0,
-        f"{given.rampup_batch_size} never reaches {given.global_batch_size}: the increment "
+        f"{flags.rampup_batch_size} never reaches {flags.global_batch_size}: the increment "
         f"{increment} must divide the distance {distance}",
     )
     yield (
         start % unit != 0 or increment % unit != 0,
-        f"{given.rampup_batch_size} passes through batches that are not a multiple of {multiple}: "
+        f"{flags.rampup_batch_size} passes through batches that are not a multiple of {multiple}: "
         "make start and increment multiples of it",
     )
 
 
-def _lengths(config: TrainerConfig, given: Given) -> Rules:
-    """Samples of different lengths."""
-    parallel, pack = config.parallel, config.data.pack_to
+def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
+    """Yields rules about packed documents."""
+    parallel = config.parallel
+    pack = config.data.pack_to
     if pack is None:
         return
     unit = parallel.data_parallel_size * config.microbatch_group
     yield (
         any(size % unit for size in config.batch.batch_sizes()),
-        f"{given.global_batch_size} with {given.pack_to} and {given.pipeline_schedule}: it must be "
+        f"{flags.global_batch_size} with {flags.pack_to} and {flags.pipeline_schedule}: it must be "
         f"a multiple of {unit}, so that the microbatches of each replica fill groups of "
         f"{config.microbatch_group}; change it or the schedule",
     )
 
 
-def _microbatch_groups(config: TrainerConfig, given: Given) -> Rules:
-    """The interleaved order runs microbatches in groups, none smaller than the pipeline."""
+def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
+    """Yields rules about microbatch groups, which the interleaved order runs one after another."""
     parallel = config.parallel
     if not schedule_spec(config.schedule.pipeline_schedule).takes_group_size:
         return
@@ -376,55 +386,60 @@ def _microbatch_groups(config: TrainerConfig, given: Given) -> Rules:
     group = parallel.microbatch_group_size_per_vp_stage or pipeline
     yield (
         group < pipeline,
-        f"{given.microbatch_group_size_per_vp_stage} is below the pipeline size {pipeline}: give "
-        f"{pipeline} at least or drop the flag",
+        f"{flags.microbatch_group_size_per_vp_stage} is below the pipeline size {pipeline}: give "
+        f"at least {pipeline} or drop the flag",
     )
     per_step = config.batch.micro_batch_size * parallel.data_parallel_size
     for size in config.batch.batch_sizes():
         count = size // per_step
         yield (
             count < group or 0 < count % group < pipeline,
-            f"{given.pipeline_schedule} with {count} microbatches (global batch {size}): they "
-            f"must fill groups of {group}, the last of {pipeline} at least; choose a global batch "
-            f"that is a multiple of {group * per_step}, or adaptive",
+            f"{flags.pipeline_schedule} with {count} microbatches (global batch {size}): they "
+            f"must fill groups of {group}, the last with at least {pipeline}; choose a global "
+            f"batch that is a multiple of {group * per_step}, or adaptive",
         )
 
 
-def _learning_rate(config: TrainerConfig, given: Given) -> Rules:
-    """Learning rate and weight decay."""
-    own, run = config.optimizer, config.run
-    unit, length = "iters", own.lr_decay_iters or run.train_iters or 0
-    warmup, last_part = own.lr_warmup_iters, own.lr_wsd_decay_iters
+def _learning_rate(config: TrainerConfig, flags: GivenFlags) -> Rules:
+    """Yields rules about the schedule of the learning rate."""
+    optimizer = config.optimizer
+    run = config.run
+    unit = "iters"
+    length = optimizer.lr_decay_iters or run.train_iters or 0
+    warmup = optimizer.lr_warmup_iters
+    last_part = optimizer.lr_wsd_decay_iters
     if run.train_iters is None:
-        unit, length = "samples", own.lr_decay_samples or run.train_samples or 0
-        warmup, last_part = own.lr_warmup_samples, own.lr_wsd_decay_samples
+        unit = "samples"
+        length = optimizer.lr_decay_samples or run.train_samples or 0
+        warmup = optimizer.lr_warmup_samples
+        last_part = optimizer.lr_wsd_decay_samples
     yield (
         warmup >= length,
         f"--lr-warmup-{unit} {warmup} does not end before the decay of {length} {unit} does: "
         f"lower it or raise --lr-decay-{unit}",
     )
     yield (
-        own.lr_decay_style == "WSD" and (last_part or 0) > length,
+        optimizer.lr_decay_style == "WSD" and (last_part or 0) > length,
         f"--lr-wsd-decay-{unit} {last_part} is longer than the decay of {length} {unit}: lower it",
     )
 
 
-def _adapters(config: TrainerConfig, given: Given) -> Rules:
+def _adapters(config: TrainerConfig, flags: GivenFlags) -> Rules:
     if not config.lora.is_on:
         return
     short = ",".join(
         name.rpartition(".")[2]
-        for ours, theirs in linear_names(config).items()
-        for name in theirs * ours.startswith("self_attention.")
+        for core, parts in linear_names(config).items()
+        for name in parts * core.startswith("self_attention.")
     )
     yield (
         "mlp" in " ".join(adapted_parts(config)) and config.core.num_moe_experts is not None,
-        f"{given.lora_targets} with {given.num_moe_experts}: experts have no adapters here; name "
+        f"{flags.lora_targets} with {flags.num_moe_experts}: experts have no adapters here; name "
         f"linear layers of attention: {short}",
     )
 
 
-def _data(config: TrainerConfig, given: Given, needs_data: bool) -> Rules:
+def _data(config: TrainerConfig, flags: GivenFlags, needs_data: bool) -> Rules:
     data = config.data
     yield (
         needs_data and not (data.data_path or data.mock_data or data.has_path_per_split),
@@ -439,7 +454,7 @@ def _data(config: TrainerConfig, given: Given, needs_data: bool) -> Rules:
     needed = " and ".join(data.missing)
     yield (
         needs_data and data.missing,
-        f"{given.tokenizer_type} needs {needed}, which is not given: add {needed}{hint}",
+        f"{flags.tokenizer_type} needs {needed}, which is not given: add {needed}{hint}",
     )
 
 
@@ -453,10 +468,10 @@ def _is_split(text: str) -> bool:
 
 
 def check_output_folders(config: TrainerConfig) -> None:
-    """Every folder the run writes to can be made or written; nothing is left behind.
+    """Checks that every output folder of the run can be created and written; leaves no files.
 
     Raises:
-        ConfigError: one cannot.
+        ConfigError: A folder cannot be created or written.
     """
     record = config.schedule.record_schedule
     for flag, folder in (
@@ -472,7 +487,7 @@ def check_output_folders(config: TrainerConfig) -> None:
 
 
 def _require_writable(flag: str, folder: Path) -> None:
-    """Try to make a file in the nearest part of the path that exists."""
+    """Creates a temporary folder in the nearest existing parent of the path."""
     try:
         nearest = folder.absolute()
         while not nearest.exists():
@@ -482,7 +497,7 @@ def _require_writable(flag: str, folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".write-check-", dir=nearest):
             pass
     except (OSError, ValueError) as error:
-        why = (error.strerror if isinstance(error, OSError) else str(error)) or str(error)
+        reason = (error.strerror if isinstance(error, OSError) else str(error)) or str(error)
         raise ConfigError(
-            f"{flag} {folder} cannot be written ({why}): name a folder that this user may write"
+            f"{flag} {folder} cannot be written ({reason}): name a folder that this user may write"
         ) from None

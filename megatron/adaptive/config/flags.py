@@ -1,8 +1,7 @@
-"""Makes command line flags of dataclass fields.
+"""Makes command line flags from dataclass fields.
 
-Owns the metadata of a flag, the types with bounds that fields have, the reading of types from
-annotations and the conversion of text to values. Deliberately knows no particular flag and no rule
-between two flags.
+Owns the metadata of a flag, the bounded types of fields, and the conversion of text to values.
+Deliberately knows no particular flag and no rule between two flags.
 """
 
 from __future__ import annotations
@@ -22,9 +21,15 @@ from megatron.adaptive.errors import ConfigError
 
 _METADATA_KEY = "flag"
 _LONGEST = 80
-_WORDS = {
-    **dict.fromkeys(("true", "1", "yes", "on"), True),
-    **dict.fromkeys(("false", "0", "no", "off"), False),
+_TRUTH_VALUES = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
 }
 _BOUNDS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("minimum", operator.lt, "small, give at least"),
@@ -36,14 +41,14 @@ _BOUNDS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of a value, beside its type in ``Annotated``.
+    """Holds the bounds of a value; written next to its type in ``Annotated``.
 
     Attributes:
-        minimum: smallest allowed value.
-        above: the value must be larger than this.
-        below: the value must be smaller than this.
-        maximum: largest allowed value.
-        unit: the word shown in place of the value (``ITERATIONS``, ``LAYERS``, ``DIR``).
+        minimum: Smallest allowed value.
+        above: Exclusive lower bound.
+        below: Exclusive upper bound.
+        maximum: Largest allowed value.
+        unit: Placeholder of the value in help texts (``ITERATIONS``, ``LAYERS``, ``DIR``).
     """
 
     minimum: float | None = None
@@ -53,10 +58,10 @@ class Limits:
     unit: str = ""
 
     def check(self, value: Any) -> None:
-        """Hold a value against the bounds.
+        """Checks a value against the bounds.
 
         Raises:
-            ValueError: it is beyond one, or not finite.
+            ValueError: The value is beyond a bound, or not finite.
         """
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{value} is not a finite number")
@@ -85,9 +90,9 @@ def flag(help_text: str, default: Any = None, **options: Any) -> Any:
     """Declares a field that is a command line flag.
 
     Args:
-        help_text: one sentence for ``--help`` and the README.
-        default: the value when the flag is absent.
-        **options: attributes of :class:`FieldSpec`.
+        help_text: One sentence for ``--help`` and ``docs/flags.md``.
+        default: Value if the flag is absent.
+        **options: Further attributes of :class:`FieldSpec`.
     """
     return field(default=default, metadata={_METADATA_KEY: {"help": help_text, **options}})
 
@@ -96,52 +101,53 @@ def required(help_text: str, **options: Any) -> Any:
     """Declares a field without default: the command line or, with ``derived``, the parser sets it.
 
     Args:
-        help_text: one sentence for ``--help`` and the README.
-        **options: attributes of :class:`FieldSpec`.
+        help_text: One sentence for ``--help`` and ``docs/flags.md``.
+        **options: Further attributes of :class:`FieldSpec`.
     """
     return field(metadata={_METADATA_KEY: {"help": help_text, **options}})
 
 
 def switch(help_text: str, *, names: tuple[str, ...] = (), off: str | tuple[str, ...] = ()) -> Any:
-    """Declares a truth value that its flag's presence turns around.
+    """Declares a boolean field whose flag takes no value and inverts the default.
 
     Args:
-        help_text: one sentence for ``--help`` and the README.
-        names: spellings of a flag that turns it on, where not made from the field's name.
-        off: spellings of a flag that turns it off; it is on by default then.
+        help_text: One sentence for ``--help`` and ``docs/flags.md``.
+        names: Spellings of a flag that turns it on; by default made from the field's name.
+        off: Spellings of a flag that turns it off. If given, the field is on by default.
     """
     off = (off,) if isinstance(off, str) else off
     return flag(help_text, bool(off), names=off or names)
 
 
 def assign(config: object, name: str, value: object) -> None:
-    """Sets a field of a frozen dataclass; only for ``__post_init__``, before anybody sees it."""
+    """Sets a field of a frozen dataclass; only for its ``__post_init__``."""
     object.__setattr__(config, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FieldSpec:
-    """One field of a group: its type taken apart, its default and its flag.
+    """Describes a field of a group: its type, its default and its flag.
 
     Attributes:
-        dest: the field's name, which is Megatron-LM's name for it.
-        base: ``int``, ``float``, ``str`` or ``bool``.
-        limits: bounds of a value.
-        many: the value is a tuple of ``base``.
-        length: the tuple's length, ``None`` where it is free.
-        optional: ``None`` is allowed.
-        default: the default, ``MISSING`` where there is none.
-        help: one sentence for ``--help`` and the README; empty where no flag sets the field.
-        names: every spelling of the flag, the first one being shown.
-        choices: allowed values, if they are a fixed set.
-        also_takes: Function that returns whether a value beside the choices is taken; raises
-            ``ValueError`` with the reason if it knows one.
-        refused_choices: values that Megatron-LM takes and we do not, each with the reason.
-        unit: the word shown in place of the value, empty for none.
-        derived: how the value is found when the flag is absent, for fields that depend on others.
-        takes_value: a truth value that is written out (``--profile-execution True``).
-        reader: own conversion from one word; raises ``ValueError`` with the rule.
-        detail: text for ``--help`` in place of ``help``.
+        dest: Name of the field, the same as in Megatron-LM.
+        base: Type of one value: ``int``, ``float``, ``str`` or ``bool``.
+        limits: Bounds of one value.
+        many: Whether the value is a tuple of ``base``.
+        length: Length of the tuple, ``None`` if it may have any.
+        optional: Whether ``None`` is allowed.
+        default: Default value, ``MISSING`` if there is none.
+        help: One sentence for ``--help`` and ``docs/flags.md``; empty if no flag sets the field.
+        names: Every spelling of the flag; messages show the first one.
+        choices: Allowed values, if they are a fixed set.
+        also_takes: Function that returns whether a value outside the choices is accepted; raises
+            ``ValueError`` if it knows a reason against the value.
+        refused_choices: Values that only Megatron-LM accepts, each with the reason why this
+            trainer does not.
+        unit: Placeholder of the value in help texts; empty to show its type.
+        derived: Description of the default, for a field whose default depends on others.
+        takes_value: Whether a boolean's value is written out (``--profile-execution True``).
+        reader: Function that converts the text of the value; raises ``ValueError`` with the rule.
+        detail: Text for ``--help`` instead of ``help``.
     """
 
     dest: str
@@ -169,26 +175,26 @@ class FieldSpec:
 
     @property
     def name(self) -> str:
-        """The flag as shown to the user."""
+        """Spelling of the flag in messages."""
         return self.names[0]
 
     @property
     def is_switch(self) -> bool:
-        """True if the flag takes no value: its presence turns the default around."""
+        """True if the flag takes no value: its presence inverts the default."""
         return self.has_flag and self.base is bool and not self.takes_value
 
     @property
     def is_required(self) -> bool:
-        """True if the command line must name the flag."""
+        """True if the command line must contain the flag."""
         return self.has_flag and self.default is MISSING and not self.derived
 
     @property
     def default_text(self) -> str:
-        """The default as shown in ``--help`` and the README."""
+        """Text of the default in ``--help`` and ``docs/flags.md``; ``none`` if there is none."""
         if self.derived:
             return self.derived
-        words = ((MISSING, "required"), (None, "none"), ("", "none"), (True, "on"), (False, "off"))
-        for value, text in words:
+        texts = ((MISSING, "required"), (None, "none"), ("", "none"), (True, "on"), (False, "off"))
+        for value, text in texts:
             if self.default is value:
                 return text
         if isinstance(self.default, tuple):
@@ -197,40 +203,42 @@ class FieldSpec:
 
     @property
     def help_text(self) -> str:
-        """The sentence of the documentation, with the choices."""
+        """Help text together with the list of choices."""
         if not self.choices:
             return self.help
         return f"{self.help} One of: {', '.join(map(str, self.choices))}."
 
     @property
     def takes_any_number(self) -> bool:
-        """True if one or more words follow the flag."""
+        """True if one or more arguments follow the flag."""
         return self.many and self.length is None and not self.reader
 
     @property
     def metavar(self) -> str:
-        """The words that stand for the value."""
+        """Placeholder of the value in help texts."""
         fallback = {int: "N", float: "X", str: "TEXT", bool: "True|False"}[self.base]
         return (self.unit or fallback) + (" ..." if self.takes_any_number else "")
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of ``add_argument``; an absent flag is absent from the result."""
+        """Returns keyword arguments of ``add_argument``; parsing sets nothing for absent flags."""
         text = (self.detail or self.help_text).replace("%", "%%")
         options: dict[str, Any] = {"dest": self.dest, "default": argparse.SUPPRESS}
         if self.is_switch:
             action = "store_false" if self.default is True else "store_true"
             return options | {"action": action, "help": text}
 
-        def convert(word: str) -> Any:
+        def convert(argument: str) -> Any:
             try:
-                return self.convert(word)
+                return self.convert(argument)
             except ValueError as error:
                 raise argparse.ArgumentTypeError(str(error)) from None
 
+        notes = {"none": "", "required": " (required)"}
+        default = f" (default: {self.default_text.replace('%', '%%')})"
         options |= {
             "type": convert,
             "metavar": self.metavar.removesuffix(" ..."),
-            "help": f"{text} (default: {self.default_text.replace('%', '%%')})",
+            "help": text + notes.get(self.default_text, default),
         }
         if self.takes_any_number:
             options["nargs"] = "+"
@@ -239,35 +247,35 @@ class FieldSpec:
         return options
 
     def text_of(self, value: Any) -> str:
-        """Writes the flag as on a command line that gives it this value."""
+        """Returns the flag and a value as written on a command line."""
         if self.is_switch:
             return self.name
         if isinstance(value, float):
             return f"{self.name} {value:g}"
         if isinstance(value, tuple):
-            # A tuple with a conversion of its own is one word.
-            in_one_word = "," if "," in self.unit else "-"
-            separator = in_one_word if self.reader else " "
+            # A tuple that has a reader is one argument, such as 4-4-4 or a,b.
+            joint = "," if "," in self.unit else "-"
+            separator = joint if self.reader else " "
             value = separator.join(map(str, value))
         return f"{self.name} {value}"
 
-    def convert(self, word: str) -> Any:
-        """Turn one word of the command line into a value of this field.
+    def convert(self, argument: str) -> Any:
+        """Converts one argument of the command line to a value of this field.
 
         Raises:
-            ValueError: the word breaks a rule; the text names the word and the rule.
+            ValueError: The argument breaks a rule; the text names both.
         """
         if self.reader is not None:
-            return self.reader(word)
-        value = _convert_base(self.base, word)
+            return self.reader(argument)
+        value = _convert_base(self.base, argument)
         self.check(value)
         return value
 
     def check(self, value: Any) -> None:
-        """Holds a value against choices and bounds.
+        """Checks a value against choices and bounds.
 
         Raises:
-            ValueError: it breaks one; the text names it and the rule.
+            ValueError: The value breaks a rule; the text names both.
         """
         choices = self.choices
         if choices and value not in choices:
@@ -281,7 +289,7 @@ class FieldSpec:
 
 @functools.cache
 def fields_of(group: type) -> tuple[FieldSpec, ...]:
-    """Every field of a group in the order of its definition."""
+    """Returns the fields of a group in the order of their definition."""
     hints = typing.get_type_hints(group, include_extras=True)
     return tuple(
         spec_of(item.name, hints[item.name], item.default, **item.metadata.get(_METADATA_KEY, {}))
@@ -290,14 +298,14 @@ def fields_of(group: type) -> tuple[FieldSpec, ...]:
 
 
 def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    """Holds settings that no flag has read against the choices and bounds of flags.
+    """Checks settings that do not come from a command line against the limits of their flags.
 
     Args:
-        values: by name; ``None`` says nothing.
-        specs: flags of at least these names.
+        values: Values by name of the setting; ``None`` is not checked.
+        specs: Specifications of at least these settings, by name.
 
     Raises:
-        ConfigError: the first that is wrong.
+        ConfigError: A value is outside its limits; the message names the first one.
     """
     for name, value in values.items():
         try:
@@ -308,20 +316,21 @@ def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> N
 
 
 def spec_of(name: str, hint: Any, default: Any = None, **options: Any) -> FieldSpec:
-    """Describes a field.
+    """Returns the specification of a field.
 
     Args:
-        name: of the field.
-        hint: its type.
-        default: its default, ``MISSING`` for none.
-        options: the other attributes of :class:`FieldSpec`.
+        name: Name of the field.
+        hint: Type annotation of the field.
+        default: Default of the field, ``MISSING`` for none.
+        options: Further attributes of :class:`FieldSpec`.
     """
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
     if optional:
         (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
     many = typing.get_origin(hint) is tuple
     parts = typing.get_args(hint) if many else (hint,)
-    base, limits = parts[0], Limits()
+    base = parts[0]
+    limits = Limits()
     if typing.get_origin(base) is Annotated:
         base, limits = typing.get_args(base)
     assert base in (int, float, str, bool), f"a flag cannot have the type {hint}"
@@ -340,25 +349,25 @@ def spec_of(name: str, hint: Any, default: Any = None, **options: Any) -> FieldS
 
 
 def _shown(value: object) -> str:
-    """Returns a value as messages show it, with a long one cut short."""
+    """Returns the text of a value for a message; a long text is cut."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...{text[-1]}"
 
 
-def _convert_base(base: type, word: str) -> Any:
+def _convert_base(base: type, text: str) -> Any:
     if base is bool:
-        if word.lower() not in _WORDS:
-            raise ValueError(f"{_shown(word)} is not True or False")
-        return _WORDS[word.lower()]
+        if text.lower() not in _TRUTH_VALUES:
+            raise ValueError(f"{_shown(text)} is not True or False")
+        return _TRUTH_VALUES[text.lower()]
     if base is str:
-        if not word.strip():
-            raise ValueError("the value is empty; give one or leave the flag away")
-        return word
+        if not text.strip():
+            raise ValueError("the value is empty; give one or leave the flag out")
+        return text
     try:
-        number = base(word)
+        number = base(text)
     except ValueError:
         kind = "whole number" if base is int else "number"
-        raise ValueError(f"{_shown(word)} is not a {kind}") from None
+        raise ValueError(f"{_shown(text)} is not a {kind}") from None
     if base is int and abs(number) >= 1 << 63:
-        raise ValueError(f"{word[:24]!r} has more than 64 bits")
+        raise ValueError(f"{text[:24]!r} has more than 64 bits")
     return number

@@ -1,9 +1,9 @@
-"""Reads ``config.json`` of Hugging Face as arguments of the trainer.
+"""Converts a Hugging Face ``config.json`` to flags of the trainer.
 
-A table of families describes a model by its ``model_type``; a table of keys gives the argument for
-each number. Owns the meaning of keys, for both the planner and the trainer. The names of modules
-are in :mod:`megatron.adaptive.config.hugging_face_names`. The planner also counts models that the
-trainer cannot build (``differs``); for the trainer :func:`load_config` refuses their keys.
+A table of families describes models by their ``model_type``; tables of keys give the flag of each
+number. This module owns the meaning of keys, for both the planner and the trainer. The names of
+modules are in :mod:`megatron.adaptive.config.hugging_face_names`. The planner also accepts models
+that the trainer cannot build (``differs``); for the trainer :func:`load_config` refuses them.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.adaptive.config.input_files import read_json
 from megatron.adaptive.config.safetensors_header import read_header
 from megatron.adaptive.errors import ConfigError, DamagedCheckpointError
 
 CONFIG = "config.json"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 LOAD_FLAG = "--load-hf"
 FLAGS_FILE = "model_flags.txt"
-"""File among checkpoints with the flags of their model, for ``evaluate``."""
+"""Name of the file in a checkpoint folder that has the model's flags, for ``evaluate``."""
 
 _LONGEST = 4096
-"""Tokens of a sample where none are given, if the model takes as many."""
+"""Largest default of ``--seq-length``, in tokens; smaller if the model has fewer positions."""
 _GATED = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 _BIASED = "--position-embedding-type rope"
 _GEMMA = f"{_GATED.replace('--swiglu', '--geglu')} --apply-layernorm-1p --scale-embeddings"
@@ -37,16 +38,17 @@ _LATENT = f"{_GATED} --multi-latent-attention --qk-layernorm --moe-router-dtype 
 
 @dataclass(frozen=True)
 class _Family:
-    """Models of one ``model_type``.
+    """Describes the models of one ``model_type``.
 
     Attributes:
-        arguments: that all of them have.
-        tied: whether embedding and head share weights where the file does not say it.
-        differs: what the trainer's layers lack or have otherwise; empty where it trains the model.
-        window_period: of so many layers with a window the last has none; 0 where all have it.
-        default: values of keys that a file may leave out, where they are not those of all.
-        optional: keys that these models alone have, by argument.
-        nearest: the family to start from instead, where the trainer lacks this one.
+        arguments: Flags that all of these models have.
+        tied: Whether embedding and head share weights if the file does not say.
+        differs: Feature that the trainer's layers lack; empty if the trainer supports the family.
+        window_period: Period of layers with windowed attention, of which the last attends to all
+            tokens; 0 if all layers have the window.
+        default: Values of keys that a file may omit, if they differ from the common defaults.
+        optional: Keys that only these models have, by flag.
+        nearest: Supported family to start from, if the trainer does not support this one.
     """
 
     arguments: str
@@ -125,24 +127,24 @@ _FAMILIES: Mapping[str, _Family] = {
     ),
 }
 _STATES = "layers that keep a state instead of attention"
-_FUSED = "queries, keys and values in one matrix of another order"
+_FUSED = "another order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
-_MULTIPLIED = "factors of embeddings, residuals and logits"
-# Differences of models from the nearest family that their keys do not show.
+_MULTIPLIED = "scale factors of embeddings, residuals and logits"
+# Differences from the nearest family that the keys of these models do not show.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
     **dict.fromkeys(("granite", "granitemoe", "minicpm", "minicpm3"), _MULTIPLIED),
     **dict.fromkeys(("gptj", "codegen", "falcon"), "one norm for both blocks of a layer"),
-    **dict.fromkeys(("bloom", "mpt"), "positions by a bias of the scores"),
+    **dict.fromkeys(("bloom", "mpt"), "positions encoded as a bias of the scores"),
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), "norms over all heads of queries and keys"),
-    **dict.fromkeys(("cohere", "cohere2"), "blocks side by side, and logits with a factor"),
+    **dict.fromkeys(("cohere", "cohere2"), "parallel blocks, and scaled logits"),
     **dict.fromkeys(("glm", "glm4", "ernie4_5"), "rotation of neighbouring channels"),
-    **dict.fromkeys(("nemotron", "arcee"), "the square of a ReLU"),
+    **dict.fromkeys(("nemotron", "arcee"), "squared ReLU"),
     **dict.fromkeys(("stablelm", "starcoder2"), "LayerNorm with a bias"),
     "deepseek_v32": "attention to tokens that an indexer chooses",
-    "glm4_moe": "rotation of half of each head beside experts with a bias",
-    "gpt_bigcode": "one head of keys and values beside learned positions",
+    "glm4_moe": "rotation of half of each head, and experts with a bias",
+    "gpt_bigcode": "one head of keys and values with learned positions",
     "gpt_oss": "sinks of attention, and experts with biases",
     "llama4_text": f"{_UNROTATED}, and attention in chunks",
     "olmo": "a norm without weights",
@@ -153,7 +155,7 @@ _DIFFERENCES: Mapping[str, str] = {
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _OTHER_INPUT = ("vision_config", "audio_config", "vision_encoder", "audio_encoder")
 _Table = Mapping[str, tuple[str, ...]]
-"""Keys of the file by the argument that each is; the first of them that is there counts."""
+"""Keys of the file by flag; the first key that the file has is the flag's value."""
 _NEEDED: _Table = {
     "--num-layers": ("num_hidden_layers", "n_layer"),
     "--hidden-size": ("hidden_size", "n_embd"),
@@ -202,7 +204,7 @@ _FRACTIONS = frozenset(
     """.split()
 )
 _TEXTS = ("--moe-router-score-function",)
-# Flags of whole numbers that a file may write with a decimal point, as 10000.0.
+# These flags are whole numbers, but a file may write them with a decimal point, such as 10000.0.
 _BASE_FLAGS = ("--rotary-base", "--window-rotary-base")
 _WHOLE = frozenset(
     key
@@ -234,13 +236,13 @@ MODEL_FLAGS = frozenset(
     --rotary-seq-len-interpolation-factor
     """.split(),
 )
-"""Flags that say what a model is, all of which a folder of Hugging Face stands for."""
+"""Flags that describe a model; ``--load-hf`` sets all of them."""
 _OF_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
 _OF_ROTATION = (*_OF_YARN, "mscale_all_dim", "low_freq_factor", "high_freq_factor")
 _DEFAULTS = {"--attention-dropout": 0.0, "--hidden-dropout": 0.0}
 _ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-# Keys that must have one value where they are there, and what another one asks for.
+# Keys with the only value that is supported, and the feature that another value asks for.
 _ONLY: Mapping[str, tuple[Any, str]] = {
     "attention_bias": (False, "a bias of the output projection"),
     "mlp_bias": (False, "a bias of the feed-forward block"),
@@ -251,8 +253,8 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
     "use_bidirectional_attention": (False, "attention to later tokens"),
     "router_jitter_noise": (0.0, "noise in the router"),
 }
-# Keys that change nothing in the model: text generation, training, the file's origin, and notes of
-# trainers, exporters and quantizers.
+# These keys do not change what layers compute, or other functions here read them. They concern
+# text generation, training and the file's origin, or are notes of trainers, exporters, quantizers.
 _WITHOUT_EFFECT = frozenset(
     """
     architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range
@@ -287,23 +289,24 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def is_config(document: Any) -> bool:
-    """Returns whether the contents of a JSON file are such a configuration."""
+    """Returns whether the content of a JSON file is a Hugging Face configuration."""
     return isinstance(document, dict) and "model_type" in document and "format" not in document
 
 
 def config_arguments(
     document: Mapping[str, Any], where: str, sequence: int | None = None
 ) -> tuple[list[str], str]:
-    """Returns the trainer's arguments for a configuration, and in what its own model differs.
+    """Returns the trainer's flags for a configuration, and the feature that they do not cover.
+
+    The feature is empty if the trainer supports the model.
 
     Args:
-        document: contents of the file.
-        where: the file, for messages.
-        sequence: tokens of a sample; by default as many as the model takes, 4,096 at most.
+        document: Content of the file.
+        where: Path of the file, for messages.
+        sequence: Tokens of a sample; by default the model's positions, at most 4,096.
 
     Raises:
-        ConfigError: the architecture is unknown or something of it is not counted, or a key is
-            missing.
+        ConfigError: The architecture is unknown or not supported, or a key is missing.
     """
     with _expected_kinds(where):
         return _arguments(document, where, sequence)
@@ -312,115 +315,132 @@ def config_arguments(
 def _arguments(
     document: Mapping[str, Any], where: str, sequence: int | None
 ) -> tuple[list[str], str]:
-    # Of a model of several kinds of input, what reads text.
+    # If a model also takes images or sound, only its text part counts.
     text = _text_part(document)
     config: Mapping[str, Any] = document if text is None else text
     family = _family({"model_type": document["model_type"], **config}, where)
     config = _flat(family, config)
     _check_numbers(config, where)
-    words = family.arguments.split()
-    if "--moe-router-dtype" in words and not _value(config, "n_routed_experts"):
-        words = [word for word in words if word not in ("--moe-router-dtype", "fp32")]
+    flags = family.arguments.split()
+    if "--moe-router-dtype" in flags and not _value(config, "n_routed_experts"):
+        flags = [item for item in flags if item not in ("--moe-router-dtype", "fp32")]
     experts = any(_value(config, key) for key in _OF_EXPERTS["--num-experts"])
-    latent = "--multi-latent-attention" in words
+    latent = "--multi-latent-attention" in flags
     needed: list[_Table] = [_NEEDED, *[_OF_EXPERTS] * experts, *[_OF_LATENT] * latent]
     optional: list[_Table] = [_OPTIONAL, family.optional, *[_OF_ROUTER] * experts]
     optional.append({"--q-lora-rank": ("q_lora_rank",)} if latent else _OF_HEADS)
     for table in (*needed, *optional):
         for flag, keys in table.items():
-            found = next((v for key in keys if (v := _value(config, key)) is not None), None)
-            if found is None and table in needed:
-                raise ConfigError(f"{where}: {' or '.join(keys)} is missing; a model has it")
-            if found is not None and flag not in _TEXTS:
-                found = _checked(found, flag, next(key for key in keys if key in config), where)
-            if found is None:
-                found = _DEFAULTS.get(flag)
+            value = next((v for key in keys if (v := _value(config, key)) is not None), None)
+            if value is None and table in needed:
+                raise ConfigError(
+                    f"{where}: {' or '.join(keys)} is missing, but every model needs it"
+                )
+            if value is not None and flag not in _TEXTS:
+                value = _checked(value, flag, next(key for key in keys if key in config), where)
+            if value is None:
+                value = _DEFAULTS.get(flag)
             of_groups = flag.endswith(("groups", "group-topk"))
-            # A model without groups has one.
-            if found is None or ((of_groups or flag.endswith("mtp-num-layers")) and not found):
+            # A value of 0 means that the router has no groups, or that no further layers predict.
+            if value is None or ((of_groups or flag.endswith("mtp-num-layers")) and not value):
                 continue
             if of_groups and (config.get("topk_method") == "greedy" or config.get("n_group") == 1):
                 continue
-            if flag.endswith("topk-scaling-factor") and found == 1:
+            if flag.endswith("topk-scaling-factor") and value == 1:
                 continue
             if flag == "--softmax-scale":
-                found = found**-0.5
-            words += [flag, str(found)]
-    heads, groups = _number(config, "num_attention_heads", where), config.get("num_key_value_heads")
+                value = value**-0.5
+            flags += [flag, str(value)]
+    heads = _number(config, "num_attention_heads", where)
+    groups = config.get("num_key_value_heads")
     if groups is not None and groups != heads and not latent:
-        words += ["--group-query-attention", "--num-query-groups", str(groups)]
-    if config.get("attention_bias") and "--disable-bias-linear" in words:
-        words.append("--add-qkv-bias")
+        flags += ["--group-query-attention", "--num-query-groups", str(groups)]
+    if config.get("attention_bias") and "--disable-bias-linear" in flags:
+        flags.append("--add-qkv-bias")
     if not config.get("tie_word_embeddings", document.get("tie_word_embeddings", family.tied)):
-        words.append("--untie-embeddings-and-output-weights")
+        flags.append("--untie-embeddings-and-output-weights")
     layers = _number(config, "num_hidden_layers", where)
-    words += _experts(config, layers, where) if experts else []
-    words += (windows := _windows(config, family, layers, where))
-    if not windows and "--window-rotary-base" in words:
-        del words[(at := words.index("--window-rotary-base")) : at + 2]
-    words += _rotation(config, latent=latent) if "rope" in words else []
+    flags += _experts(config, layers, where) if experts else []
+    flags += (windows := _windows(config, family, layers, where))
+    if not windows and "--window-rotary-base" in flags:
+        _remove(flags, "--window-rotary-base")
+    flags += _rotation(config, latent=latent) if "rope" in flags else []
     if next((config[key] for key in _ACTIVATION if config.get(key)), None) in _TANH:
-        words += [] if {"--swiglu", "--geglu"} & {*words} else ["--openai-gelu"]
-    words += ["--parallel-residual"] if config.get("use_parallel_residual") else []
-    words += ["--make-vocab-size-divisible-by", "1"]
-    longest = int(words[words.index("--max-position-embeddings") + 1])
-    words += ["--seq-length", str(sequence or min(longest, _LONGEST))]
-    return words, family.differs
+        flags += [] if {"--swiglu", "--geglu"} & {*flags} else ["--openai-gelu"]
+    flags += ["--parallel-residual"] if config.get("use_parallel_residual") else []
+    flags += ["--make-vocab-size-divisible-by", "1"]
+    longest = int(flags[flags.index("--max-position-embeddings") + 1])
+    flags += ["--seq-length", str(sequence or min(longest, _LONGEST))]
+    return flags, family.differs
+
+
+def _remove(flags: list[str], name: str) -> None:
+    """Removes a flag and its value."""
+    index = flags.index(name)
+    del flags[index : index + 2]
 
 
 def load_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Reads ``config.json`` of a model that the trainer shall build.
+    """Reads ``config.json`` of a model that the trainer will build.
 
     Args:
-        folder: of the model.
+        folder: Folder of the model.
 
     Returns:
-        The contents of the file, and the trainer's arguments for the model.
+        The content of the file, and the trainer's flags for the model.
 
     Raises:
-        ConfigError: the trainer cannot build it; names the key, what it asks for, and the nearest.
+        ConfigError: The trainer cannot build the model; the message names the key, its value and
+            the nearest supported value.
     """
     path = folder / CONFIG
     document = read_json(path, "name the folder of a Hugging Face model")
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
-        raise ConfigError(f"{path} names no model_type: it is of no model of Hugging Face")
+        raise ConfigError(f"{path} has no model_type: it does not describe a Hugging Face model")
     _refuse_other_input(document, str(path))
     _family(document, str(path))
-    words, differs = config_arguments(document, str(path))
+    flags, differs = config_arguments(document, str(path))
     with _expected_kinds(str(path)):
-        return document, _trained(folder, document, words, differs)
+        return document, _trained(folder, document, flags, differs)
 
 
 def _text_part(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the text part of a model that takes images or sound too, ``None`` without one."""
+    """Returns the text part of a model that also takes images or sound, ``None`` without one."""
     parts = (document.get(key) for key in _TEXT_PARTS)
     return next((part for part in parts if isinstance(part, dict)), None)
 
 
 def _refuse_other_input(document: Mapping[str, Any], where: str) -> None:
-    """Refuses a model that takes more than text; the error says if its text part can be read."""
-    text, kind = _text_part(document), document["model_type"]
+    """Refuses a model that takes more than text; the error says whether its text part can be used.
+
+    Raises:
+        ConfigError: The model also takes images or sound.
+    """
+    text = _text_part(document)
+    kind = document["model_type"]
     if kind in _FAMILIES or (text is None and not any(document.get(key) for key in _OTHER_INPUT)):
         return
     part = str(kind if text is None else text.get("model_type"))
     if text is None:
-        rule = "the keys of its text part are not apart"
+        rule = "its file does not separate the keys of its text part"
     elif part in _FAMILIES and not _FAMILIES[part].differs:
         key = next(key for key in _TEXT_PARTS if document.get(key) is text)
         rule = (
-            f"its text part, {part}, can be read: save that alone, with {key} as its {CONFIG} and"
+            f"its text part, {part}, can be read: save only that, with {key} as its {CONFIG} and"
             f" the names of {part} for its weights"
         )
     else:
-        rule = f"its text part, {part}, is of no family that is read: {', '.join(_read_families())}"
+        families = ", ".join(_read_families())
+        rule = f"its text part, {part}, is of no supported family: {families}"
     raise ConfigError(f"{where}: model_type {kind!r} takes more than text; {rule}")
 
 
 def _check_numbers(config: Mapping[str, Any], where: str) -> None:
-    """Refuses numbers that would have to be cut or rounded.
+    """Refuses numbers that would have to be rounded, and missing factors of a rotation.
 
     Raises:
-        ConfigError: a value that must be whole is not, or a rotation's value is not a number.
+        ConfigError: A value must be whole and is not, or a rotation's value is no number or
+            missing.
     """
     for key in sorted(_WHOLE & config.keys()):
         if config[key] is not None and type(config[key]) is not int:
@@ -433,14 +453,14 @@ def _check_numbers(config: Mapping[str, Any], where: str) -> None:
             kind = "number" if is_whole else "whole number"
             raise ConfigError(f"{where}: {key} of the rotation is {value!r}: it must be a {kind}")
     if _kind_of_rotation(config) != "default" and "factor" not in scaling:
-        raise ConfigError(f"{where}: factor of the rotation is missing; a model has it")
+        raise ConfigError(f"{where}: factor of the rotation is missing, but every model needs it")
 
 
 def _checked(value: Any, flag: str, key: str, where: str) -> int | float:
-    """Converts a number of the file to the argument's type.
+    """Converts a number of the file to the flag's type.
 
     Raises:
-        ConfigError: it is not a number, or would have to be rounded.
+        ConfigError: The value is not a number, or would have to be rounded.
     """
     if not _is_number(value):
         kind = "number" if flag in _FRACTIONS else "whole number"
@@ -462,35 +482,41 @@ def _is_number(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _expected_kinds(where: str) -> Iterator[None]:
-    """Names the file whose values are not numbers, texts or lists where these are read."""
+    """Turns errors about values of a wrong type into one error that names the file."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{where}: a value is of another kind than transformers writes ({error}): restore it"
+            f"{where}: a value has another type than transformers writes ({error}): restore it"
         ) from None
 
 
 def _trained(
-    folder: Path, document: Mapping[str, Any], words: list[str], differs: str
+    folder: Path, document: Mapping[str, Any], flags: list[str], differs: str
 ) -> list[str]:
-    """Returns the arguments without layers that the folder lacks; refuses what layers lack."""
-    path, family = folder / CONFIG, _FAMILIES[document["model_type"]]
+    """Returns the flags of a model that the trainer supports, without layers the folder lacks.
+
+    Raises:
+        ConfigError: The trainer's layers lack a feature of the model.
+    """
+    path = folder / CONFIG
+    family = _FAMILIES[document["model_type"]]
     if differs:
         raise ConfigError(
             f"{path}: model_type {document['model_type']} asks for {differs}, which megatron-core's"
-            f" layers lack; the nearest that is read is {family.nearest}"
+            f" layers lack; the nearest supported family is {family.nearest}"
         )
     flat = _flat(family, document)
     for key, value in document.items():
-        _refuse(key, value, flat, words, str(path))
-    # A folder may lack the layers that predict further, as all do that transformers writes.
-    if (flag := "--mtp-num-layers") in words and not _holds(folder, flat["num_hidden_layers"]):
-        del words[(at := words.index(flag)) : at + 2]
-    return words
+        _refuse(key, value, flat, flags, str(path))
+    # transformers saves no weights of the layers that predict further tokens.
+    flag = "--mtp-num-layers"
+    if flag in flags and not _has_weights(folder, flat["num_hidden_layers"]):
+        _remove(flags, flag)
+    return flags
 
 
-def _holds(folder: Path, layer: int) -> bool:
+def _has_weights(folder: Path, layer: int) -> bool:
     """Returns whether a folder has weights of a layer, by its index or the header of its file."""
     prefix = f"model.layers.{layer}."
     names: Iterable[str] = ()
@@ -503,84 +529,126 @@ def _holds(folder: Path, layer: int) -> bool:
     return any(name.startswith(prefix) for name in names)
 
 
+class _Verdict(NamedTuple):
+    """Says whether the trainer supports the value of a key.
+
+    Attributes:
+        is_supported: Whether the layers support the value.
+        feature: Feature that the value asks for.
+        nearest: Nearest supported value.
+    """
+
+    is_supported: bool
+    feature: str
+    nearest: str
+
+
 def _refuse(
-    key: str, value: Any, config: Mapping[str, Any], words: Sequence[str], where: str
+    key: str, value: Any, config: Mapping[str, Any], flags: Sequence[str], where: str
 ) -> None:
-    """Refuses a key that asks for what the trainer's layers do not do."""
-    latent = "--multi-latent-attention" in words
+    """Refuses a key that asks for a feature that the trainer's layers lack."""
+    if key == "quantization_config" and not value:
+        value = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    verdict = _verdict_on_layers(key, value, config, flags) or _verdict_on_experts(
+        key, value, config, flags
+    )
     family = _FAMILIES[config["model_type"]]
-    is_well, why, nearest = True, "", ""
-    if key in _ACTIVATION:
-        known: tuple[str, ...] = ("silu", "swish") if "--swiglu" in words else ("gelu", *_TANH)
-        # In files of Gemma, the key of old versions says gelu and means the tangent.
-        known = _TANH if "--geglu" in words and key != "hidden_act" else known
-        is_well = value in known or (value is None and "--geglu" in words)
-        why, nearest = "another activation", " or ".join(known)
-    elif key in ("rope_parameters", "rope_scaling"):
-        kind = _kind_of_rotation(config)
-        scaled = kind == "yarn" if latent else bool(_rotation(config, latent=False))
-        is_well, why = not value or kind == "default" or scaled, f"{kind} rotation"
-        scaling = _scaling(config)
-        if kind == "yarn" and (scaling.get("attention_factor") or scaling.get("truncate") is False):
-            is_well, why = False, "yarn rotation with attention_factor or without truncate"
-        near = (value or {}).get("sliding_attention") or {}
-        is_well = is_well and near.get("rope_type", "default") == "default"
-        nearest = "default, linear with a whole factor, or llama3 with factors 1 and 4 of 8192"
-        nearest = "default or yarn" if latent else nearest
-    elif key == "attention_bias" and "--disable-bias-linear" not in words:
-        is_well, why, nearest = bool(value), "no bias of queries, keys and values", "true"
-    elif key in _ONLY:
-        only, why = _ONLY[key]
-        is_well, nearest = value in (None, only), str(only).lower()
-    elif key == "embd_pdrop":
-        nearest = f"resid_pdrop, {config.get('resid_pdrop')}"
-        is_well, why = value == config.get("resid_pdrop"), "another dropout of embeddings"
-    elif key == "norm_topk_prob" and "--num-experts" in words:
-        raw = config["model_type"] == "deepseek_v2" or "--moe-router-pre-softmax" in words
-        is_well, why, nearest = bool(value) != raw, "weights scaled otherwise", str(not raw).lower()
-    elif key == "num_experts_per_tok" and "--moe-router-pre-softmax" not in words:
-        is_well, why, nearest = value != 1, "one expert whose weight is always 1", "2"
-    elif key == "topk_method":
-        sigmoid = config.get("scoring_func") == "sigmoid"
-        known = ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")
-        is_well, why, nearest = value in known, "another choice", known[0]
-    elif key == "quantization_config":
-        value = value or {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        read = value.get("quant_method") == "fp8" and value.get("weight_block_size") == [128, 128]
-        is_well, why = read and value.get("fmt", "e4m3") == "e4m3", "quantized weights"
-        nearest = "fp8 in blocks of 128 x 128, or none: dequantize the model and save it in 16 bits"
-    elif key == "sliding_window_size":
-        is_well, why = value == config.get("sliding_window"), "two sizes of windows"
-        nearest = f"sliding_window, {config.get('sliding_window')}"
-    elif key not in _READ | _WITHOUT_EFFECT and (key,) not in [*family.optional.values()]:
-        is_well, why, nearest = not value, "something unknown", "null, if it changes nothing"
-    if not is_well:
+    is_unknown = key not in _READ | _WITHOUT_EFFECT and (key,) not in [*family.optional.values()]
+    if verdict is None and is_unknown:
+        verdict = _Verdict(not value, "something unknown", "null, if it changes nothing")
+    if verdict is not None and not verdict.is_supported:
         raise ConfigError(
-            f"{where}: {key} {value!r} asks for {why}, which this trainer's layers lack; the"
-            f" nearest is {nearest}"
+            f"{where}: {key} {value!r} asks for {verdict.feature}, which this trainer's layers"
+            f" lack; the nearest is {verdict.nearest}"
         )
 
 
+def _verdict_on_layers(
+    key: str, value: Any, config: Mapping[str, Any], flags: Sequence[str]
+) -> _Verdict | None:
+    """Judges a key of attention, activation, dropout or weights; ``None`` for any other key."""
+    if key in _ACTIVATION:
+        supported: tuple[str, ...] = ("silu", "swish") if "--swiglu" in flags else ("gelu", *_TANH)
+        # The old key hidden_act of Gemma's files says gelu and means the tanh approximation.
+        supported = _TANH if "--geglu" in flags and key != "hidden_act" else supported
+        is_supported = value in supported or (value is None and "--geglu" in flags)
+        return _Verdict(is_supported, "another activation", " or ".join(supported))
+    if key in ("rope_parameters", "rope_scaling"):
+        return _verdict_on_rotation(value, config, latent="--multi-latent-attention" in flags)
+    if key == "attention_bias" and "--disable-bias-linear" not in flags:
+        return _Verdict(bool(value), "no bias of queries, keys and values", "true")
+    if key in _ONLY:
+        only, feature = _ONLY[key]
+        return _Verdict(value in (None, only), feature, str(only).lower())
+    if key == "embd_pdrop":
+        dropout = config.get("resid_pdrop")
+        return _Verdict(
+            value == dropout, "another dropout of embeddings", f"resid_pdrop, {dropout}"
+        )
+    if key == "quantization_config":
+        is_fp8 = value.get("quant_method") == "fp8" and value.get("weight_block_size") == [128, 128]
+        nearest = "fp8 in blocks of 128 x 128, or none: dequantize the model and save it in 16 bits"
+        return _Verdict(is_fp8 and value.get("fmt", "e4m3") == "e4m3", "quantized weights", nearest)
+    if key == "sliding_window_size":
+        window = config.get("sliding_window")
+        return _Verdict(value == window, "two sizes of windows", f"sliding_window, {window}")
+    return None
+
+
+def _verdict_on_experts(
+    key: str, value: Any, config: Mapping[str, Any], flags: Sequence[str]
+) -> _Verdict | None:
+    """Judges a key of the router of experts; ``None`` for any other key."""
+    is_pre_softmax = "--moe-router-pre-softmax" in flags
+    if key == "norm_topk_prob" and "--num-experts" in flags:
+        is_raw = config["model_type"] == "deepseek_v2" or is_pre_softmax
+        return _Verdict(bool(value) != is_raw, "weights scaled otherwise", str(not is_raw).lower())
+    if key == "num_experts_per_tok" and not is_pre_softmax:
+        return _Verdict(value != 1, "one expert whose weight is always 1", "2")
+    if key == "topk_method":
+        is_sigmoid = config.get("scoring_func") == "sigmoid"
+        supported = ("noaux_tc",) if is_sigmoid else ("greedy", "group_limited_greedy")
+        return _Verdict(value in supported, "another choice", supported[0])
+    return None
+
+
+def _verdict_on_rotation(value: Any, config: Mapping[str, Any], *, latent: bool) -> _Verdict:
+    """Judges the settings of rotary embeddings."""
+    kind = _kind_of_rotation(config)
+    scaling = _scaling(config)
+    is_scaled = kind == "yarn" if latent else bool(_rotation(config, latent=False))
+    is_supported = not value or kind == "default" or is_scaled
+    feature = f"{kind} rotation"
+    if kind == "yarn" and (scaling.get("attention_factor") or scaling.get("truncate") is False):
+        is_supported = False
+        feature = "yarn rotation with attention_factor or without truncate"
+    in_windows = (value or {}).get("sliding_attention") or {}
+    is_supported = is_supported and in_windows.get("rope_type", "default") == "default"
+    nearest = "default, linear with a whole factor, or llama3 with factors 1 and 4 of 8192"
+    return _Verdict(is_supported, feature, "default or yarn" if latent else nearest)
+
+
 def _flat(family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with its defaults, and what it says of rotation beside other keys."""
+    """Returns a configuration with its defaults, and with keys of the rotation at the top level."""
     rotation = _scaling(config)
-    if "full_attention" in rotation:  # and another one where windows are
-        near = rotation.get("sliding_attention") or {}
+    if "full_attention" in rotation:
+        # Layers with windows have separate settings, of which only the base may differ.
+        in_windows = rotation.get("sliding_attention") or {}
         key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
         rotation = rotation["full_attention"] or {}
         config = {**config, key: rotation}
-        if base := near.get("rope_theta"):
+        if base := in_windows.get("rope_theta"):
             config["rope_local_base_freq"] = base
-    # As in transformers, a key inside the rotation's object wins over the same key outside of it.
-    inner = ("rope_theta", "partial_rotary_factor")
-    own = {key: rotation[key] for key in inner if rotation.get(key) is not None}
-    return {**family.default, **config, **own}
+    # transformers prefers a key inside the rotation's object to the same key outside of it.
+    inner_keys = ("rope_theta", "partial_rotary_factor")
+    inner = {key: rotation[key] for key in inner_keys if rotation.get(key) is not None}
+    return {**family.default, **config, **inner}
 
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings of the rotation, under the old key or else the new one."""
-    found: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return found
+    """Returns the settings of the rotation, from the old key or else from the new one."""
+    scaling: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return scaling
 
 
 def _kind_of_rotation(config: Mapping[str, Any]) -> str:
@@ -589,12 +657,13 @@ def _kind_of_rotation(config: Mapping[str, Any]) -> str:
 
 
 def _rotation(config: Mapping[str, Any], *, latent: bool) -> list[str]:
-    """Returns how rotary frequencies are scaled, nothing where they are not or in another way."""
+    """Returns the flags that scale rotary frequencies; none if they are unscaled or unsupported."""
     scaling = _scaling(config)
-    kind, factor = _kind_of_rotation(config), scaling.get("factor")
+    kind = _kind_of_rotation(config)
+    factor = scaling.get("factor")
     if latent and kind == "yarn":
         longest = config["max_position_embeddings"]
-        words = ["--rope-type", "yarn", "--rotary-scaling-factor", str(factor)]
+        flags = ["--rope-type", "yarn", "--rotary-scaling-factor", str(factor)]
         for flag, key, default in (
             ("--original-max-position-embeddings", "original_max_position_embeddings", longest),
             ("--beta-fast", "beta_fast", 32),
@@ -602,8 +671,8 @@ def _rotation(config: Mapping[str, Any], *, latent: bool) -> list[str]:
             ("--mscale", "mscale", 1.0),
             ("--mscale-all-dim", "mscale_all_dim", 0.0),
         ):
-            words += [flag, str(scaling.get(key) or default)]
-        return words
+            flags += [flag, str(scaling.get(key) or default)]
+        return flags
     if latent:
         return ["--rope-type", "rope"]
     expected = {
@@ -622,24 +691,26 @@ def _family(config: Mapping[str, Any], where: str) -> _Family:
     name = config["model_type"]
     if name in _FAMILIES:
         return _FAMILIES[name]
-    near = (difflib.get_close_matches(str(name), _FAMILIES, n=1) or ["llama"])[0]
+    nearest = (difflib.get_close_matches(str(name), _FAMILIES, n=1) or ["llama"])[0]
     raise ConfigError(
-        f"{where}: model_type {name!r} is not known; the nearest is {near}, which"
-        f" {_lacks(config, name, near)}; {', '.join(_read_families())} are read; to plan another"
+        f"{where}: model_type {name!r} is not known; the nearest is {nearest}, which"
+        f" {_lacks(config, name, nearest)}; {', '.join(_read_families())} are read; to plan another"
         " one give its sizes as `layers` of a model file, see plan --schema model"
     )
 
 
-def _lacks(config: Mapping[str, Any], name: str, near: str) -> str:
+def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
     """Describes how an unsupported model differs from the nearest supported family."""
     strange = {key for key, value in config.items() if value}
     strange -= {*_READ, *_WITHOUT_EFFECT, *_ACTIVATION, *_ONLY}
-    strange.difference_update(*_FAMILIES[near].optional.values())
+    strange.difference_update(*_FAMILIES[nearest].optional.values())
     parts = [_DIFFERENCES[name]] if name in _DIFFERENCES else []
     parts += [", ".join(sorted(strange))] if strange else []
     if parts:
         return f"lacks {'; '.join(parts)}"
-    return f"has all its keys: write {near} if its layers and the names of its weights are the same"
+    return (
+        f"has all its keys: write {nearest} if its layers and the names of its weights are the same"
+    )
 
 
 def _read_families() -> list[str]:
@@ -647,77 +718,81 @@ def _read_families() -> list[str]:
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
-    """Returns a value that can be one of an argument."""
-    found = config.get(key)
-    return found if isinstance(found, int | float | str) else None
+    """Returns a value if it is a number or a text, otherwise ``None``."""
+    value = config.get(key)
+    return value if isinstance(value, int | float | str) else None
 
 
 def _number(config: Mapping[str, Any], key: str, where: str) -> int:
-    """Returns a number of the file, which may have GPT-2's name for it."""
+    """Returns a number of the file, under the given key or GPT-2's name for it."""
     keys = (key, "n_head" if "heads" in key else "n_layer")
-    found = next((config[key] for key in keys if key in config), None)
-    if type(found) is not int or not 0 < found <= 10_000:
-        raise ConfigError(f"{where}: {key} is {found!r}: it must be a whole number from 1 on")
-    return found
+    number = next((config[key] for key in keys if key in config), None)
+    if type(number) is not int or not 0 < number <= 10_000:
+        raise ConfigError(f"{where}: {key} is {number!r}: it must be a whole number from 1 on")
+    return number
 
 
 def _experts(config: Mapping[str, Any], layers: int, where: str) -> list[str]:
-    """Returns which layers have experts, and the width of the one for all tokens."""
-    first, every = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    """Returns the flags for layers with experts, for the shared expert and for the router."""
+    first = config.get("first_k_dense_replace", 0)
+    every = config.get("moe_layer_freq", 1)
+    step = config.get("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or ()
     try:
-        has = [
+        have_experts = [
             i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense
             for i in range(layers)
         ]
-        words = [] if all(has) else ["--moe-layer-freq", _pattern(has)]
+        flags = [] if all(have_experts) else ["--moe-layer-freq", _pattern(have_experts)]
         if shared := config.get("n_shared_experts"):
             width = shared * config["moe_intermediate_size"]
-            words += ["--moe-shared-expert-intermediate-size", str(width)]
+            flags += ["--moe-shared-expert-intermediate-size", str(width)]
     except (TypeError, KeyError, ZeroDivisionError):
         raise ConfigError(
-            f"{where}: which layers have experts is not to be read: first_k_dense_replace,"
-            " moe_layer_freq, decoder_sparse_step and n_shared_experts are whole numbers"
+            f"{where}: the layers with experts cannot be determined: first_k_dense_replace,"
+            " moe_layer_freq, decoder_sparse_step and n_shared_experts must be whole numbers"
         ) from None
     if config.get("norm_topk_prob") is False and config.get("scoring_func") != "sigmoid":
-        words.append("--moe-router-pre-softmax")
+        flags.append("--moe-router-pre-softmax")
     best = {"noaux_tc": 2, "group_limited_greedy": 1}.get(str(config.get("topk_method")), 0)
     if best == 2:
-        words.append("--moe-router-enable-expert-bias")
-    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+        flags.append("--moe-router-enable-expert-bias")
+    groups = config.get("n_group") or 1
+    chosen = config.get("topk_group") or 1
     if best and groups > 1 and best != config["num_experts_per_tok"] // chosen:
-        words += ["--moe-router-group-best", str(best)]
-    return words
+        flags += ["--moe-router-group-best", str(best)]
+    return flags
 
 
 def _windows(config: Mapping[str, Any], family: _Family, layers: int, where: str) -> list[str]:
-    """Returns the window of attention, and which layers have it."""
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    """Returns the flags for the window of attention and the layers that have it."""
+    window = config.get("sliding_window")
+    kinds = config.get("layer_types")
     if kinds is not None:
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention"):
                 raise ConfigError(
-                    f"{where}: layer_types has {kind!r}, whose layers the planner does not count:"
-                    " give their sizes as `layers` of a model file, see plan --schema model"
+                    f"{where}: layer_types has {kind!r}, which the planner does not know: give the"
+                    " sizes of these layers as `layers` of a model file, see plan --schema model"
                 )
-        has = [kind == "sliding_attention" for kind in kinds]
+        have_window = [kind == "sliding_attention" for kind in kinds]
     else:
         period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
         period = period or family.window_period
         begin = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
-        has = [i >= begin and (not period or (i + 1) % period != 0) for i in range(layers)]
-    if not window or not any(has) or config.get("use_sliding_window") is False:
+        have_window = [i >= begin and (not period or (i + 1) % period != 0) for i in range(layers)]
+    if not window or not any(have_window) or config.get("use_sliding_window") is False:
         return []
-    # megatron-core counts the tokens before one, Hugging Face also itself.
-    words = ["--window-size", f"{window - 1},0"]
-    if all(has):
-        return words
-    every = has.index(False) + 1
-    is_regular = every > 1 and has == [(i + 1) % every != 0 for i in range(layers)]
-    return [*words, "--window-attn-skip-freq", str(every) if is_regular else _pattern(has)]
+    # megatron-core counts only the tokens before a token, Hugging Face counts the token itself too.
+    flags = ["--window-size", f"{window - 1},0"]
+    if all(have_window):
+        return flags
+    every = have_window.index(False) + 1
+    is_regular = every > 1 and have_window == [(i + 1) % every != 0 for i in range(layers)]
+    return [*flags, "--window-attn-skip-freq", str(every) if is_regular else _pattern(have_window)]
 
 
-def _pattern(has: Sequence[bool]) -> str:
-    """Returns which layers have something as the trainer reads it, such as ``[0]*3+[1]*58``."""
-    runs = [(int(value), len(list(group))) for value, group in groupby(has)]
+def _pattern(values: Sequence[bool]) -> str:
+    """Returns a truth value per layer in the trainer's notation, such as ``[0]*3+[1]*58``."""
+    runs = [(int(value), len(list(group))) for value, group in groupby(values)]
     return "+".join(f"[{value}]*{count}" for value, count in runs)

@@ -1,4 +1,4 @@
-"""Maps names of this project's modules to those of Hugging Face's models."""
+"""Maps names of megatron-core's modules to those of Hugging Face models."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class FamilyNames(NamedTuple):
     """Holds Hugging Face's names for one family of models.
 
     Attributes:
-        inside: names of a layer's modules by our name, in the order of the model; one for all
-            blocks of rows of our matrix, or one for each block.
-        outside: names of the modules outside of layers by our name.
-        layer: prefix of the names in a layer, with ``{}`` for its number.
-        predicts: whether layers that predict further tokens may follow the others.
-        turned: whether matrices of linear layers are stored as ``[inputs, outputs]``.
-        grouped: whether rows of queries, keys and values alternate as in our matrix.
+        inside: Names of a layer's modules by megatron-core's name, in the order of the model. A
+            list has one name for the whole matrix, or one for each of its blocks of rows.
+        outside: Names of the modules outside of layers by megatron-core's name.
+        layer: Prefix of the names in a layer, with ``{}`` for the layer's number.
+        predicts: Whether layers for multi-token prediction may follow the other layers.
+        turned: Whether matrices of linear layers are stored as ``[inputs, outputs]``.
+        grouped: Whether rows of queries, keys and values alternate as in megatron-core's matrix.
     """
 
     inside: Mapping[str, list[str]]
@@ -29,7 +29,7 @@ class FamilyNames(NamedTuple):
 
 def _table(text: str) -> dict[str, list[str]]:
     lines = (line.partition(" = ") for line in text.strip().splitlines())
-    return {ours.strip(): theirs.split() for ours, _, theirs in lines}
+    return {core.strip(): names.split() for core, _, names in lines}
 
 
 _ATTENTION = """

@@ -1,8 +1,8 @@
-"""Opens files and reads JSON from outside within limits, and makes their text fit to be shown.
+"""Opens files and parses JSON within limits, and makes foreign text safe to print.
 
-Files, sockets and environment variables may hold anything, and a path may name anything:
-:func:`open_file` is the only way to a file's content, :func:`parse_json` the only reader of JSON.
-Text that goes to a terminal, a sheet or a page passes through :func:`printable`.
+Files, sockets and environment variables may contain anything, and a path may name anything. So
+:func:`open_file` is the only way to open a user's file, :func:`parse_json` the only parser of JSON,
+and text for a terminal, a sheet or a page passes through :func:`printable`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from typing import Any, BinaryIO
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 MAX_BYTES = 1 << 28
-"""Size of the largest file that is read at once."""
+"""Size in bytes of the largest file that is read at once."""
 MAX_LEVELS = 64
-"""Lists and objects within each other; programs of the project write ten at most."""
+"""Depth of nested lists and objects in JSON; programs of the project write at most 10 levels."""
 _MAX_INTEGER = 1 << 64
-_MOST_DIGITS, _DIGITS = 300, 18  # of an integer that a float can hold, and of a plain number
+_MOST_DIGITS = 300  # an integer with this number of digits still fits a float
+_DIGITS = 18  # an integer with this number of digits fits 64 bits
 BYTE_ORDER_MARK = "\ufeff"
-"""Character that some editors put before a text in UTF-8, which says nothing."""
+"""Character that some editors write at the start of a UTF-8 text; it is not part of the text."""
 _WIDE = re.compile(r"\d{20}|[eE]\+?\d{3}")
-# Controls; what turns the direction of a line; line ends that splitlines knows; lone surrogates.
+# Control characters, marks of text direction, line ends of splitlines and lone surrogates.
 _UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[{_UNSAFE}\t\n]")
-_ENDLESS, _SHOWN = re.compile(r"\S{400,}"), 80
+_ENDLESS = re.compile(r"\S{400,}")
+_SHOWN = 80
 _UNPRINTABLE_IN_LINES = re.compile(f"[{_UNSAFE}]")
 
 
@@ -60,29 +62,29 @@ def require_file(path: str | Path) -> int:
         OSError: There is no file, or it is not a regular one; ``strerror`` says which.
     """
     try:
-        found = os.stat(path)
-    except ValueError:  # the name holds the character NUL, for instance
+        status = os.stat(path)
+    except ValueError:  # the name contains a NUL character, for instance
         raise OSError(errno.EINVAL, "this is no name of a file", str(path)) from None
-    return _require_regular(found, path)
+    return _require_regular(status, path)
 
 
-def _require_regular(found: os.stat_result, path: str | Path) -> int:
-    if stat.S_ISDIR(found.st_mode):
+def _require_regular(status: os.stat_result, path: str | Path) -> int:
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     for is_kind, kind in _KINDS:
-        if is_kind(found.st_mode):
+        if is_kind(status.st_mode):
             raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
-    return found.st_size
+    return status.st_size
 
 
 def open_file(path: str | Path) -> BinaryIO:
     """Opens a regular file to read its bytes, and never waits for another process.
 
     Raises:
-        OSError: It cannot be opened or is not a regular file.
+        OSError: The file cannot be opened or is not a regular file.
     """
     require_file(path)
-    # If a FIFO has replaced the file since the check, only O_NONBLOCK keeps this from waiting.
+    # If a FIFO has replaced the file since the check, O_NONBLOCK keeps open() from waiting.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _require_regular(os.fstat(descriptor), path)
@@ -97,16 +99,17 @@ def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
 
     Args:
         path: Path of the file.
-        most: Largest size in bytes that is read.
+        most: Largest allowed size in bytes.
 
     Raises:
-        OSError: It cannot be read, is no regular file, or is larger.
+        OSError: The file cannot be read, is no regular file, or is larger.
     """
     with open_file(path) as file:
-        pieces, left = list[bytes](), most - os.fstat(file.fileno()).st_size
+        pieces: list[bytes] = []
+        left = most - os.fstat(file.fileno()).st_size
         while left >= 0 and (piece := file.read(_PIECE_BYTES)):
             pieces.append(piece)
-            # Files of /proc have no size, and others may grow.
+            # Files of /proc report no size, and other files may grow.
             left = most - sum(map(len, pieces))
     if left < 0:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
@@ -114,23 +117,23 @@ def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
 
 
 def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool = False) -> Any:
-    """Reads JSON within limits on its size, its depth and its numbers.
+    """Parses JSON within limits on its size, its depth and its numbers.
 
     Args:
-        data: the text; bytes are UTF-8.
-        strict: whether numbers must be finite and integers fit 64 bits; False for text that may
-            hold NaN, such as a loss. If False, integers too large for a float become infinite.
-        once: whether a key that an object has twice is refused, as in files that people write.
+        data: Text to parse; bytes are UTF-8.
+        strict: Whether numbers must be finite and integers must fit 64 bits. False allows NaN, for
+            example as a loss, and makes integers that are too large for a float infinite.
+        once: Whether a key that occurs twice in an object is an error, for files that people write.
 
     Raises:
-        ValueError: it is no JSON or beyond a limit; the text is one line with the rule.
+        ValueError: The text is no JSON or beyond a limit; the message is one line with the rule.
     """
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has {len(data):,} bytes, more than {MAX_BYTES:,}")
     try:
         text = data if isinstance(data, str) else data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not of a text in UTF-8") from None
+        raise ValueError(f"byte {error.start} is no valid UTF-8") from None
     text = text.removeprefix(BYTE_ORDER_MARK)
     options: dict[str, Any] = {"object_pairs_hook": _once} if once else {}
     if strict:
@@ -140,21 +143,21 @@ def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool
         options |= {"parse_int": integer, "parse_float": _number if strict else float}
     deep = ValueError(f"it is nested more than {MAX_LEVELS} levels deep")
     try:
-        found = json.loads(text, **options)
+        document = json.loads(text, **options)
     except RecursionError:
         raise deep from None
-    if text.count("[") + text.count("{") > MAX_LEVELS and _is_deep(found):
+    if text.count("[") + text.count("{") > MAX_LEVELS and _is_deep(document):
         raise deep
-    return found
+    return document
 
 
-def _is_deep(found: Any) -> bool:
-    level = [found]
+def _is_deep(document: Any) -> bool:
+    level = [document]
     for _ in range(MAX_LEVELS):
         level = [
             part
-            for one in level
-            for part in (one.values() if isinstance(one, dict) else one)
+            for container in level
+            for part in (container.values() if isinstance(container, dict) else container)
             if isinstance(part, dict | list)
         ]
         if not level:
@@ -162,35 +165,35 @@ def _is_deep(found: Any) -> bool:
     return True
 
 
-def _refuse(word: str) -> float:
-    raise ValueError(f"{word} is not a finite number")
+def _refuse(digits: str) -> float:
+    raise ValueError(f"{digits} is not a finite number")
 
 
-def _integer(word: str) -> int:
-    if len(word) > 21 or abs(int(word)) >= _MAX_INTEGER:
-        raise ValueError(f"the number {word[:24]} has more than 64 bits")
-    return int(word)
+def _integer(digits: str) -> int:
+    if len(digits) > 21 or abs(int(digits)) >= _MAX_INTEGER:
+        raise ValueError(f"the number {digits[:24]} has more than 64 bits")
+    return int(digits)
 
 
-def _any_integer(word: str) -> int | float:
-    """Reads an integer of any size; one too large for a float becomes infinite.
+def _any_integer(digits: str) -> int | float:
+    """Converts an integer of any size; an integer too large for a float becomes infinite.
 
     Dividing such an integer would raise OverflowError.
     """
-    return int(word) if len(word) <= _MOST_DIGITS else math.copysign(math.inf, float(word))
+    return int(digits) if len(digits) <= _MOST_DIGITS else math.copysign(math.inf, float(digits))
 
 
-def _number(word: str) -> float:
-    return float(word) if math.isfinite(float(word)) else _refuse(word[:24])
+def _number(digits: str) -> float:
+    return float(digits) if math.isfinite(float(digits)) else _refuse(digits[:24])
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in entries:
             raise ValueError(f"{key!r} is given twice in one object; keep one")
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> str:
@@ -198,16 +201,16 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
     Args:
         path: Path of the file.
-        hint: Remedy that ends the message.
-        error: Class of the error.
+        hint: Remedy at the end of the message.
+        error: Class of the error that is raised.
 
     Raises:
-        AdaptiveError: of class ``error``: it cannot be read, is too large, or is no text.
+        AdaptiveError: The file cannot be read, is too large, or is no text in UTF-8.
     """
     try:
         return read_bytes(path, hint, error).decode().removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as caught:
-        raise error(f"{path}: byte {caught.start} is not of a text in UTF-8; {hint}") from None
+        raise error(f"{path}: byte {caught.start} is no valid UTF-8; {hint}") from None
 
 
 def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> bytes:
@@ -219,10 +222,10 @@ def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) 
 
 
 def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> Any:
-    """Reads a JSON file that people write: see :func:`read_text` and :func:`parse_json`.
+    """Reads a JSON file that people write; see :func:`read_text` and :func:`parse_json`.
 
     Raises:
-        AdaptiveError: of class ``error``: the file cannot be read or breaks a rule.
+        AdaptiveError: The file cannot be read or is no JSON within the limits.
     """
     text = read_text(path, hint, error)
     try:
@@ -238,11 +241,11 @@ def natural(text: str) -> int | None:
 
 
 def say(text: str, *, lines: bool = False) -> None:
-    """Prints a line on standard error, at once and with its control characters written out.
+    """Prints a line on standard error at once, with control characters escaped.
 
     Args:
         text: Text of the line.
-        lines: Whether the text may have several lines, such as a schedule with a picture.
+        lines: Whether the text may have several lines, such as the picture of a schedule.
     """
     print(shown(text, lines=lines), file=sys.stderr, flush=True)
 
@@ -251,30 +254,35 @@ def shown(text: str, *, lines: bool = False) -> str:
     """Makes a message printable and cuts words that are too long to show.
 
     Args:
-        text: Text of the message, with words of users or files in it.
-        lines: Whether it may have several lines.
+        text: Text of the message, which may quote users or files.
+        lines: Whether the text may have several lines.
     """
     return _ENDLESS.sub(lambda match: f"{match[0][:_SHOWN]}...", printable(text, lines=lines))
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Returns lines of columns, of which so many are flush left and the others right."""
+    """Returns the lines of a table with aligned columns.
+
+    Args:
+        lines: Cells of each line.
+        left: Number of columns at the start that are aligned left; the others are aligned right.
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if at < left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     ]
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""Returns a text with its control characters written out, as ``\x1b``.
+    r"""Returns a text with its control characters escaped, for example as ``\x1b``.
 
     Args:
-        text: from outside.
-        lines: whether it may have several lines and tabs.
+        text: Any text.
+        lines: Whether line ends and tabs stay.
     """
     pattern = _UNPRINTABLE_IN_LINES if lines else _UNPRINTABLE
     return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

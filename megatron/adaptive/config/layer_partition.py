@@ -1,7 +1,7 @@
-"""Lays layers out over stages: Megatron-LM's ways to ask for it, and the rules of the outcome.
+"""Distributes layers over stages by Megatron-LM's flags, and checks the result.
 
-Layers of multi-token prediction (MTP) lie on one stage, by default the last, after all transformer
-layers. They look tokens up as the first stage does.
+Layers for multi-token prediction (MTP) are on one stage, by default the last, after all transformer
+layers. They have an embedding lookup like the first stage.
 """
 
 from __future__ import annotations
@@ -28,69 +28,71 @@ if TYPE_CHECKING:
 _MAX_EXAMPLE = 64
 _HINT = 'give --heterogeneous-layers-config-path a JSON file with "block_configs"'
 _UNEVEN = (
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
 )
 
 
-def lay_out(given: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    """Makes chunks and a partition of Megatron-LM's other ways to give the layers of each stage.
+def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
+    """Sets chunks and partition from the other flags of Megatron-LM that give layers per stage.
 
     Args:
-        given: values of flags by the names of their settings, changed in place.
-        specs: the settings.
+        values: Values of the given flags by the names of their settings; changed in place.
+        specs: Specifications of the settings, by name.
 
     Raises:
-        ConfigError: they do not fit the pipeline.
+        ConfigError: The flags do not fit the pipeline.
     """
-    if path := given.get("heterogeneous_layers_config_path"):
-        # Kept in checkpoints, as the file need not be.
-        given.setdefault("heterogeneous_layers_config_encoded_json", read_text(Path(path), _HINT))
-    pipeline = given.get("pipeline_model_parallel_size", 1)
-    if "num_layers_per_virtual_pipeline_stage" in given:
-        given["num_virtual_stages_per_pipeline_rank"] = _chunks_of(
-            given["num_layers"], pipeline, given["num_layers_per_virtual_pipeline_stage"]
+    if path := values.get("heterogeneous_layers_config_path"):
+        # Checkpoints store the content, because the file may be gone when they are loaded.
+        values.setdefault("heterogeneous_layers_config_encoded_json", read_text(Path(path), _HINT))
+    pipeline = values.get("pipeline_model_parallel_size", 1)
+    if "num_layers_per_virtual_pipeline_stage" in values:
+        values["num_virtual_stages_per_pipeline_rank"] = _chunks_of(
+            values["num_layers"], pipeline, values["num_layers_per_virtual_pipeline_stage"]
         )
-    chunks = given.get("num_virtual_stages_per_pipeline_rank")
-    if (layout := given.get("pipeline_model_parallel_layout")) is not None:
+    chunks = values.get("num_virtual_stages_per_pipeline_rank")
+    if (layout := values.get("pipeline_model_parallel_layout")) is not None:
         stages = parse_layout(layout)
         if len(stages) % pipeline or chunks not in (None, len(stages) // pipeline):
-            wanted = f"pipeline {pipeline} x chunks" + f" {chunks}" * (chunks is not None)
+            shape = f"pipeline {pipeline} x chunks" + f" {chunks}" * (chunks is not None)
             raise ConfigError(
                 f"--pipeline-model-parallel-layout {layout} has {len(stages)} stages, which do not "
-                f"make up {wanted}: give as many, joined by '|'"
+                f"make up {shape}: give as many, joined by '|'"
             )
-        given["num_virtual_stages_per_pipeline_rank"] = len(stages) // pipeline
-        given["partition"] = tuple(stage.count("t") for stage in stages)
+        values["num_virtual_stages_per_pipeline_rank"] = len(stages) // pipeline
+        values["partition"] = tuple(stage.count("t") for stage in stages)
         return
-    asked = [specs[dest].text_of(given[dest]) for dest in _UNEVEN if dest in given]
-    if not asked:
+    uneven_flags = [specs[dest].text_of(values[dest]) for dest in _UNEVEN if dest in values]
+    if not uneven_flags:
         return
-    placement = given.get("pipeline_placement") or default_placement(
-        given.get("pipeline_schedule", specs["pipeline_schedule"].default), chunks or 1
+    placement = values.get("pipeline_placement") or default_placement(
+        values.get("pipeline_schedule", specs["pipeline_schedule"].default), chunks or 1
     )
-    what = " and ".join(asked)
-    if placement == "v" and not any("account" in text for text in asked):
+    flags = " and ".join(uneven_flags)
+    if placement == "v" and not any("account" in text for text in uneven_flags):
         raise ConfigError(
-            f"{what} with the stages in a V, whose first rank has the last stage too: give "
+            f"{flags} with the stages in a V, whose first rank also has the last stage: give "
             "--partition, or --pipeline-placement loop"
         )
     try:
-        given["partition"] = uneven_split(
-            given["num_layers"], pipeline, chunks or 1, *(given.get(dest) for dest in _UNEVEN)
+        values["partition"] = uneven_split(
+            values["num_layers"], pipeline, chunks or 1, *(values.get(dest) for dest in _UNEVEN)
         )
     except ValueError as error:
         raise ConfigError(
-            f"{what} with --num-layers {given['num_layers']} on {pipeline} pipeline ranks "
+            f"{flags} with --num-layers {values['num_layers']} on {pipeline} pipeline ranks "
             f"({error}): change one of them or give --partition"
         ) from None
 
 
 def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
-    """Chunks of each pipeline rank if every chunk holds ``layers_per_chunk`` layers.
+    """Returns the chunks of each pipeline rank if every chunk has ``layers_per_chunk`` layers.
 
     Raises:
-        ConfigError: the layers do not divide evenly.
+        ConfigError: The layers do not divide evenly.
     """
     unit = pipeline * layers_per_chunk
     if num_layers % unit != 0:
@@ -103,12 +105,12 @@ def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
 
 
 class UnlikeLayer(NamedTuple):
-    """A layer of its own shape.
+    """Describes a layer whose shape differs from that of other layers.
 
     Attributes:
-        groups: key and value heads of its attention, 0 without attention.
-        width: inner width of its feed-forward block, 0 without one.
-        linear: linear layers in place of attention or feed-forward block.
+        groups: Number of key and value heads, 0 without attention.
+        width: Inner width of the feed-forward block, 0 without one.
+        linear: Number of linear layers that replace attention or feed-forward block, 0 to 2.
     """
 
     groups: int
@@ -117,18 +119,20 @@ class UnlikeLayer(NamedTuple):
 
 
 def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
-    """Returns the layers of a model whose layers have shapes of their own, else ``None``.
+    """Returns the layers of a model if their shapes differ, otherwise ``None``.
 
-    Source: ``HeterogeneousTransformerConfig`` of megatron-core, for the form.
+    Source: ``HeterogeneousTransformerConfig`` of megatron-core, for the format.
 
     Raises:
-        ConfigError: the JSON has another form.
+        ConfigError: The JSON has another format.
     """
-    text, model = config.core.heterogeneous_layers_config_encoded_json, config.model
+    text = config.core.heterogeneous_layers_config_encoded_json
+    model = config.model
     layers: list[UnlikeLayer] = []
     try:
         for block in json.loads(text)["block_configs"] if text else ():
-            sizes, linear = [], 0
+            sizes = []
+            linear = 0
             for part, name, usual in (
                 (block["attention"], "num_query_groups", model.query_groups),
                 (block.get("ffn") or block["mlp"], "ffn_hidden_size", model.ffn_hidden_size),
@@ -142,54 +146,58 @@ def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
                     size = -(-int(2 * part["ffn_mult"] * model.hidden_size / 3) // 256) * 256
                 gone = part.get("no_op") or part.get("replace_with_linear")
                 if size is not None and (gone or type(size) is not int or size < 1):
-                    raise ValueError(f"{name} {size}" + " of what is replaced" * bool(gone))
+                    raise ValueError(f"{name} {size}" + " of a replaced block" * bool(gone))
                 sizes.append(0 if gone else size or usual)
                 linear += bool(gone and not part.get("no_op"))
             layers.append(UnlikeLayer(sizes[0], sizes[1], linear))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"--heterogeneous-layers-config-path: layer {len(layers) + 1} has another form than "
-            f"megatron-core's ({type(error).__name__}: {error}): see its "
+            f"--heterogeneous-layers-config-path: layer {len(layers) + 1} does not have the format "
+            f"of megatron-core ({type(error).__name__}: {error}): see its "
             "HeterogeneousTransformerConfig"
         ) from None
     return layers if text else None
 
 
-def _unlike(config: TrainerConfig, given: Any) -> Iterator[tuple[object, str]]:
-    """Layers of shapes of their own."""
-    model, layers = config.model, unlike_layers(config)
+def _unlike(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
+    """Yields rules about layers of different shapes."""
+    model = config.model
+    layers = unlike_layers(config)
     if layers is None:
         return
     flag = "--heterogeneous-layers-config-path"
     yield (
         len(layers) != model.num_layers,
-        f"{flag} describes {len(layers)} layers, but {given.num_layers}: make them equal",
+        f"{flag} describes {len(layers)} layers, but {flags.num_layers}: make them equal",
     )
-    tensor, heads = config.parallel.tensor_model_parallel_size, model.num_attention_heads
+    tensor = config.parallel.tensor_model_parallel_size
+    heads = model.num_attention_heads
     for number, (groups, width, _) in enumerate(layers, 1):
         yield (
             groups % tensor != 0 or width % tensor != 0 or heads % (groups or heads) != 0,
             f"{flag}: layer {number} has {groups} key and value heads and width {width} with "
-            f"{given.num_attention_heads} on {given.tensor_model_parallel_size}: every rank takes "
+            f"{flags.num_attention_heads} on {flags.tensor_model_parallel_size}: every rank takes "
             "an equal share; change one of them",
         )
 
 
-def layer_rules(config: TrainerConfig, given: Any) -> Iterator[tuple[object, str]]:
-    """Yields conditions under which layers have no place, and the messages.
+def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
+    """Yields rules about layers and stages: a condition that refuses the settings, and a message.
 
     Args:
-        config: the settings.
-        given: writes them as on the command line.
+        config: Settings of a run.
+        flags: The same settings as texts of a command line.
     """
     model = config.model
-    layers, stages = model.num_layers, config.num_stages
-    pipeline, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
+    layers = model.num_layers
+    stages = config.num_stages
+    pipeline = config.parallel.pipeline_model_parallel_size
+    chunks = config.parallel.num_chunks
     shape = f"pipeline {pipeline} x chunks {chunks}"
     partition = config.schedule.partition
     yield (
         partition is None and layers % stages != 0,
-        f"{given.num_layers} does not divide evenly into {stages} stages ({shape}): choose a "
+        f"{flags.num_layers} does not divide evenly into {stages} stages ({shape}): choose a "
         f"multiple of {stages} or give --partition"
         + f", for example {format_partition(nearly_even_split(layers, stages))}"
         * (stages <= _MAX_EXAMPLE),
@@ -197,43 +205,45 @@ def layer_rules(config: TrainerConfig, given: Any) -> Iterator[tuple[object, str
     layout = config.schedule.pipeline_model_parallel_layout
     yield (
         layout is not None and sum(partition or ()) != layers,
-        f"{given.pipeline_model_parallel_layout} has {sum(partition or ())} transformer layers "
-        f"(t), but {given.num_layers}: make them equal",
+        f"{flags.pipeline_model_parallel_layout} has {sum(partition or ())} transformer layers "
+        f"(t), but {flags.num_layers}: make them equal",
     )
     yield (
         partition is not None and len(partition) != stages,
-        f"{given.partition} has {len(partition or ())} stages but {shape} make {stages}: give one "
+        f"{flags.partition} has {len(partition or ())} stages but {shape} make {stages}: give one "
         "number for each stage",
     )
     yield (
         partition is not None and sum(partition) != layers,
-        f"{given.partition} holds {sum(partition or ())} layers but --num-layers is {layers}: "
+        f"{flags.partition} holds {sum(partition or ())} layers but --num-layers is {layers}: "
         "make them equal",
     )
-    yield from _unlike(config, given)
+    yield from _unlike(config, flags)
     if model.mtp_num_layers is not None or layout is not None:
-        yield from _predictions(config, given)
+        yield from _predictions(config, flags)
 
 
-def _predictions(config: TrainerConfig, given: Any) -> Iterator[tuple[object, str]]:
-    """Layers of multi-token prediction and their stage."""
-    layers, layout = config.model.mtp_num_layers, config.schedule.pipeline_model_parallel_layout
-    written = "" if layout is None else "".join(parse_layout(layout))
+def _predictions(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
+    """Yields rules about layers for multi-token prediction and their stage."""
+    layers = config.model.mtp_num_layers
+    layout = config.schedule.pipeline_model_parallel_layout
+    letters = "" if layout is None else "".join(parse_layout(layout))
     yield (
-        layout is not None and written.count("m") != (layers or 0),
-        f"{given.pipeline_model_parallel_layout} has {written.count('m')} layers of multi-token "
-        f"prediction (m), but {given.mtp_num_layers}: make them equal",
+        layout is not None and letters.count("m") != (layers or 0),
+        f"{flags.pipeline_model_parallel_layout} has {letters.count('m')} layers of multi-token "
+        f"prediction (m), but {flags.mtp_num_layers}: make them equal",
     )
     if layers is None:
         return
-    pipeline, stages = config.parallel.pipeline_model_parallel_size, config.num_stages
+    pipeline = config.parallel.pipeline_model_parallel_size
+    stages = config.num_stages
     kind = config.placement_kind
     yield (
         config.mtp_stage != stages - 1
         and (kind == "v" or config.mtp_stage not in range(stages - pipeline + 1, stages)),
-        f"{given.pipeline_model_parallel_layout} in a {kind} with {given.mtp_num_layers}: stage "
+        f"{flags.pipeline_model_parallel_layout} in a {kind} with {flags.mtp_num_layers}: stage "
         f"{config.mtp_stage} has the layers of multi-token prediction (m), and they can be on the "
         "last stage"
         + " of all" * (kind == "v")
-        + ", or in a loop on the last one of any rank but the first: move m",
+        + ", or in a loop on the last stage of any rank except the first: move m",
     )

@@ -1,9 +1,9 @@
-"""Makes flags of the settings of the installed megatron-core.
+"""Makes flags from the settings of the installed megatron-core.
 
-Owns the reading of its configuration classes, from their source: importing them would import
-torch. A setting is a flag here unless a group of our own has it, the trainer sets it itself
-(``_OWN``), ``unsupported_flags.py`` refuses its flag, or its type is not one of a command line.
-Names are Megatron-LM's. Rules between these settings are megatron-core's own.
+Reads megatron-core's configuration classes from their source, because importing them would import
+torch. A setting becomes a flag unless another group of this package has it, the trainer sets it
+(``_OWN``), ``unsupported_flags.py`` refuses its flag, or its type does not fit a command line.
+Names are those of Megatron-LM. megatron-core itself checks rules between these settings.
 """
 
 from __future__ import annotations
@@ -25,8 +25,18 @@ from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.config.unsupported_flags import is_idle, reason_for
 
 OTHERS = (
-    *(ModelConfig, ParallelConfig, BatchConfig, PrecisionConfig, OptimizerConfig, RecomputeConfig),
-    *(DataConfig, CheckpointConfig, LoggingConfig, ScheduleConfig, TransportConfig, RunConfig),
+    ModelConfig,
+    ParallelConfig,
+    BatchConfig,
+    PrecisionConfig,
+    OptimizerConfig,
+    RecomputeConfig,
+    DataConfig,
+    CheckpointConfig,
+    LoggingConfig,
+    ScheduleConfig,
+    TransportConfig,
+    RunConfig,
 )
 _LATENT = "MLATransformerConfig"
 _CLASSES = (
@@ -37,7 +47,7 @@ _CLASSES = (
     ("optimizer/optimizer_config.py", "OptimizerConfig"),
     ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
 )
-# What the trainer derives of other settings, or decides.
+# The trainer derives these settings from others, or decides them.
 _OWN = frozenset(
     """
     virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage
@@ -59,7 +69,7 @@ _NAMES = {
     "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
     "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
 }
-# Megatron-LM's defaults where they are not those of the classes, and choices that it names.
+# Megatron-LM's command line has these defaults and choices; the classes of megatron-core do not.
 _DEFAULTS: Mapping[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 32,
@@ -80,10 +90,10 @@ _TYPES: Mapping[str, tuple[Any, dict[str, Any]]] = {
 
 
 def parse_pattern(text: str) -> int | list[int]:
-    """Reads which layers a setting is for: every n-th, or a list such as ``([1]*3+[0])*2``.
+    """Parses a pattern of layers: a period, or a list such as ``([1]*3+[0])*2``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: The text is neither.
     """
 
     def value(node: ast.expr) -> Any:
@@ -92,14 +102,15 @@ def parse_pattern(text: str) -> int | list[int]:
         if isinstance(node, ast.List):
             return [value(item) for item in node.elts]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-            left, right = value(node.left), value(node.right)
+            left = value(node.left)
+            right = value(node.right)
             return left + right if isinstance(node.op, ast.Add) else left * right
         raise ValueError
 
     try:
-        found = value(ast.parse(text, mode="eval").body)
-        if isinstance(found, int) or all(type(item) is int for item in found):
-            return found  # type: ignore[no-any-return]
+        pattern = value(ast.parse(text, mode="eval").body)
+        if isinstance(pattern, int) or all(type(item) is int for item in pattern):
+            return pattern  # type: ignore[no-any-return]
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         pass
     raise ValueError(f"{text!r} is neither a number nor a list such as ([1]*3+[0]*1)*2")
@@ -120,7 +131,16 @@ def _window(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Setting:
-    """A field of one of megatron-core's classes as its source has it."""
+    """Holds a field of a configuration class of megatron-core, read from its source.
+
+    Attributes:
+        name: Name of the field.
+        of: Name of the class.
+        annotation: Source of the type.
+        default: Default value, ``None`` if it is not a literal.
+        names: Spellings of the flag that the field's metadata name.
+        text: Docstring of the field.
+    """
 
     name: str
     of: str
@@ -131,10 +151,10 @@ class _Setting:
 
 
 def _settings() -> Iterator[_Setting]:
-    """Reads the classes of the installed megatron-core."""
-    # Of the namespace package that both are in: searching the module would import its parents.
+    """Yields the settings of the installed megatron-core."""
+    # The paths of the namespace package suffice: find_spec would import megatron.core.
     folders = (Path(part, "core") for part in sys.modules["megatron"].__path__)
-    folder = next((found for found in folders if found.is_dir()), Path())
+    folder = next((candidate for candidate in folders if candidate.is_dir()), Path())
     trees: dict[str, ast.Module] = {}
     for file, name in _CLASSES:
         if file not in trees:
@@ -151,16 +171,17 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
             continue
         has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         text = str(after.value.value) if has_text else ""  # type: ignore[attr-defined]
-        default, names = item.value, ()
-        if isinstance(default, ast.Call):  # of dataclasses.field
-            given = {word.arg: word.value for word in default.keywords}
-            default = given.get("default")
-            # Other parts of the metadata may be computed.
-            for part in ast.walk(given.get("metadata", ast.Pass())):
+        default = item.value
+        names = ()
+        if isinstance(default, ast.Call):  # the default is a call of dataclasses.field
+            arguments = {keyword.arg: keyword.value for keyword in default.keywords}
+            default = arguments.get("default")
+            # Other parts of the metadata may be no literals, so only the names are evaluated.
+            for part in ast.walk(arguments.get("metadata", ast.Pass())):
                 if isinstance(part, ast.Dict):
-                    for key, words in zip(part.keys, part.values, strict=True):
+                    for key, spellings in zip(part.keys, part.values, strict=True):
                         if isinstance(key, ast.Constant) and key.value == "arg_names":
-                            names = tuple(ast.literal_eval(words))
+                            names = tuple(ast.literal_eval(spellings))
         try:
             value = ast.literal_eval(default) if default is not None else None
         except ValueError:
@@ -176,20 +197,23 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
 
 
 def _field_of(setting: _Setting) -> tuple[str, Any, Any] | None:
-    """Returns the field that a setting becomes, ``None`` where no word of a shell can be it."""
+    """Returns the field for a setting, or ``None`` if its type does not fit a command line."""
     kind = setting.annotation.replace("List[", "list[")
     if kind.startswith("Optional["):
         kind = kind.removeprefix("Optional[").removesuffix("]")
     options: dict[str, Any] = {}
     base: Any
     if kind.startswith("Literal["):
-        base, options = str, {"choices": tuple(ast.literal_eval(f"({kind[8:-1]},)"))}
+        base = str
+        options = {"choices": tuple(ast.literal_eval(f"({kind[8:-1]},)"))}
     elif kind == "Union[int, list[int]]":
-        base, options = str, {"reader": _pattern, "unit": "N|LIST"}
+        base = str
+        options = {"reader": _pattern, "unit": "N|LIST"}
     elif kind.startswith("Union[") and kind.endswith(("list[str]]", "list[float]]")):
         base = tuple[float, ...] if "float" in kind else tuple[str, ...]
     elif kind == "Tuple[int, int]":
-        base, options = tuple[int, ...], {"reader": _window, "unit": "LEFT,RIGHT"}
+        base = tuple[int, ...]
+        options = {"reader": _window, "unit": "LEFT,RIGHT"}
     elif kind in _TYPES:
         base, options = _TYPES[kind]
     else:
@@ -203,9 +227,9 @@ def _field_of(setting: _Setting) -> tuple[str, Any, Any] | None:
         default = (default,)
     if base is float and isinstance(default, int):
         default = float(default)
-    own = "--" + setting.name.replace("_", "-")
-    own = "--no-" + own[2:] if default is True else own
-    names = (_NAMES[setting.name],) if setting.name in _NAMES else setting.names or (own,)
+    spelling = setting.name.replace("_", "-")
+    spelling = f"--no-{spelling}" if default is True else f"--{spelling}"
+    names = (_NAMES[setting.name],) if setting.name in _NAMES else setting.names or (spelling,)
     described = flag(
         f"Setting `{setting.name}` of megatron-core.",
         default,
@@ -221,16 +245,16 @@ _SETTINGS = tuple(_settings())
 
 
 def _fields() -> tuple[tuple[str, Any, Any], ...]:
-    taken = {spec.dest for kind in OTHERS for spec in fields_of(kind)} | _OWN
+    names_of_fields = {spec.dest for kind in OTHERS for spec in fields_of(kind)} | _OWN
     used = {name for kind in OTHERS for spec in fields_of(kind) for name in spec.names}
     fields = []
     for setting in _SETTINGS:
-        field = None if setting.name in taken else _field_of(setting)
+        field = None if setting.name in names_of_fields else _field_of(setting)
         if field is None or setting.name.startswith("_"):
             continue
         names = field[2].metadata["flag"]["names"]
         if used.isdisjoint(names) and not any(reason_for(name) or is_idle(name) for name in names):
-            taken.add(setting.name)
+            names_of_fields.add(setting.name)
             fields.append(field)
     return tuple(fields)
 
@@ -240,7 +264,7 @@ if TYPE_CHECKING:
     class CoreConfig:
         """megatron-core."""
 
-        def __init__(self, **given: Any) -> None: ...
+        def __init__(self, **values: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
 
 else:

@@ -1,4 +1,4 @@
-"""Shape and kernels of the GPT model, recomputation, and models by name."""
+"""Defines the settings of the GPT model and of recomputation, and models by name."""
 
 from __future__ import annotations
 
@@ -27,40 +27,47 @@ from megatron.adaptive.errors import ConfigError
 _SWIGLU_MULTIPLE = 64
 
 
-def _fusion(what: str, off: str) -> Any:
-    """Declares a fused kernel that a flag turns off."""
-    return switch(f"No fused {what}; it is only ever used where the machine supports it.", off=off)
+def _fusion(operations: str, off: str) -> Any:
+    """Declares a switch that turns a fused kernel off."""
+    text = f"Do not use a fused kernel for {operations}; without this flag it is used if available."
+    return switch(text, off=off)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Model.
 
-    ``ffn_hidden_size`` and ``kv_channels`` always hold a number once the object exists.
+    ``ffn_hidden_size`` and ``kv_channels`` are always set after construction.
     """
 
     num_layers: Layers = required(
-        "Transformer layers in the whole model.", names=("--num-layers", "--encoder-num-layers")
+        "Number of transformer layers of the whole model.",
+        names=("--num-layers", "--encoder-num-layers"),
     )
     hidden_size: Width = required("Width of the hidden state.")
-    num_attention_heads: Width = required("Attention heads of each layer.")
+    num_attention_heads: Width = required("Number of attention heads of each layer.")
     ffn_hidden_size: Width = flag(
         "Inner width of the feed-forward block.",
-        derived="4 x hidden size; with --swiglu 8/3 x hidden size, a multiple of 64",
+        derived="4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple "
+        "of 64",
     )
     kv_channels: Width = flag(
         "Width of each attention head.", derived="hidden size / attention heads"
     )
     group_query_attention: bool = switch("Let several query heads share one key and value head.")
-    num_query_groups: Width = flag("Key and value heads, used with --group-query-attention.", 1)
+    num_query_groups: Width = flag(
+        "Number of key and value heads, with --group-query-attention.", 1
+    )
     seq_length: Count = required(
-        "Tokens of each sample.", names=("--seq-length", "--encoder-seq-length"), unit="TOKENS"
+        "Number of tokens of each sample.",
+        names=("--seq-length", "--encoder-seq-length"),
+        unit="TOKENS",
     )
     max_position_embeddings: Count = required(
         "Longest sequence that the position embedding covers.", unit="TOKENS"
     )
     position_embedding_type: str = flag(
-        "How positions enter the model.",
+        "Encoding of positions.",
         "learned_absolute",
         choices=("learned_absolute", "rope", "none"),
         refused_choices={
@@ -71,30 +78,30 @@ class ModelConfig:
     )
     use_rotary_position_embeddings: bool = switch("Old spelling of --position-embedding-type rope.")
     mtp_num_layers: Layers | None = flag(
-        "Layers that predict the tokens after the next one, each one further (multi-token "
-        "prediction)."
+        "Number of layers for multi-token prediction; each predicts one token further ahead."
     )
     add_position_embedding: bool = switch(
-        "Old way to say that no position table is learned; needs a position embedding type "
-        "that learns none.",
+        "Old flag for a model without learned positions; needs --position-embedding-type rope or "
+        "none.",
         off="--no-position-embedding",
     )
     moe_router_group_best: Count | None = flag(
-        "Experts of a group whose scores add up to the group's, with --moe-router-group-topk.",
-        derived="the share of each chosen group in --moe-router-topk",
+        "Number of best experts whose scores are added up to a group's score, with "
+        "--moe-router-group-topk.",
+        derived="--moe-router-topk divided by --moe-router-group-topk",
     )
     rotary_base: Count = flag("Base of the rotary frequencies.", 10000)
     rotary_percent: Annotated[float, Limits(above=0, maximum=1)] = flag(
-        "Share of each head's width that is rotated.", 1.0
+        "Fraction of each head's width that is rotated.", 1.0
     )
     rotary_interleaved: bool = switch("Rotate neighbouring channels in pairs.")
     rotary_seq_len_interpolation_factor: Count | None = flag(
-        "Squeeze rotary positions by this factor."
+        "Divide rotary positions by this factor."
     )
-    use_rope_scaling: bool = switch("Scale rotary frequencies as Llama 3 does.")
+    use_rope_scaling: bool = switch("Scale rotary frequencies like Llama 3.")
     rope_scaling_factor: Positive = flag("Factor of --use-rope-scaling.", 8.0)
     window_rotary_base: Count | None = flag(
-        "Base of the rotary frequencies in layers with --window-size, where it is another one."
+        "Base of the rotary frequencies in layers with a window, if it differs from --rotary-base."
     )
     make_vocab_size_divisible_by: Count = flag(
         "Pad the vocabulary to a multiple of this times the tensor parallel size.", 128
@@ -102,72 +109,80 @@ class ModelConfig:
     normalization: str = flag(
         "Kind of normalization.", "LayerNorm", choices=("LayerNorm", "RMSNorm")
     )
-    norm_epsilon: Positive = flag("Number added to the variance when normalizing.", 1e-5)
+    norm_epsilon: Positive = flag("Number added to the variance in normalization.", 1e-5)
     apply_layernorm_1p: bool = switch("Store normalization weights around zero instead of one.")
     apply_residual_connection_post_layernorm: bool = switch(
         "Take the residual after the normalization."
     )
     parallel_residual: bool = switch(
-        "Attention and feed-forward block side by side: both take the layer's input."
+        "Run attention and feed-forward block in parallel: both take the layer's input."
     )
     qk_layernorm: bool = switch("Normalize queries and keys.")
     norm_block_outputs: bool = switch(
-        "Normalize also what attention and feed-forward block give, before it is added."
+        "Also normalize the outputs of attention and feed-forward block before they are added to "
+        "the residual."
     )
-    scale_embeddings: bool = switch("Multiply embeddings by the root of the hidden size.")
+    scale_embeddings: bool = switch("Multiply embeddings by the square root of the hidden size.")
     attention_softcap: Positive | None = flag(
         "Bound attention scores by this number, with a hyperbolic tangent."
     )
-    logit_softcap: Positive | None = flag("Bound logits in the same way.")
-    swiglu: bool = switch("Gated feed-forward block with SiLU in place of GELU.")
-    squared_relu: bool = switch("Squared ReLU in place of GELU.")
-    quick_geglu: bool = switch("Gated feed-forward block with a sigmoid's approximation of GELU.")
-    geglu: bool = switch("Gated feed-forward block with GELU by a hyperbolic tangent.")
-    openai_gelu: bool = switch("GELU by a hyperbolic tangent.")
+    logit_softcap: Positive | None = flag("Bound logits by this number, with a hyperbolic tangent.")
+    swiglu: bool = switch("Use a gated feed-forward block with SiLU instead of GELU.")
+    squared_relu: bool = switch("Use the squared ReLU instead of GELU.")
+    quick_geglu: bool = switch(
+        "Use a gated feed-forward block with GELU, approximated by a sigmoid."
+    )
+    geglu: bool = switch(
+        "Use a gated feed-forward block with GELU, approximated by a hyperbolic tangent."
+    )
+    openai_gelu: bool = switch("Approximate GELU by a hyperbolic tangent.")
     add_bias_linear: bool = switch(
         "Leave the bias out of linear layers.", off="--disable-bias-linear"
     )
     add_qkv_bias: bool = switch(
-        "Bias in the query, key and value projection even without other biases."
+        "Give queries, keys and values a bias even with --disable-bias-linear."
     )
-    untie_embeddings_and_output_weights: bool = switch("Give the output layer weights of its own.")
+    untie_embeddings_and_output_weights: bool = switch(
+        "Do not share the weights of embedding and output layer."
+    )
     init_method_std: Positive = flag("Standard deviation of the initial weights.", 0.02)
     attention_dropout: Share = flag("Dropout of attention probabilities.", 0.1)
     hidden_dropout: Share = flag("Dropout of the hidden state.", 0.1)
     use_cpu_initialization: bool = switch(
-        "Draw the initial weights on the CPU, equal in every layout; GPUs draw others in each."
+        "Draw initial weights on the CPU, where they are the same in every parallel layout; on "
+        "GPUs they differ between layouts."
     )
     perform_initialization: bool = switch(
-        "Skip drawing initial weights, for runs that load a checkpoint.", off="--no-initialization"
+        "Do not draw initial weights, for runs that load a checkpoint.", off="--no-initialization"
     )
     transformer_impl: str = flag(
         "Layer implementation.",
         "local",
         choices=("local", "transformer_engine"),
         refused_choices={"inference_optimized": "it cannot train; use transformer_engine"},
-        derived="transformer_engine where it is installed, else local",
+        derived="transformer_engine if it is installed, otherwise local",
     )
     attention_backend: str = flag(
-        "Attention kernel. Local layers take torch's on a GPU with auto, also on a CPU with fused, "
-        "and write scores out with unfused and local; flash needs Transformer Engine.",
+        "Attention kernel. Local layers use torch's kernels on a GPU with auto, on any device with "
+        "fused, and none with unfused and local; flash needs Transformer Engine.",
         "auto",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )
     use_flash_attn: bool = switch(
-        "Needs Transformer Engine, which picks flash attention by itself where it can."
+        "Use flash attention; needs Transformer Engine, which uses it by itself if possible."
     )
     masked_softmax_fusion: bool = _fusion("scale, mask and softmax", "--no-masked-softmax-fusion")
     bias_gelu_fusion: bool = _fusion("bias and GELU", "--no-bias-gelu-fusion")
     bias_swiglu_fusion: bool = _fusion("bias and SwiGLU", "--no-bias-swiglu-fusion")
     bias_dropout_fusion: bool = _fusion("bias, dropout and addition", "--no-bias-dropout-fusion")
     apply_rope_fusion: bool = _fusion("rotary embedding", "--no-rope-fusion")
-    no_persist_layer_norm: bool = switch("No persistent kernel for LayerNorm.")
+    no_persist_layer_norm: bool = switch("Do not use a persistent kernel for LayerNorm.")
     gradient_accumulation_fusion: bool = switch(
-        "No weight gradient that adds straight into the main gradient; it is only ever used where "
-        "the machine supports it.",
+        "Do not add weight gradients to the main gradient in one kernel; without this flag it is "
+        "used if available.",
         off="--no-gradient-accumulation-fusion",
     )
-    cross_entropy_loss_fusion: bool = switch("Fused cross entropy.")
+    cross_entropy_loss_fusion: bool = switch("Use a fused kernel for the cross entropy.")
     cross_entropy_fusion_impl: str = flag(
         "Implementation of the fused cross entropy; te needs Transformer Engine.",
         "native",
@@ -178,8 +193,8 @@ class ModelConfig:
         if self.use_rotary_position_embeddings:
             assign(self, "position_embedding_type", "rope")
         if self.ffn_hidden_size is None:
-            # A gated block has three matrices instead of two: two thirds of the width keep the
-            # number of parameters; Megatron-LM rounds down to a multiple of 64.
+            # A gated block has three matrices instead of two, so two thirds of the width keep the
+            # number of parameters. Megatron-LM rounds down to a multiple of 64.
             gated = int((4 * self.hidden_size * 2 / 3) / _SWIGLU_MULTIPLE) * _SWIGLU_MULTIPLE
             assign(self, "ffn_hidden_size", gated if self.swiglu else 4 * self.hidden_size)
         if self.kv_channels is None:
@@ -198,24 +213,24 @@ class ModelConfig:
 
     @property
     def local_attention(self) -> str:
-        """Kernel that attention of local layers takes, as ``--attention-backend`` names it."""
+        """Kernel of attention in local layers, a value of ``--attention-backend``."""
         return self.attention_backend
 
     @property
     def query_groups(self) -> int:
-        """Key and value heads of each layer, equal to the heads without grouped queries."""
+        """Number of key and value heads; without grouped queries the number of query heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
-_NO_EXPERTS = "parts of layers of experts are not computed again alone; use full, or other modules"
+_NO_EXPERTS = "single parts of expert layers cannot be recomputed; use full, or other modules"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
     """Recompute.
 
-    ``recompute_granularity``, ``recompute_method`` and ``recompute_num_layers`` hold the outcome
-    of the two shorthands once the object exists.
+    After construction ``recompute_granularity``, ``recompute_method`` and ``recompute_num_layers``
+    include the effect of the two shorthands.
     """
 
     recompute_activations: bool = switch("Shorthand for --recompute-granularity selective.")
@@ -224,19 +239,19 @@ class RecomputeConfig:
         "--recompute-num-layers 1."
     )
     recompute_granularity: str | None = flag(
-        "Compute whole layers again, or only the modules of --recompute-modules.",
+        "Recompute whole layers (full), or only the modules of --recompute-modules (selective).",
         choices=("full", "selective"),
     )
     recompute_method: str | None = flag(
-        "With full: uniform keeps the input of every group of layers, block those of the first "
-        "layers of each stage.",
+        "With full: recompute groups of layers and keep the input of each group (uniform), or "
+        "recompute only the first layers of each stage (block).",
         choices=("uniform", "block"),
     )
     recompute_num_layers: Layers | None = flag(
-        "With full: layers of each group, or layers of each stage."
+        "With full: number of layers of each group (uniform) or of each stage (block)."
     )
     recompute_modules: tuple[str, ...] | None = flag(
-        "With selective: modules computed again.",
+        "With selective: modules that are recomputed.",
         choices=("core_attn", "layernorm", "mlp", "mla_up_proj"),
         refused_choices={"moe": _NO_EXPERTS, "moe_act": _NO_EXPERTS, "shared_experts": _NO_EXPERTS},
         derived="core_attn",
@@ -254,10 +269,10 @@ class RecomputeConfig:
             assign(self, "recompute_num_layers", self.recompute_num_layers or 1)
 
 
-def _shape(layers: int, hidden: int, heads: int, length: int, more: str = "") -> str:
+def _shape(layers: int, hidden: int, heads: int, length: int, other_flags: str = "") -> str:
     return (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
-        f"--seq-length {length} --max-position-embeddings {length} {more}"
+        f"--seq-length {length} --max-position-embeddings {length} {other_flags}"
     )
 
 
@@ -299,7 +314,10 @@ MODELS: Mapping[str, str] = {
     "llama-30b": _shape(60, 6656, 52, 2048, f"{_LLAMA} --ffn-hidden-size 17920"),
     "llama-65b": _shape(80, 8192, 64, 2048, f"{_LLAMA} --ffn-hidden-size 22016"),
     "llama2-70b": _shape(
-        *(80, 8192, 64, 4096),
+        80,
+        8192,
+        64,
+        4096,
         f"{_LLAMA} --ffn-hidden-size 28672 --group-query-attention --num-query-groups 8",
     ),
     "llama3-8b": _shape(32, 4096, 32, 8192, f"{_LLAMA_3} --ffn-hidden-size 14336"),
@@ -307,11 +325,17 @@ MODELS: Mapping[str, str] = {
     "llama3-405b": _shape(126, 16384, 128, 8192, f"{_LLAMA_3} --ffn-hidden-size 53248"),
     "mistral-7b": _shape(32, 4096, 32, 4096, f"{_GROUPS_8} --ffn-hidden-size 14336"),
     "mixtral-8x7b": _shape(
-        *(32, 4096, 32, 4096),
+        32,
+        4096,
+        32,
+        4096,
         f"{_GROUPS_8} --ffn-hidden-size 14336 --num-experts 8 --moe-router-topk 2",
     ),
     "qwen2.5-7b": _shape(
-        *(28, 3584, 28, 4096),
+        28,
+        3584,
+        28,
+        4096,
         f"{_LLAMA} --add-qkv-bias --ffn-hidden-size 18944 --group-query-attention"
         " --num-query-groups 4",
     ),
@@ -320,12 +344,18 @@ MODELS: Mapping[str, str] = {
     ),
     "qwen3-8b": _shape(36, 4096, 32, 4096, f"{_GROUPS_8} --qk-layernorm --ffn-hidden-size 12288"),
     "qwen3-30b-a3b": _shape(
-        *(48, 2048, 32, 4096),
+        48,
+        2048,
+        32,
+        4096,
         f"{_LLAMA} --qk-layernorm --kv-channels 128 --group-query-attention --num-query-groups 4"
         " --ffn-hidden-size 6144 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768",
     ),
     "deepseek-v3": _shape(
-        *(61, 7168, 128, 4096),
+        61,
+        7168,
+        128,
+        4096,
         f"{_LLAMA} --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512"
         " --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --ffn-hidden-size 18432"
         " --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048"
@@ -338,14 +368,14 @@ MODELS: Mapping[str, str] = {
 
 
 def model_flags(model: str, folder: Path) -> list[str]:
-    """Return the trainer's flags for a model.
+    """Returns the trainer's flags for a model.
 
     Args:
-        model: a name of :data:`MODELS`, or a file of flags in which ``#`` begins a comment.
-        folder: what a relative file name starts from.
+        model: Name in :data:`MODELS`, or path of a file of flags in which ``#`` begins a comment.
+        folder: Folder to which a relative path refers.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: ``model`` is neither.
     """
     if model in MODELS:
         return MODELS[model].split()

@@ -1,4 +1,4 @@
-"""Number formats, optimizer, learning rate, weight decay, and adapters beside frozen weights."""
+"""Defines the settings of number formats, optimizer, learning rate and adapters."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _NO_MUON = "it supports neither the distributed optimizer nor torch_dist checkpo
 class OptimizerConfig:
     """Optimizer and learning rate.
 
-    Steps of the learning rate are iterations with ``--train-iters`` and samples with
-    ``--train-samples``; the flags of the other kind stay at their defaults.
+    The learning rate's schedule counts iterations with ``--train-iters`` and samples with
+    ``--train-samples``; the flags of the other unit keep their defaults.
     """
 
     optimizer: str = flag(
@@ -41,48 +41,58 @@ class OptimizerConfig:
     lr: Positive = required("Highest learning rate.")
     min_lr: NonNegative = flag("Lowest learning rate after the warm-up.", 0.0)
     lr_decay_style: str = flag(
-        "Curve of the decay.",
+        "Curve of the learning rate's decay.",
         "linear",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_decay_iters: Iterations | None = flag(
-        "Iterations until the lowest learning rate.", derived="--train-iters"
+        "Iterations until the learning rate is lowest.", derived="--train-iters"
     )
     lr_decay_samples: Samples | None = flag(
-        "Samples until the lowest learning rate.", derived="--train-samples"
+        "Samples until the learning rate is lowest.", derived="--train-samples"
     )
     lr_wsd_decay_style: str = flag(
         "Curve of the last part of the WSD decay.",
         "exponential",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    lr_wsd_decay_iters: Iterations | None = flag("Length of the last part of the WSD decay.")
-    lr_wsd_decay_samples: Samples | None = flag("Length of the last part of the WSD decay.")
-    lr_warmup_fraction: Share | None = flag("Share of the decay's length that is warm-up.")
+    lr_wsd_decay_iters: Iterations | None = flag("Iterations of the last part of the WSD decay.")
+    lr_wsd_decay_samples: Samples | None = flag("Samples of the last part of the WSD decay.")
+    lr_warmup_fraction: Share | None = flag(
+        "Length of the warm-up as a fraction of the decay's length."
+    )
     lr_warmup_iters: Natural = flag("Iterations of linear warm-up.", 0, unit="ITERATIONS")
     lr_warmup_samples: Natural = flag("Samples of linear warm-up.", 0, unit="SAMPLES")
     lr_warmup_init: NonNegative = flag("Learning rate at the start of the warm-up.", 0.0)
-    decoupled_lr: Positive | None = flag("Highest learning rate of embedding and output layer.")
+    decoupled_lr: Positive | None = flag(
+        "Highest learning rate of embedding and output layer, if it differs from --lr."
+    )
     decoupled_min_lr: NonNegative | None = flag(
-        "Lowest learning rate of embedding and output layer."
+        "Lowest learning rate of embedding and output layer, with --decoupled-lr."
     )
     override_opt_param_scheduler: bool = switch(
-        "Prefer these flags to the learning rate schedule of a loaded checkpoint.",
+        "Use these flags instead of the learning rate schedule of a loaded checkpoint.",
         names=("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = switch(
-        "Prefer the learning rate schedule of a loaded checkpoint to these flags.",
+        "Use the learning rate schedule of a loaded checkpoint instead of these flags.",
         names=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
     )
     weight_decay: NonNegative = flag("Weight decay.", 0.01)
-    start_weight_decay: NonNegative | None = flag("First weight decay of a growing one.")
-    end_weight_decay: NonNegative | None = flag("Last weight decay of a growing one.")
+    start_weight_decay: NonNegative | None = flag(
+        "Weight decay at the start, if it grows; see --weight-decay-incr-style."
+    )
+    end_weight_decay: NonNegative | None = flag(
+        "Weight decay at the end, if it grows; see --weight-decay-incr-style."
+    )
     weight_decay_incr_style: str = flag(
-        "How the weight decay grows.", "constant", choices=("constant", "linear", "cosine")
+        "Curve by which the weight decay grows.",
+        "constant",
+        choices=("constant", "linear", "cosine"),
     )
     clip_grad: NonNegative = flag("Largest norm of the whole gradient; 0 does not clip.", 1.0)
-    adam_beta1: Share = flag("Adam's first average.", 0.9)
-    adam_beta2: Share = flag("Adam's second average.", 0.999)
+    adam_beta1: Share = flag("Decay rate of Adam's average of gradients.", 0.9)
+    adam_beta2: Share = flag("Decay rate of Adam's average of squared gradients.", 0.999)
     adam_eps: Positive = flag("Number added to Adam's denominator.", 1e-8)
     sgd_momentum: Share = flag("Momentum of sgd.", 0.9)
 
@@ -94,19 +104,19 @@ class PrecisionConfig:
     fp16: bool = switch("Train in float16 with a loss scale.")
     bf16: bool = switch("Train in bfloat16.")
     loss_scale: Positive | None = flag(
-        "Fixed loss scale for float16.", derived="chosen while training"
+        "Fixed loss scale for float16.", derived="adjusted during training"
     )
-    initial_loss_scale: Positive = flag("First value of the changing loss scale.", float(2**32))
-    min_loss_scale: Positive = flag("Smallest changing loss scale.", 1.0)
+    initial_loss_scale: Positive = flag("First value of the dynamic loss scale.", float(2**32))
+    min_loss_scale: Positive = flag("Smallest value of the dynamic loss scale.", 1.0)
     loss_scale_window: Annotated[float, Limits(minimum=1)] = flag(
         "Steps without overflow after which the loss scale doubles.", 1000.0, unit="STEPS"
     )
-    hysteresis: Count = flag("Overflows after which the loss scale is halved.", 2)
+    hysteresis: Count = flag("Number of overflows after which the loss scale is halved.", 2)
     fp32_residual_connection: bool = switch("Keep residual connections in float32.")
     apply_query_key_layer_scaling: bool = switch(
         "Divide attention scores by the layer's number; turns on float32 softmax."
     )
-    attention_softmax_in_fp32: bool = switch("Softmax of attention in float32.")
+    attention_softmax_in_fp32: bool = switch("Compute the softmax of attention in float32.")
     accumulate_allreduce_grads_in_fp32: bool = switch(
         "Sum and reduce gradients in float32; always on with --bf16 unless "
         "--grad-reduce-in-bf16 is given."
@@ -114,7 +124,7 @@ class PrecisionConfig:
     grad_reduce_in_bf16: bool = switch("Reduce gradients in bfloat16.")
     fp16_lm_cross_entropy: bool = switch("Compute the cross entropy in float16; needs --fp16.")
     check_for_nan_in_loss_and_grad: bool = switch(
-        "Go on when a loss or gradient is not a number; always so with a changing loss scale.",
+        "Continue if a loss or gradient is not a number; always on with a dynamic loss scale.",
         off="--no-check-for-nan-in-loss-and-grad",
     )
 
@@ -123,13 +133,13 @@ class PrecisionConfig:
             assign(self, "attention_softmax_in_fp32", True)
         if self.bf16:
             assign(self, "accumulate_allreduce_grads_in_fp32", not self.grad_reduce_in_bf16)
-        # Overflows are the signal that steers the changing scale, so they must not end the run.
+        # A dynamic loss scale reacts to overflows, so they must not end the run.
         if self.fp16 and self.loss_scale is None:
             assign(self, "check_for_nan_in_loss_and_grad", False)
 
     @property
     def dtype_name(self) -> str:
-        """Type of parameters and activations: ``float32``, ``float16`` or ``bfloat16``."""
+        """Name of the type of parameters and activations: float32, float16 or bfloat16."""
         if self.fp16:
             return "float16"
         return "bfloat16" if self.bf16 else "float32"
@@ -140,21 +150,22 @@ class LoraConfig:
     """Adapters (LoRA)."""
 
     lora_rank: Count | None = flag(
-        "Freeze the model and train adapters of this rank beside its linear layers.", unit="RANK"
+        "Freeze the model and train low-rank adapters (LoRA) of this rank for its linear layers.",
+        unit="RANK",
     )
     lora_alpha: Positive | None = flag(
-        "What adapters add is scaled by this over the rank.", derived="--lora-rank"
+        "Scale of the adapters' output, divided by the rank.", derived="--lora-rank"
     )
-    lora_dropout: Share = flag("Dropout of what adapters are given.", 0.0)
+    lora_dropout: Share = flag("Dropout of the adapters' input.", 0.0)
     lora_targets: str = flag(
-        "Linear layers with adapters, by PEFT's names for this architecture and with commas "
-        "between them, such as q_proj,v_proj; all-linear for those of attention and feed-forward.",
+        "Linear layers with adapters: PEFT's names for this architecture, separated by commas, "
+        "such as q_proj,v_proj; all-linear for all of attention and feed-forward block.",
         "all-linear",
         unit="NAMES",
     )
     load_lora: Folder | None = flag(
-        "Folder of adapters in PEFT's format to start from; flags of adapters that are not given "
-        "are those of its adapter_config.json."
+        "Folder of adapters in PEFT's format to start from; its adapter_config.json sets adapter "
+        "flags that are absent."
     )
 
     @property
@@ -164,6 +175,6 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of what adapters add."""
+        """Factor of the adapters' output."""
         rank = self.lora_rank or 1
         return (self.lora_alpha or rank) / rank

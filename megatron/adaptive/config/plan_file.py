@@ -1,7 +1,7 @@
-"""The plan file: what a planner decided about a run, as JSON. Its schema is in ``docs/plan.md``.
+"""Reads plan files: the planner's decisions about a run, as JSON. ``docs/plan.md`` has the schema.
 
-One reading serves all: the launcher turns a plan into variables of ``conf.sh``, the trainer into
-its own flags; both mean the same run.
+The launcher converts a plan to variables of ``conf.sh``, the trainer converts these to flags, so
+both start the same run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ _DEGREES = {
     "context": "CONTEXT_MP_SIZE",
 }
 _SETTINGS = (
-    *("micro_batch_size", "global_batch_size", "schedule", "recompute", "precision"),
-    *("distributed_optimizer", "overlap_grad_reduce", "sequence_parallel"),
+    "micro_batch_size",
+    "global_batch_size",
+    "schedule",
+    "recompute",
+    "precision",
+    "distributed_optimizer",
+    "overlap_grad_reduce",
+    "sequence_parallel",
 )
-"""Keys that are a variable of ``conf.sh`` in capitals."""
+"""Keys of a plan whose name in capitals is a variable of ``conf.sh``."""
 _RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",
@@ -48,7 +54,7 @@ FLAGS = {
     "PARTITION": "--partition",
     "STAGE_DP_SIZES": "--stage-data-parallel-sizes",
 }
-"""Variables of ``conf.sh`` that are flags of the trainer under another name."""
+"""Flag of the trainer for each variable of ``conf.sh`` that has a value."""
 _SWITCH_FLAGS = {
     "DISTRIBUTED_OPTIMIZER": "--use-distributed-optimizer",
     "OVERLAP_GRAD_REDUCE": "--overlap-grad-reduce",
@@ -57,15 +63,15 @@ _SWITCH_FLAGS = {
 
 
 def load_plan(path: Path) -> Any:
-    """Reads a plan file, unchecked; see :func:`read_json`."""
+    """Reads a plan file without checking it; see :func:`read_json`."""
     return read_json(path, "name a plan file, see docs/plan.md")
 
 
 def plan_flags(content: Any, where: str) -> list[str]:
-    """Checks a plan and turns it into flags of the trainer.
+    """Checks a plan and returns the trainer's flags for it.
 
     Raises:
-        ConfigError: it breaks the schema.
+        ConfigError: The plan breaks the schema.
     """
     return run_flags(plan_variables(content, where))
 
@@ -74,7 +80,7 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
     """Returns the trainer's flags for variables of ``conf.sh`` that a plan may set.
 
     Args:
-        values: variables by name, as texts or as read; absent ones and ``None`` say nothing.
+        values: Values of variables by name, as text or converted; ``None`` counts as absent.
     """
     flags: list[str] = []
     for name, flag in FLAGS.items():
@@ -90,24 +96,25 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def world_size_of(content: Mapping[str, Any]) -> int | None:
-    """Return the processes that a checked plan needs, ``None`` if it does not say it."""
+    """Returns the number of processes that a checked plan needs, ``None`` if it names none."""
     degrees = content.get("degrees", {})
     if "stages" in content:
         return sum(len(stage["tensor"]) for stage in content["stages"])
     if "data" not in degrees:
         return None
-    return math.prod(int(degrees.get(one, 1)) for one in ("data", "tensor", "pipeline", "context"))
+    names = ("data", "tensor", "pipeline", "context")
+    return math.prod(int(degrees.get(name, 1)) for name in names)
 
 
 def plan_variables(content: Any, where: str) -> dict[str, str]:
-    """Check a plan and turn it into variables of ``conf.sh``.
+    """Checks a plan and returns the variables of ``conf.sh`` for it.
 
     Args:
-        content: what the file holds.
-        where: the file, for messages.
+        content: Content of the file.
+        where: Path of the file, for messages.
 
     Raises:
-        ConfigError: it breaks the schema.
+        ConfigError: The plan breaks the schema.
     """
     plan = check_form(content, "plan", where)
     degrees = plan.get("degrees", {})
@@ -127,60 +134,62 @@ def plan_variables(content: Any, where: str) -> dict[str, str]:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
-    """The ranks of each stage where they are unequal."""
+    """Returns the variable for stages with unequal numbers of ranks."""
     for index, stage in enumerate(stages):
         if any(width != 1 for width in stage["tensor"]):
             raise ConfigError(
                 f"{where}: stages[{index}].tensor is {stage['tensor']}: the trainer runs unequal"
-                " stages without tensor parallelism alone; plan again with --tp 1, or without"
+                " stages only without tensor parallelism; plan again with --tp 1, or without"
                 " --unequal"
             )
-    samples = {one["micro_batch_size"] for one in stages if "micro_batch_size" in one}
+    samples = {stage["micro_batch_size"] for stage in stages if "micro_batch_size" in stage}
     if len(samples) > 1:
         raise ConfigError(
             f"{where}: its stages have microbatches of {', '.join(map(str, sorted(samples)))}"
-            " samples: the trainer deals out microbatches of one size; plan again"
+            " samples: the trainer needs microbatches of one size; plan again"
         )
     return {"STAGE_DP_SIZES": "-".join(str(len(stage["tensor"])) for stage in stages)}
 
 
 def _placement(groups: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
     if len(groups) == 1 and not groups[0].get("type"):
-        nodes, processes = groups[0]["nodes"], groups[0]["processes_per_node"]
+        nodes = groups[0]["nodes"]
+        processes = groups[0]["processes_per_node"]
         return {"NNODES": str(nodes), "NPROC_PER_NODE": str(processes)}
-    for index, one in enumerate(groups):
-        if not one.get("type"):
+    for index, group in enumerate(groups):
+        if not group.get("type"):
             raise ConfigError(f"{where}: placement[{index}].type is missing: name its node type")
-    words = [f"{one['type']}:{one['nodes']}x{one['processes_per_node']}" for one in groups]
-    return {"HOMOGENEOUS_CLUSTER": "false", "NODES": " ".join(words)}
+    kinds = [f"{group['type']}:{group['nodes']}x{group['processes_per_node']}" for group in groups]
+    return {"HOMOGENEOUS_CLUSTER": "false", "NODES": " ".join(kinds)}
 
 
 PLAN_FLAG = "--plan"
 PLAN_HELP = (
-    "Plan file that stands for the flags of its degrees, partition, batch, schedule and memory; "
-    "see docs/plan.md."
+    "Plan file that sets the flags of parallel degrees, partition, batch, schedule and "
+    "recomputation; see docs/plan.md."
 )
 
 
 def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size: int) -> list[str]:
-    """Put a plan's flags in the place of ``--plan FILE``.
+    """Replaces ``--plan FILE`` in a command line by the plan's flags.
 
     Args:
-        argv: a command line of the trainer.
-        specs: all flags by field.
-        world_size: number of all processes.
+        argv: Command line of the trainer.
+        specs: Specifications of all flags, by field.
+        world_size: Number of processes of the job.
 
     Returns:
-        The command line without ``--plan``. Flags that are given as the plan has them are there
-        once.
+        The command line without ``--plan``. A flag that the command line and the plan give with
+        the same value occurs once.
 
     Raises:
-        ConfigError: the plan cannot be read, contradicts a flag, or is for other processes.
+        ConfigError: The plan cannot be read, contradicts a flag, or needs another number of
+            processes.
     """
-    given = flags_in(argv)
-    if PLAN_FLAG not in given:
+    typed = flags_in(argv)
+    if PLAN_FLAG not in typed:
         return list(argv)
-    path = " ".join(given.pop(PLAN_FLAG))
+    path = " ".join(typed.pop(PLAN_FLAG))
     if not path:
         raise ConfigError(f"{PLAN_FLAG}: expected one argument, the plan file")
     content = load_plan(Path(path))
@@ -192,20 +201,20 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
             " many, or plan for these nodes"
         )
     for half in ("fp16", "bf16"):
-        if f"--{half}" in given and content.get("precision", half) != half:
+        if f"--{half}" in typed and content.get("precision", half) != half:
             raise ConfigError(
                 f"--{half}: {PLAN_FLAG} {path} says {content['precision']}; leave one of them out"
             )
     dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
-    by_dest = {dest_of.get(name, ""): words for name, words in given.items()}
+    by_dest = {dest_of.get(name, ""): values for name, values in typed.items()}
     rest = flags_where(argv, lambda name: name != PLAN_FLAG)
-    for name, words in flags_in(flags).items():
-        said = by_dest.get(dest_of[name])
-        if said is None:
-            rest += [name, *words]
-        elif said != words:
+    for name, planned in flags_in(flags).items():
+        values = by_dest.get(dest_of[name])
+        if values is None:
+            rest += [name, *planned]
+        elif values != planned:
             raise ConfigError(
-                f"{name} {' '.join(said)}: {PLAN_FLAG} {path} says {' '.join(words) or 'so'};"
+                f"{name} {' '.join(values)}: {PLAN_FLAG} {path} says {' '.join(planned) or 'so'};"
                 " leave one of them out"
             )
     return rest

@@ -1,4 +1,4 @@
-"""Length of the run, checkpoints, and what is reported."""
+"""Defines the settings of the run's length, of checkpoints and of logging."""
 
 from __future__ import annotations
 
@@ -12,35 +12,43 @@ class RunConfig:
     """Run."""
 
     train_iters: Iterations | None = flag(
-        "Iterations of the whole training; this or --train-samples."
+        "Number of iterations of the whole training; this or --train-samples is needed."
     )
-    train_samples: Samples | None = flag("Samples of the whole training; this or --train-iters.")
+    train_samples: Samples | None = flag(
+        "Number of samples of the whole training; this or --train-iters is needed."
+    )
     eval_interval: Iterations = flag("Iterations between two validations.", 1000)
     eval_iters: Natural = flag(
-        "Batches of each validation and of the test; 0 for none.", 100, unit="ITERATIONS"
+        "Number of batches of each validation and of the test; 0 for none.", 100, unit="ITERATIONS"
     )
     skip_train: bool = switch("Only validate and test.")
     sample_prompt: str | None = flag(
-        "Text that the model continues after the run, with the likeliest token each time.",
-        unit="TEXT",
+        "Text that the model continues after the run, always with the likeliest token.", unit="TEXT"
     )
-    sample_tokens: Count = flag("Tokens of that continuation.", 32)
-    exit_interval: Iterations | None = flag("Save and end at the next iteration that this divides.")
+    sample_tokens: Count = flag("Number of tokens of that continuation.", 32)
+    exit_interval: Iterations | None = flag(
+        "Save and end at the next iteration that is a multiple of this number."
+    )
     exit_duration_in_mins: Count | None = flag("Save and end after this time.", unit="MINUTES")
     seed: Count = flag("Seed of all random numbers.", 1234)
-    manual_gc: bool = switch("Collect Python's garbage only as --manual-gc-interval says.")
+    manual_gc: bool = switch(
+        "Run Python's garbage collector only at the interval of --manual-gc-interval."
+    )
     manual_gc_interval: Natural = flag(
         "Iterations between collections with --manual-gc; 0 for none.", 0, unit="ITERATIONS"
     )
-    profile: bool = switch("Profile some iterations.")
-    use_pytorch_profiler: bool = switch(
-        "Profile with PyTorch's profiler into TensorBoard instead of marking the range for nsys."
+    profile: bool = switch(
+        "Profile the iterations from --profile-step-start to --profile-step-end."
     )
-    profile_step_start: Natural = flag("First iteration that is profiled.", 10, unit="ITERATION")
+    use_pytorch_profiler: bool = switch(
+        "Profile with PyTorch's profiler and write to TensorBoard, instead of marking the range "
+        "for nsys."
+    )
+    profile_step_start: Natural = flag("First iteration to profile.", 10, unit="ITERATION")
     profile_step_end: Natural = flag("Iteration at which profiling stops.", 12, unit="ITERATION")
-    profile_ranks: tuple[Natural, ...] = flag("Ranks that are profiled.", (0,), unit="RANK")
+    profile_ranks: tuple[Natural, ...] = flag("Ranks to profile.", (0,), unit="RANK")
     profile_execution: bool = flag(
-        "Profile with PyTorch's profiler into TensorBoard.",
+        "Profile with PyTorch's profiler and write to TensorBoard.",
         False,
         takes_value=True,
         unit="True|False",
@@ -48,7 +56,7 @@ class RunConfig:
     profile_name: str = flag("Name of the profile of --profile-execution.", "profile", unit="NAME")
 
 
-_ONLY_DIST = "checkpoints are written and read in torch_dist, which loads into any shape"
+_ONLY_DIST = "checkpoints have the format torch_dist, which loads into any parallel layout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,33 +69,33 @@ class CheckpointConfig:
         names=("--save-interval", "--persistent-save-interval"),
     )
     async_save: bool = switch(
-        "Write checkpoints while training goes on, which waits only for a copy in host memory."
+        "Write checkpoints in the background; training waits only for a copy to host memory."
     )
     save_local: Folder | None = flag(
-        "Folder on each node's own disk: checkpoints are written there while training goes on, and "
-        "copied to --save behind it."
+        "Folder on each node's local disk: checkpoints are first written there in the background, "
+        "and then copied to --save."
     )
     keep_checkpoints: Count | None = flag(
-        "Complete checkpoints to keep, the last ones; all by default.", unit="N"
+        "Number of complete checkpoints to keep, the latest ones.", unit="N", derived="all"
     )
-    no_save_optim: bool = switch("Leave the optimizer out of checkpoints.")
-    no_save_rng: bool = switch("Leave random states out of checkpoints.")
-    load: Folder | None = flag("Folder of checkpoints to go on from.")
+    no_save_optim: bool = switch("Leave the optimizer state out of checkpoints.")
+    no_save_rng: bool = switch("Leave random number states out of checkpoints.")
+    load: Folder | None = flag("Folder of checkpoints to resume from.")
     load_hf: Folder | None = flag(
-        "Folder of a Hugging Face model whose weights the run starts from where --load has no "
-        "checkpoint; flags of the model that are not given are those of its config.json."
+        "Folder of a Hugging Face model: the run starts from its weights if --load has no "
+        "checkpoint, and its config.json sets model flags that are absent."
     )
     ckpt_step: Natural | None = flag(
-        "Iteration to load.", unit="ITERATION", derived="the latest one that is whole"
+        "Iteration to load.", unit="ITERATION", derived="the latest complete checkpoint"
     )
     trust_checkpoint: bool = switch(
-        "Load also checkpoints of Megatron-LM and of former versions, which hold pickles."
+        "Also load checkpoints of Megatron-LM and of old versions, which contain pickles."
     )
-    no_load_optim: bool = switch("Do not load the optimizer.")
-    no_load_rng: bool = switch("Do not load random states.")
-    finetune: bool = switch("Load weights only and start from iteration 0 with fresh data.")
+    no_load_optim: bool = switch("Do not load the optimizer state.")
+    no_load_rng: bool = switch("Do not load random number states.")
+    finetune: bool = switch("Load only weights, and start at iteration 0 and the first sample.")
     exit_on_missing_checkpoint: bool = switch(
-        "End the run if --load names a folder without checkpoint, instead of starting anew."
+        "End the run if the folder of --load has no checkpoint, instead of training from scratch."
     )
     ckpt_format: str = flag(
         "Format of checkpoints.",
@@ -101,13 +109,13 @@ class CheckpointConfig:
         },
     )
     ckpt_fully_parallel_save: bool = switch(
-        "Do not share the writing among data parallel ranks.", off="--no-ckpt-fully-parallel-save"
+        "Do not divide the writing among data parallel ranks.", off="--no-ckpt-fully-parallel-save"
     )
-    ckpt_fully_parallel_load: bool = switch("Share the reading among data parallel ranks.")
+    ckpt_fully_parallel_load: bool = switch("Divide the reading among data parallel ranks.")
 
     @property
     def saves_behind(self) -> bool:
-        """True if checkpoints are written while training goes on."""
+        """True if checkpoints are written while training continues."""
         return self.async_save or self.save_local is not None
 
 
@@ -128,34 +136,35 @@ class LoggingConfig:
         "Ranks whose timers are reported.", "minmax", choices=("max", "minmax", "all")
     )
     barrier_with_L1_time: bool = switch(  # noqa: N815 - Megatron-LM's name
-        "No barrier before timers of level 1.", off="--no-barrier-with-level-1-timing"
+        "Do not wait for all ranks before timers of level 1.",
+        off="--no-barrier-with-level-1-timing",
     )
-    logging_level: Natural | None = flag("Level of Python's logging, 10 being the most.")
+    logging_level: Natural | None = flag("Level of Python's logging; 10 (debug) logs the most.")
     progress_dir: Folder | None = flag(
-        "Folder for progress.jsonl, which says how far the run is.", derived="--trace-dir"
+        "Folder for progress.jsonl, which records the progress of the run.", derived="--trace-dir"
     )
     tensorboard_dir: Folder | None = flag("Folder for TensorBoard.")
     tensorboard_log_interval: Iterations = flag(
         "Iterations between two points of TensorBoard's curves.", 1
     )
     tensorboard_queue_size: Count = flag(
-        "Points that wait before TensorBoard writes them.", 1000, unit="POINTS"
+        "Number of points that TensorBoard buffers before it writes them.", 1000, unit="POINTS"
     )
     wandb_project: str | None = flag(
-        "Project of Weights & Biases that gets the curves too; needs the package wandb.",
+        "Project of Weights & Biases to which curves are sent; needs the package wandb.",
         unit="NAME",
     )
     wandb_entity: str | None = flag("User or team of --wandb-project.", unit="NAME")
-    wandb_exp_name: str | None = flag("Name of the run there.", unit="NAME")
+    wandb_exp_name: str | None = flag("Name of the run in Weights & Biases.", unit="NAME")
     wandb_save_dir: Folder | None = flag(
-        "Folder for what Weights & Biases keeps here.", derived="wandb in --save"
+        "Folder for local files of Weights & Biases.", derived="wandb in --save"
     )
     mlflow_experiment: str | None = flag(
-        "Experiment of MLflow that gets the curves too; needs the package mlflow.", unit="NAME"
+        "Experiment of MLflow to which curves are sent; needs the package mlflow.", unit="NAME"
     )
-    mlflow_run_name: str | None = flag("Name of the run there.", unit="NAME")
+    mlflow_run_name: str | None = flag("Name of the run in MLflow.", unit="NAME")
     mlflow_tracking_uri: str | None = flag(
-        "Server or file: address of MLflow.", derived="that of MLFLOW_TRACKING_URI", unit="URI"
+        "Address of MLflow, a server or a file.", derived="that of MLFLOW_TRACKING_URI", unit="URI"
     )
     log_timers_to_tensorboard: bool = switch("Write timers to TensorBoard.")
     log_batch_size_to_tensorboard: bool = switch("Write the batch size to TensorBoard.")
@@ -174,5 +183,5 @@ class LoggingConfig:
 
     @property
     def draws_curves(self) -> bool:
-        """True if TensorBoard or another logger takes curves."""
+        """True if curves are written to TensorBoard or another logger."""
         return any((self.tensorboard_dir, self.wandb_project, self.mlflow_experiment))

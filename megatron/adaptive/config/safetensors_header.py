@@ -1,13 +1,13 @@
-"""Reads the header of a ``safetensors`` file and refuses what the package of that name refuses.
+"""Reads the header of a ``safetensors`` file, as strictly as the package of that name.
 
 ::
 
     [ 8 bytes: length of the header | JSON | bytes of tensors ]
     {"__metadata__": {text: text}, NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
-The first tensor begins right behind the header, each next one where the one before ends, and the
-last one ends with the file. A file whose tensors overlap, or that holds bytes of no tensor, is
-damaged.
+The first tensor begins right after the header, each next one where the one before ends, and the
+last one ends with the file. A file whose tensors overlap, or with bytes that belong to no tensor,
+is damaged.
 
 Source: the format's description and the behaviour of the package ``safetensors`` 0.8.
 """
@@ -27,32 +27,47 @@ from typing import Any, BinaryIO
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
 BITS: Mapping[str, int] = {
-    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
-    **dict.fromkeys(("F32", "I32", "U32"), 32),
-    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 16),
-    **dict.fromkeys(("BOOL", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("F8_E8M0", "I8", "U8"), 8),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "F32": 32,
+    "I32": 32,
+    "U32": 32,
+    "BF16": 16,
+    "F16": 16,
+    "I16": 16,
+    "U16": 16,
+    "BOOL": 8,
+    "F8_E4M3": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2": 8,
+    "F8_E5M2FNUZ": 8,
+    "F8_E8M0": 8,
+    "I8": 8,
+    "U8": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
     "F4": 4,
 }
-"""Bits of an element by its code."""
+"""Number of bits of an element, by the code of its type."""
 
-_LONGEST = 100_000_000  # bytes of a header, the limit of the format
+_LONGEST = 100_000_000  # the format's limit on the bytes of a header
 _RESTORE = "copy it again"
 _METADATA = "__metadata__"
 _SIZE_LIMIT = 1 << 64
-_MOST_DIGITS = 300  # of a number that a double can hold
+_MOST_DIGITS = 300  # a number with this number of digits still fits a double
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """Describes a tensor of a file: its type, shape and place.
+    """Describes a tensor of a file: its type, shape and bytes.
 
     Attributes:
-        dtype: Code of its type, a key of :data:`BITS`.
-        shape: Its shape.
-        begin: Offset of its first byte in the file.
-        end: Offset of the byte behind its last one.
+        dtype: Code of the type, a key of :data:`BITS`.
+        shape: Shape of the tensor.
+        begin: Offset of the first byte in the file.
+        end: Offset after the last byte.
     """
 
     dtype: str
@@ -62,7 +77,7 @@ class TensorEntry:
 
 
 class _Once(dict[str, Any]):
-    """Holds an object of JSON and the keys that it was given twice."""
+    """Holds a JSON object and records the keys that occur twice in it."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -76,22 +91,22 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     """Returns the tensors of a file by name, in the order of the header.
 
     Raises:
-        CheckpointError: it cannot be read.
-        DamagedCheckpointError: it is cut short or contradicts itself.
+        CheckpointError: The file cannot be read.
+        DamagedCheckpointError: The file is cut short, or its header is not valid.
     """
     try:
-        # If the name is a pipe without a writer, O_NONBLOCK keeps this from waiting.
+        # If the name is a pipe without a writer, O_NONBLOCK keeps open() from waiting.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
-            state = os.fstat(descriptor)
-            if not S_ISREG(state.st_mode):
+            status = os.fstat(descriptor)
+            if not S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path} cannot be read: it is no regular file")
-            return _entries(file, state.st_size)
+            return _entries(file, status.st_size)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except RecursionError:
-        why = "its header is nested too deeply"
-        raise DamagedCheckpointError(f"{path} is cut or damaged ({why}): {_RESTORE}") from None
+        reason = "its header is nested too deeply"
+        raise DamagedCheckpointError(f"{path} is cut or damaged ({reason}): {_RESTORE}") from None
     except ValueError as error:
         raise DamagedCheckpointError(f"{path} is cut or damaged ({error}): {_RESTORE}") from None
 
@@ -99,17 +114,19 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def _entries(file: BinaryIO, size: int) -> dict[str, TensorEntry]:
     head = file.read(8)
     if len(head) < 8:
-        raise ValueError(f"it has {len(head)} bytes, and its header begins with 8")
+        raise ValueError(f"it has {len(head)} bytes, but a header needs at least 8")
     (length,) = struct.unpack("<Q", head)
     if length > min(size - 8, _LONGEST):
-        raise ValueError(f"its header has {length} bytes, the file {size}")
+        raise ValueError(f"its header claims {length} bytes, but the file has {size}")
     raw = file.read(length)
     if len(raw) < length:
         raise ValueError(f"it ends after {8 + len(raw)} bytes")
     document = _parse(raw)
     metadata = document.pop(_METADATA, None)
     if _METADATA in document.repeated or not _is_metadata(metadata):
-        raise ValueError(f"{_METADATA} is {_short(metadata)}, which must be texts by name, once")
+        raise ValueError(
+            f"{_METADATA} is {_short(metadata)}, which must be texts by name and occur once"
+        )
     first = 8 + length
     entries = {name: _entry(name, value, first) for name, value in document.items()}
     _check_cover(entries, first, size)
@@ -126,7 +143,7 @@ def _parse(raw: bytes) -> _Once:
             parse_constant=_refuse,
         )
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {8 + error.start} is not of a text in UTF-8") from None
+        raise ValueError(f"byte {8 + error.start} is no valid UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"its header is no JSON: {error}") from None
     if not isinstance(document, _Once):
@@ -134,19 +151,19 @@ def _parse(raw: bytes) -> _Once:
     return document
 
 
-def _whole_number(word: str) -> int | float:
-    if len(word) > _MOST_DIGITS:
-        _refuse(word)
-    return -0.0 if word == "-0" else int(word)
+def _whole_number(digits: str) -> int | float:
+    if len(digits) > _MOST_DIGITS:
+        _refuse(digits)
+    return -0.0 if digits == "-0" else int(digits)
 
 
-def _number(word: str) -> float:
-    value = float(word)
-    return value if math.isfinite(value) else _refuse(word)
+def _number(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _refuse(digits)
 
 
-def _refuse(word: str) -> float:
-    raise ValueError(f"{_short(word)} is no number of a header")
+def _refuse(digits: str) -> float:
+    raise ValueError(f"{_short(digits)} is not allowed as a number in a header")
 
 
 def _short(value: Any) -> str:
@@ -162,7 +179,7 @@ def _is_metadata(metadata: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Returns whether a value is a text; JSON can hold halves of characters, UTF-8 cannot."""
+    """Returns whether a value is text in UTF-8; JSON also allows single surrogates."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -171,22 +188,24 @@ def _entry(name: str, value: Any, first: int) -> TensorEntry:
 
     Args:
         name: Name of the tensor.
-        value: The object behind the name.
-        first: Offset of the first byte behind the header.
+        value: Value of that name in the header.
+        first: Offset of the first byte after the header.
 
     Raises:
-        ValueError: a field is missing, given twice or of another kind, or size and shape differ.
+        ValueError: A field is missing, occurs twice or has a wrong type, or size and shape differ.
     """
     if not _is_text(name) or not isinstance(value, _Once):
         raise ValueError(f"{_short(name)} is {_short(value)}, which must be an object")
     fields = ("dtype", "shape", "data_offsets")
     if lacking := [key for key in fields if key not in value or key in value.repeated]:
-        raise ValueError(f"{_short(name)} has {lacking[0]} not once")
+        raise ValueError(f"{_short(name)} has {lacking[0]} twice or not at all")
     dtype, shape, offsets = (value[key] for key in fields)
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"{_short(name)} is of type {_short(dtype)}, which the format lacks")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"{_short(name)} has the shape {_short(shape)} at {_short(offsets)}")
+        raise ValueError(
+            f"{_short(name)} has an invalid shape {_short(shape)} or offsets {_short(offsets)}"
+        )
     bits = BITS[dtype]
     count = 1
     for extent in (*shape, bits):
@@ -196,7 +215,7 @@ def _entry(name: str, value: Any, first: int) -> TensorEntry:
     begin, end = offsets
     if 8 * (end - begin) != count:
         raise ValueError(
-            f"{_short(name)} lies from {begin} to {end}, but {dtype} {_short(shape)} takes"
+            f"{_short(name)} is stored from {begin} to {end}, but {dtype} {_short(shape)} takes"
             f" {count / 8:g} bytes"
         )
     return TensorEntry(dtype=dtype, shape=tuple(shape), begin=first + begin, end=first + end)
@@ -209,19 +228,21 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _check_cover(entries: Mapping[str, TensorEntry], first: int, size: int) -> None:
-    """Raises ValueError unless tensors cover the file from its header to its end, each byte once.
+    """Raises ValueError unless the tensors cover each byte after the header exactly once.
 
     Args:
-        entries: Tensors of the file.
-        first: Offset of the first byte behind the header.
+        entries: Tensors of the file by name.
+        first: Offset of the first byte after the header.
         size: Size of the file in bytes.
     """
-    end, before = first, "the header"
+    end = first
+    before = "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != end:
-            what = "overlaps" if entry.begin < end else "leaves a hole behind"
-            raise ValueError(f"{_short(name)} begins at byte {entry.begin} and {what} {before}")
-        end, before = entry.end, _short(name)
+            fault = "overlaps" if entry.begin < end else "leaves a gap after"
+            raise ValueError(f"{_short(name)} begins at byte {entry.begin} and {fault} {before}")
+        end = entry.end
+        before = _short(name)
     if end != size:
-        what = "behind them nothing may follow" if end < size else "it is cut"
-        raise ValueError(f"it has {size} bytes, and its tensors end at {end}: {what}")
+        fault = "nothing may follow them" if end < size else "it is cut"
+        raise ValueError(f"it has {size} bytes, and its tensors end at {end}: {fault}")

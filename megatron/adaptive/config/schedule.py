@@ -1,4 +1,4 @@
-"""The pipeline's order of work, its layers per stage and its traces: flags of this project."""
+"""Defines the settings of the schedule, of the layers per stage, and of traces."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ BALANCED = ("off", "lengths", "speed", "both")
 
 
 def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
-    """Returns the order of stages over ranks where ``--pipeline-placement`` does not say it.
+    """Returns the order of stages over ranks without ``--pipeline-placement``.
 
     Args:
-        schedule: the value of ``--pipeline-schedule``.
-        num_chunks: model chunks of each pipeline rank.
+        schedule: Value of ``--pipeline-schedule``.
+        num_chunks: Number of model chunks of each pipeline rank.
     """
     return schedule_spec(schedule).default_placement if num_chunks == 2 else "loop"
 
@@ -40,10 +40,10 @@ _PARTITION = re.compile(r"[0-9]+(-[0-9]+)*")
 
 
 def parse_partition(text: str) -> tuple[int, ...]:
-    """Reads layers per stage from ``0-11-8-8``.
+    """Parses layers per stage from a text such as ``0-11-8-8``.
 
     Raises:
-        ValueError: the text is not whole numbers joined by ``-``.
+        ValueError: The text is not whole numbers joined by ``-``.
     """
     if _PARTITION.fullmatch(text) is None:
         raise ValueError(
@@ -55,31 +55,35 @@ def parse_partition(text: str) -> tuple[int, ...]:
 _LAYOUT = re.compile(r"E?t*m*L?")
 _GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,4})")
 _REPEAT = re.compile(r"([^()*])\*(\d{1,4})")
-_MOST_WRITTEN = 100_000
+_MOST_LETTERS = 100_000
 
 
 def parse_layout(text: str) -> tuple[str, ...]:
-    """Reads the layers of each stage from ``Et|(tt|)*2mL``: embedding, transformer, MTP, loss.
+    """Parses the layers of each stage from a text such as ``Et|(tt|)*2mL``.
 
-    Source: ``PipelineParallelLayerLayout`` of megatron-core, for the form.
+    ``E`` is the embedding, ``t`` a transformer layer, ``m`` a layer for multi-token prediction and
+    ``L`` the loss.
+
+    Source: ``PipelineParallelLayerLayout`` of megatron-core, for the notation.
 
     Raises:
-        ValueError: it has another form, or layers in another order than a model's.
+        ValueError: The text breaks the notation, or its layers are not in a model's order.
     """
-    written = text.replace(",", "").replace(" ", "")
+    letters = text.replace(",", "").replace(" ", "")
     for pattern in (_GROUP, _REPEAT):
-        if sum(len(one[1]) * int(one[2]) for one in pattern.finditer(written)) > _MOST_WRITTEN:
-            raise ValueError(f"{text!r} writes out to more than {_MOST_WRITTEN} layers")
-        written = pattern.sub(lambda found: found[1] * int(found[2]), written)
-    order = written.replace("|", "")
+        matches = pattern.finditer(letters)
+        if sum(len(match[1]) * int(match[2]) for match in matches) > _MOST_LETTERS:
+            raise ValueError(f"{text!r} expands to more than {_MOST_LETTERS} layers")
+        letters = pattern.sub(lambda match: match[1] * int(match[2]), letters)
+    order = letters.replace("|", "")
     if _LAYOUT.fullmatch(order) is None or order[:1] != "E" or order[-1:] != "L":
         raise ValueError(
             f"{text!r} is not a layout: stages are joined by '|', E (embedding) comes first, then "
             "t (transformer layers), m (multi-token prediction), L (loss), as in Et|(tt|)*2mL"
         )
-    stages = tuple(written.split("|"))
+    stages = tuple(letters.split("|"))
     if stages[0][:1] != "E" or stages[-1][-1:] != "L":
-        raise ValueError(f"{text!r} has E not on the first stage or L not on the last")
+        raise ValueError(f"{text!r} must have E on the first stage and L on the last")
     if sum("m" in stage for stage in stages) > 1:
         raise ValueError(f"{text!r} has m on several stages; put all of them on one")
     return stages
@@ -99,27 +103,29 @@ def uneven_split(
     embedding: bool | None = False,
     loss: bool | None = False,
 ) -> tuple[int, ...]:
-    """Layers of each stage of a loop where the ends differ, as in Megatron-LM.
+    """Returns the layers of each stage if the first and last rank differ, as in Megatron-LM.
+
+    Stages are placed in a loop over the ranks.
 
     Args:
-        num_layers: of the model.
-        num_ranks: pipeline ranks.
-        num_chunks: stages of each.
-        first: layers of the first rank.
-        last: layers of the last rank.
-        embedding: the embedding counts as a layer of the first stage.
-        loss: the loss counts as one of the last stage.
+        num_layers: Number of layers of the model.
+        num_ranks: Number of pipeline ranks.
+        num_chunks: Number of stages of each rank.
+        first: Number of layers of the first rank, ``None`` to share evenly.
+        last: Number of layers of the last rank, ``None`` to share evenly.
+        embedding: Whether the embedding counts as a layer of the first stage.
+        loss: Whether the loss counts as a layer of the last stage.
 
     Raises:
-        ValueError: they do not come out even.
+        ValueError: The layers do not divide evenly.
     """
-    given = ((num_ranks - 1, last), (0, first))
-    ends = {rank: layers for rank, layers in given if layers is not None}
+    fixed = ((num_ranks - 1, last), (0, first))
+    ends = {rank: layers for rank, layers in fixed if layers is not None}
     left = num_layers + bool(embedding) + bool(loss) - sum(ends.values())
     inner = (num_ranks - len(ends)) * num_chunks
     for layers, stages in ((left, inner), *((layers, num_chunks) for layers in ends.values())):
         if layers < 0 or (layers % stages if stages else layers):
-            raise ValueError(f"{layers} layers over {stages} stages do not come out even")
+            raise ValueError(f"{layers} layers do not divide evenly over {stages} stages")
     of_rank = [
         ends.get(rank, left) // (num_chunks if rank in ends else inner) for rank in range(num_ranks)
     ]
@@ -132,10 +138,10 @@ def uneven_split(
 
 
 def parse_widths(text: str) -> tuple[int, ...]:
-    """Reads ranks per stage from ``2-1-1``.
+    """Parses ranks per stage from a text such as ``2-1-1``.
 
     Raises:
-        ValueError: the text is not whole numbers from 1 on joined by ``-``.
+        ValueError: The text is not whole numbers from 1 on, joined by ``-``.
     """
     widths = tuple(map(int, text.split("-"))) if _PARTITION.fullmatch(text) else (0,)
     if min(widths) < 1:
@@ -144,14 +150,14 @@ def parse_widths(text: str) -> tuple[int, ...]:
 
 
 def format_partition(layers_per_stage: Sequence[int]) -> str:
-    """Writes layers per stage as ``0-11-8-8``; the inverse of :func:`parse_partition`."""
+    """Formats layers per stage as ``0-11-8-8``; the inverse of :func:`parse_partition`."""
     return "-".join(str(layers) for layers in layers_per_stage)
 
 
 def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers per stage that differ by one at most, the inner stages taking the remainder.
+    """Returns layers per stage that differ by at most one; inner stages take the remainder.
 
-    The outer stages also carry embedding and loss, so that a spare layer is best kept off them.
+    The outer stages also compute embedding and loss, so they should not get an additional layer.
     """
     base, rest = divmod(num_layers, num_stages)
     first = (num_stages - rest + 1) // 2
@@ -159,10 +165,10 @@ def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _is_own_schedule(name: str) -> bool:
-    """Returns whether a name is that of a schedule outside this package.
+    """Returns whether a name belongs to a schedule outside this package.
 
     Raises:
-        ValueError: It was meant to be one, and cannot be used.
+        ValueError: The schedule does not exist or cannot be imported.
     """
     try:
         return schedule_spec(name).is_own
@@ -171,10 +177,10 @@ def _is_own_schedule(name: str) -> bool:
 
 
 def _read_candidates(text: str) -> tuple[str, ...]:
-    """Reads names of schedules joined by commas.
+    """Parses names of schedules separated by commas.
 
     Raises:
-        ValueError: There is no such schedule.
+        ValueError: A schedule does not exist, or ``auto`` cannot try it.
     """
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
@@ -192,120 +198,128 @@ class ScheduleConfig:
     """Pipeline schedule and traces."""
 
     pipeline_schedule: str = flag(
-        "Order of work: megatron-core's own code (megatron), a fixed order on our engine, or a "
-        "choice made at run time from what has arrived (adaptive, hinted, dfc, bfc; auto takes "
-        "the best after a few steps, with the layers of each stage that suit it); or a schedule of "
-        "yours as package.module:name.",
+        "Order of forwards and backwards: megatron-core's own pipeline code (megatron), a fixed "
+        "order, or an order chosen at run time from the inputs that have arrived (adaptive, "
+        "hinted, dfc, bfc; auto measures a few steps and then uses the best schedule and "
+        "partition); or your own schedule as package.module:name.",
         "adaptive",
         choices=tuple(sorted(selectable_names())),
         also_takes=_is_own_schedule,
     )
     auto_candidates: tuple[str, ...] | None = flag(
-        "Schedules of yours that auto tries beside its own, each as package.module:name.",
+        "Your own schedules that auto tries as well, each as package.module:name.",
         reader=_read_candidates,
         unit="NAME,NAME",
     )
     schedule_file: File | None = flag(
-        "The order of --pipeline-schedule file: JSON, or the CSV of torch.distributed.pipelining."
+        "File with the order for --pipeline-schedule file: JSON, or the CSV of "
+        "torch.distributed.pipelining."
     )
     split_backward: bool | None = flag(
-        "Compute weight gradients as work of their own (True), which fills waits, or within the "
+        "Compute weight gradients as separate actions that fill waiting time (True), or within the "
         "backward (False).",
         takes_value=True,
-        derived="True where the model's layers allow it and the schedule gains from it",
+        derived="True if the model's layers allow it and the schedule gains from it",
     )
     overlap_moe_expert_parallel_comm: bool = switch(
-        "A forward computes while the experts of a backward exchange tokens, and the reverse; for "
-        "an order chosen at run time, combined-1f1b or dualpipe-v."
+        "Compute a forward while the experts of a backward exchange tokens, and vice versa; for "
+        "combined-1f1b, dualpipe-v and orders chosen at run time."
     )
     weight_pieces: Count = flag(
-        "Parts into which a run-time choice may cut each weight gradient.", 4, unit="PIECES"
+        "Largest number of parts into which a schedule that chooses at run time may split a weight "
+        "gradient.",
+        4,
+        unit="PIECES",
     )
-    record_schedule: File | None = flag("Write the order of every training step to this file.")
-    replay_schedule: File | None = flag("Follow the orders that --record-schedule wrote.")
+    record_schedule: File | None = flag(
+        "File to which the order of every training step is written."
+    )
+    replay_schedule: File | None = flag("File of --record-schedule whose orders are followed.")
     partition: tuple[int, ...] | None = flag(
-        "Layers of each stage in pipeline order, joined by '-'; 0 is allowed.",
+        "Number of layers of each stage in pipeline order, joined by '-'; 0 is allowed.",
         reader=parse_partition,
         unit="0-11-8-8",
-        derived="the same number for each stage, until auto has chosen",
+        derived="the same number for each stage; auto may change it",
     )
     pipeline_model_parallel_layout: str | None = flag(
-        "Layers of each stage in Megatron-LM's letters: E embedding, t transformer, m multi-token "
-        "prediction, L loss.",
+        "Layers of each stage in Megatron-LM's notation: E embedding, t transformer layer, m "
+        "multi-token prediction, L loss.",
         reader=_layout,
         unit="'Et|(tt|)*2mL'",
     )
     decoder_first_pipeline_num_layers: Layers | None = flag(
-        "Layers of the first pipeline rank; the others share the rest."
+        "Number of layers of the first pipeline rank; the other ranks share the rest."
     )
     decoder_last_pipeline_num_layers: Layers | None = flag(
-        "Layers of the last pipeline rank; the others share the rest."
+        "Number of layers of the last pipeline rank; the other ranks share the rest."
     )
     account_for_embedding_in_pipeline_split: bool = switch(
-        "Give the first stage one layer less than the others."
+        "Give the first stage one layer fewer than the others."
     )
     account_for_loss_in_pipeline_split: bool = switch(
-        "Give the last stage one layer less than the others."
+        "Give the last stage one layer fewer than the others."
     )
     pipeline_placement: str | None = flag(
-        "How stages lie over the ranks when each holds several: every round from the first rank "
-        "to the last, or there and back.",
+        "Order of the stages over the ranks if a rank has several stages: each round from the "
+        "first rank to the last (loop), or to the last rank and back (v).",
         choices=("loop", "v"),
-        derived="v for dualpipe-v, v-half, zb-v; with two chunks adaptive, auto, hinted; else loop",
+        derived="v for dualpipe-v, v-half, zb-v, and for adaptive, auto, hinted with two chunks; "
+        "otherwise loop",
     )
     repartition: str = flag(
-        "Give layers of a slow rank to others between two steps, with their optimizer state, where "
-        "measured times say that it pays.",
+        "Move layers, with their optimizer state, from slow ranks to others between two steps if "
+        "measured times predict a gain.",
         "off",
         choices=("off", "auto"),
     )
     repartition_interval: Annotated[int, Limits(minimum=4)] = flag(
-        "With --repartition auto: iterations between two looks, and so least between two moves.",
+        "With --repartition auto: iterations between two checks for a better partition.",
         50,
         unit="ITERATIONS",
     )
     repartition_gain: Annotated[float, Limits(above=0, below=1)] = flag(
-        "Least share of a step that a move of layers must save.", 0.05, unit="SHARE"
+        "Least gain for which layers are moved, as a fraction of the step time.", 0.05, unit="SHARE"
     )
     balance_replicas: str | None = flag(
-        "Deal the microbatches of each step to data-parallel replicas so that all take as long: by "
-        "the lengths of their documents, by the measured speed of the replicas, or by both; off "
-        "deals them in turns.",
+        "Distribute the microbatches of each step over data-parallel replicas so that all replicas "
+        "take the same time: by the lengths of documents, by the measured speed of the replicas, "
+        "or by both; off gives every replica the same number.",
         choices=BALANCED,
-        derived="lengths with --variable-seq-lengths, both under run, else off; off where the "
-        "schedule or the shape does without it",
+        derived="lengths with --variable-seq-lengths, both under run, otherwise off; always off if "
+        "the schedule or the layout does not support it",
     )
     activation_cap: Annotated[float, Limits(minimum=1)] | None = flag(
-        "Most activations that a rank keeps, counted in microbatches over all its chunks; only "
-        "where the order is chosen at run time.",
+        "Limit on the activations that a rank keeps, in microbatches over all its chunks; only if "
+        "the order is chosen at run time.",
         unit="MICROBATCHES",
         derived="chosen from the pipeline's shape",
     )
     pipeline_timeout_s: Positive = flag(
-        "Time limit of every wait for a message of the pipeline.",
+        "Time limit of each wait for a message of the pipeline.",
         600.0,
         unit="SECONDS",
         derived="--distributed-timeout-minutes",
     )
     hang_after_s: Annotated[float, Limits(minimum=0)] | None = flag(
-        "Name the rank that others wait for when nothing has moved on any rank for this long; 0 "
-        "for never.",
+        "Time without progress on any rank after which the run counts as hanging, and the rank "
+        "that others wait for is reported; 0 for never.",
         unit="SECONDS",
         derived="10 times the median step, at least 30",
     )
     on_hang: str = flag(
-        "When nothing moves: write a page and a line and go on, or end the job besides.",
+        "Action if the run hangs: write a report and continue to wait (report), or also end the "
+        "job (end).",
         "report",
         choices=("report", "end"),
     )
-    trace_dir: Folder | None = flag("Folder for traces; none are written without it.")
-    trace_interval: Iterations = flag("Trace one iteration in this many.", 1)
+    trace_dir: Folder | None = flag("Folder for traces; without it no traces are written.")
+    trace_interval: Iterations = flag("Trace every n-th iteration.", 1)
     trace_iterations: Iterations | None = flag(
-        "Stop after this many traced iterations.", derived="no limit"
+        "Stop tracing after this number of traced iterations.", derived="no limit"
     )
     diagnose_interval: Natural = flag(
-        "With --trace-dir: look every so many iterations for what slows the run, and report it "
-        "once; 0 for never.",
+        "With --trace-dir: iterations between two diagnoses of what slows the run; each finding "
+        "is reported once; 0 for never.",
         100,
         unit="ITERATIONS",
     )
@@ -319,8 +333,8 @@ class ScheduleConfig:
         """Returns whether the next iteration is traced.
 
         Args:
-            iterations_done: iterations that this process has finished, 0 at its first one, also
-                after a checkpoint was loaded.
+            iterations_done: Number of iterations that this process has finished; 0 at its first
+                iteration, even if it has loaded a checkpoint.
         """
         if self.trace_dir is None or iterations_done % self.trace_interval != 0:
             return False

@@ -1,13 +1,13 @@
-"""Describes every schedule: the one table of what the program must know about each.
+"""Describes every schedule in one table.
 
-A schedule of this package is an entry of :data:`BUILT_IN` and a function that the entry names. A
-schedule of yours needs neither: decorate a function with :func:`fixed_order` or
+A schedule of this package is an entry of :data:`BUILT_IN` and the function that the entry names.
+Your own schedule needs no entry: decorate a function with :func:`fixed_order` or
 :func:`run_time_rule` and give ``--pipeline-schedule package.module:name``, or publish it as an
 entry point of the group ``megatron_adaptive.schedules`` and give its name
 (``examples/own_schedule``).
 
-Deliberately knows neither placements nor actions: what an entry's function takes and returns is
-described in ``schedule.catalog``.
+Deliberately knows neither placements nor actions; ``schedule.catalog`` describes the arguments and
+results of these functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SplitBackward = Literal["never", "on request", "by default", "always"]
 Planned = Literal["no", "on request", "by default"]
 
 ENTRY_POINTS = "megatron_adaptive.schedules"
-"""Group of entry points by which installed packages offer schedules."""
+"""Group of entry points through which installed packages provide schedules."""
 _PACKAGE = "megatron.adaptive.schedule"
 
 
@@ -39,25 +39,25 @@ class ScheduleSpec:
     """Describes one value of ``--pipeline-schedule``.
 
     Attributes:
-        name: Name of the schedule, as users give it.
+        name: Name of the schedule on the command line.
         function: Function of the schedule, or its path as ``package.module:function``; empty for
             ``auto``, ``file`` and ``megatron``, which have none. See ``schedule.catalog``.
-        kind: ``fixed`` for orders that are known before the step, ``rule`` for a choice at run
-            time.
-        chunks: Number of model chunks (virtual stages) that each rank must hold.
-        placements: Orders of stages over ranks that it runs on, its own one first.
+        kind: Kind of the schedule: ``fixed`` for an order that is known before the step, ``rule``
+            for a choice at run time.
+        chunks: Number of model chunks (virtual stages) that each rank must have.
+        placements: Orders of stages over ranks that the schedule supports, its default first.
         prefers_v: True if two chunks per rank are placed in a V unless the user asks for a loop.
-        splits_backward: Whether weight gradients are actions of their own. ``by default``: if the
+        splits_backward: Whether weight gradients are separate actions. ``by default`` means: if the
             model's layers allow it.
-        overlaps_experts: True if an action may begin while another one exchanges tokens.
+        overlaps_experts: True if an action may start while another one exchanges tokens.
         keeps_all: True if all, or nearly all, forwards run before the first backward.
         allows_unequal_stages: True if stages may have different numbers of ranks.
         groups_microbatches: True if the number of microbatches must be a multiple of a group.
-        takes_group_size: True if ``--microbatch-group-size-per-virtual-pipeline-stage`` chooses the
+        takes_group_size: True if ``--microbatch-group-size-per-virtual-pipeline-stage`` sets the
             size of the groups.
-        recomputes: True if it repeats forwards and so needs full recomputation.
+        recomputes: True if the schedule repeats forwards and so needs full recomputation.
         microbatches_per_rank: Least number of microbatches of a step per pipeline rank, 0 for any.
-        is_hint: True if ``hinted`` may follow it.
+        is_hint: True if ``hinted`` may use it as a hint.
         is_auto_candidate: True if ``auto`` tries it.
         planned: Whether the planner considers it.
         torch_name: Name of the same order in ``torch.distributed.pipelining``, empty if it has
@@ -92,7 +92,7 @@ class ScheduleSpec:
 
     @property
     def is_v_only(self) -> bool:
-        """True if it runs in a V alone."""
+        """True if the schedule only supports a V."""
         return self.placements == ("v",)
 
     @property
@@ -116,7 +116,7 @@ class ScheduleSpec:
         return self.name not in BUILT_IN
 
     def load(self) -> Callable[..., Any]:
-        """Returns the function of the schedule, importing its module."""
+        """Imports the module of the schedule's function and returns the function."""
         if callable(self.function):
             return self.function
         module, _, name = self.function.partition(":")
@@ -126,7 +126,7 @@ class ScheduleSpec:
 
 _BOTH: tuple[PlacementKind, ...] = ("loop", "v")
 
-# The order counts where two are equally fast: the first one is taken.
+# If two schedules are equally fast, the one that comes first here is chosen.
 _TABLE = (
     ScheduleSpec(
         name="1f1b",
@@ -295,11 +295,11 @@ BUILT_IN = {spec.name: spec for spec in _TABLE}
 def selectable_names(
     matches: Callable[[ScheduleSpec], object] = lambda spec: True, *, also: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Returns names of schedules that users can select, those of this package in their order.
+    """Returns names of schedules that users can select, in the order of the table.
 
     Args:
-        matches: Function that returns whether a schedule is wanted.
-        also: Names of schedules outside this package that are considered as well.
+        matches: Function that returns whether to include a schedule.
+        also: Names of further schedules outside this package.
     """
     specs = [spec for spec in _TABLE if spec.is_selectable]
     specs += [schedule_spec(name) for name in also if name not in BUILT_IN]
@@ -314,7 +314,7 @@ def schedule_spec(name: str) -> ScheduleSpec:
             ``package.module:name``.
 
     Raises:
-        ConfigError: There is no such schedule, or its module cannot be imported.
+        ConfigError: The schedule does not exist, or its module cannot be imported.
     """
     return BUILT_IN[name] if name in BUILT_IN else _own_spec(name)
 
@@ -341,7 +341,7 @@ def _own_spec(name: str) -> ScheduleSpec:
 
 
 def _import(path: str) -> Any:
-    """Imports ``package.module:name``; modules in the working directory are found as well."""
+    """Imports ``package.module:name``, also from the working directory."""
     module_name, _, attribute = path.partition(":")
     folder = os.getcwd()
     is_added = folder not in sys.path
@@ -349,7 +349,7 @@ def _import(path: str) -> Any:
         sys.path.append(folder)
     try:
         loaded = importlib.import_module(module_name)
-    except Exception as error:  # the module is the user's and may raise anything
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(
             f"schedule {path}: module {module_name!r} cannot be imported: "
             f"{type(error).__name__}: {error}"
@@ -371,17 +371,18 @@ def fixed_order(
     placements: tuple[PlacementKind, ...] = ("loop",),
     splits_backward: bool = False,
 ) -> Callable[[Callable[..., Any]], ScheduleSpec]:
-    """Makes a schedule of a function that lists the actions of all ranks.
+    """Makes a schedule from a function that lists the actions of all ranks.
 
     The function takes the :class:`~megatron.adaptive.schedule.Placement` of the stages and the
     number of microbatches, and returns one tuple of
-    :class:`~megatron.adaptive.schedule.Action` per rank, first to last. The result is checked
-    before training: each action once, in an order that does not deadlock.
+    :class:`~megatron.adaptive.schedule.Action` per rank, first to last. Before training the result
+    is checked: each action must occur once, and the order must not deadlock.
 
     Args:
-        chunks: Number of chunks that each rank must hold: ``any``, ``one``, ``two``, ``several``.
-        placements: Orders of stages over ranks that it runs on: ``loop``, ``v``, or both.
-        splits_backward: True if the orders list weight gradients as actions of their own.
+        chunks: Number of chunks that each rank must have: ``any``, ``one``, ``two``, ``several``.
+        placements: Orders of stages over ranks that the function supports: ``loop``, ``v``, or
+            both.
+        splits_backward: True if the orders list weight gradients as separate actions.
     """
     return lambda function: ScheduleSpec(
         name=f"{function.__module__}:{function.__name__}",
@@ -398,16 +399,16 @@ def run_time_rule(
     placements: tuple[PlacementKind, ...] = ("loop", "v"),
     splits_backward: bool = False,
 ) -> Callable[[Callable[..., Any]], ScheduleSpec]:
-    """Makes a schedule of a function that picks the next action of a rank at run time.
+    """Makes a schedule from a function that picks the next action of a rank at run time.
 
     The function takes the :class:`~megatron.adaptive.schedule.RankState` of the rank and returns
     one of the actions that are ready, or ``None`` to wait for the next input. It must return at
-    once and change nothing. Before training it is tried in simulation.
+    once and change nothing. Before training the rule is tried in simulation.
 
     Args:
-        chunks: Number of chunks that each rank must hold: ``any``, ``one``, ``two``, ``several``.
-        placements: Orders of stages over ranks that it runs on, its own one first.
-        splits_backward: True if it wants weight gradients as actions of their own.
+        chunks: Number of chunks that each rank must have: ``any``, ``one``, ``two``, ``several``.
+        placements: Orders of stages over ranks that the rule supports, its default first.
+        splits_backward: True if weight gradients are separate actions unless the user decides.
     """
     return lambda function: ScheduleSpec(
         name=f"{function.__module__}:{function.__name__}",

@@ -1,13 +1,14 @@
-"""Reads files that people write, YAML, TOML or JSON by the ending of the name, and checks them.
+"""Reads files that people write in YAML, TOML or JSON, and checks them against schemas.
 
-A key given twice is an error in all three forms. Quantities carry their unit in the text
-(``40 GB``, ``25 Gbit/s``, ``5 us``): bits and bytes differ by a factor of 8 that no number shows.
+The file's suffix decides the format. A key that occurs twice is an error in all three formats.
+Quantities have their unit in the text (``40 GB``, ``25 Gbit/s``, ``5 us``), because a bare number
+does not show whether it counts bits or bytes.
 
-What a file holds is checked by the forms in ``data/forms.yaml``, which use a part of JSON Schema
-(2020-12): ``type``, ``enum``, ``const``, ``properties``, ``required``, ``additionalProperties``,
-``items``, ``prefixItems``, ``minItems``, ``maxItems``, ``minimum``, ``maximum``,
-``exclusiveMinimum``, ``pattern`` and ``oneOf`` over the keys of an object. An error names the rule
-that is broken in one line, with the nearest key where one is misspelt.
+The schemas in ``data/forms.yaml`` use a part of JSON Schema (2020-12): ``type``, ``enum``,
+``const``, ``properties``, ``required``, ``additionalProperties``, ``items``, ``prefixItems``,
+``minItems``, ``maxItems``, ``minimum``, ``maximum``, ``exclusiveMinimum``, ``pattern`` and
+``oneOf`` over the keys of an object. An error names the broken rule in one line, and the nearest
+key if a key is misspelt.
 """
 
 from __future__ import annotations
@@ -61,16 +62,16 @@ _QUANTITY = re.compile(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(\S*)\s*")
 
 
 def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
-    """Reads a number with its unit.
+    """Converts a text such as ``25 GB/s`` to a number in a base unit.
 
     Args:
-        text: such as ``25 GB/s``.
-        unit: what is wanted: ``bytes_per_s``, ``bytes``, ``s`` or ``flops``.
-        name: file and key, or option, for the message.
-        zero: whether 0 is allowed.
+        text: Number with its unit.
+        unit: Base unit of the result: ``bytes_per_s``, ``bytes``, ``s`` or ``flops``.
+        name: Name of the value for the message: file and key, or option.
+        zero: Whether 0 is allowed.
 
     Raises:
-        ConfigError: no number, another unit, or not above 0.
+        ConfigError: The text is no number with a fitting unit, or the number is not above 0.
     """
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     rule = f"write a number with its unit, such as {_EXAMPLES[unit]}"
@@ -86,17 +87,17 @@ def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
     return value
 
 
-def read_file(path: Path, what: str) -> Any:
-    """Reads a YAML, TOML or JSON file into plain lists, dicts, texts and numbers.
+def read_file(path: Path, form: str) -> Any:
+    """Reads a YAML, TOML or JSON file into lists, dicts, texts and numbers.
 
     Args:
-        path: the file; ``.toml`` is TOML, ``.json`` is JSON, anything else YAML.
-        what: what it holds, for messages: ``cluster``, ``model`` or ``profile``.
+        path: Path of the file. The suffix ``.toml`` means TOML, ``.json`` JSON, any other YAML.
+        form: Kind of the file, for messages: ``cluster``, ``model`` or ``profile``.
 
     Raises:
-        ConfigError: the file cannot be read or breaks its form.
+        ConfigError: The file cannot be read or does not follow its format.
     """
-    hint = f"name a {what} file"
+    hint = f"name a {form} file"
     if path.suffix.lower() == ".json":
         return read_json(path, hint)
     text = read_text(path, hint)
@@ -107,17 +108,17 @@ def read_file(path: Path, what: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except yaml.MarkedYAMLError as error:
-        place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError(f"{path}: {place}no YAML: {error.problem}") from error
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(f"{path}: {line}no YAML: {error.problem}") from error
     except RecursionError:
         raise ConfigError(f"{path}: it is nested too deeply; {hint}") from None
     except (ValueError, yaml.YAMLError) as error:
-        form = "TOML" if path.suffix.lower() == ".toml" else "YAML"
-        raise ConfigError(f"{path}: no {form}: {str(error).splitlines()[0]}") from error
+        file_format = "TOML" if path.suffix.lower() == ".toml" else "YAML"
+        raise ConfigError(f"{path}: no {file_format}: {str(error).splitlines()[0]}") from error
 
 
 class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses equal keys, of which YAML itself lets the later win, and nesting without end."""
+    """Loads YAML, but refuses repeated keys and deep nesting, both of which PyYAML accepts."""
 
     def fetch_flow_collection_start(self, token: Any) -> None:
         if self.flow_level >= MAX_LEVELS:
@@ -131,8 +132,8 @@ class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc]
                 line = key.start_mark.line + 1
                 raise ConfigError(f"line {line}: {key.value!r} is given twice; keep one")
             seen.add(str(key.value))
-        found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-        return found
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
 
 
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -146,30 +147,30 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 
 FORMS = ("cluster", "model", "profile")
-"""Forms of the planner's input files."""
+"""Names of the schemas of the planner's input files."""
 
 
 @functools.cache
 def forms() -> Mapping[str, Any]:
-    """Returns the JSON schemas of files by name."""
+    """Returns the JSON schemas of ``data/forms.yaml`` by name."""
     file = resources.files("megatron.adaptive.config") / "data" / "forms.yaml"
-    found: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return found
+    schemas: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return schemas
 
 
 def check_form(value: Any, name: str, where: str) -> Any:
-    """Holds what was read from a file against a form.
+    """Checks the content of a file against a schema.
 
     Args:
-        value: plain lists, dicts, texts and numbers.
-        name: of the form.
-        where: the file, for the message.
+        value: Content of the file: lists, dicts, texts and numbers.
+        name: Name of the schema.
+        where: Path of the file, for messages.
 
     Returns:
-        The same, with quantities as numbers of bytes, bytes per second or seconds.
+        A copy in which quantities are numbers in the base unit of :func:`quantity`.
 
     Raises:
-        ConfigError: the first rule that is broken.
+        ConfigError: The content breaks the schema; the message names the first broken rule.
     """
     return _check(value, forms()[name], where, "")
 
@@ -177,24 +178,25 @@ def check_form(value: Any, name: str, where: str) -> Any:
 def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
     if rule := _broken_rule(value, schema):
         about = f" ({schema['description']})" if "description" in schema else ""
-        shown = reprlib.repr(value)  # of YAML, which may hold one list a million times
+        # A short YAML file with aliases may contain a list a million times, so repr() is too long.
+        shown = reprlib.repr(value)
         raise ConfigError(f"{where}: {path or 'the file'} is {shown}: it must be {rule}{about}")
     if isinstance(value, list):
         return _check_list(value, schema, where, path)
     if isinstance(value, dict):
         return _check_object(value, schema, where, path)
     if "x-unit" in schema:
-        place = f"{where}: {path}"
-        return quantity(value, schema["x-unit"], place, zero=schema.get("x-zero", False))
+        key = f"{where}: {path}"
+        return quantity(value, schema["x-unit"], key, zero=schema.get("x-zero", False))
     return value
 
 
 def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
-    """Returns the rule that a value itself breaks, empty for none."""
+    """Returns the rule that a value breaks, empty if it breaks none; ignores its entries."""
     if "type" in schema:
-        types, words = _TYPES[schema["type"]]
+        types, rule = _TYPES[schema["type"]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            return words
+            return rule
     if "const" in schema and value != schema["const"]:
         return repr(schema["const"])
     if "enum" in schema and value not in schema["enum"]:
@@ -213,42 +215,46 @@ def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
 
 
 def _check_list(value: list[Any], schema: Mapping[str, Any], where: str, path: str) -> list[Any]:
-    least, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
+    least = schema.get("minItems", 0)
+    most = schema.get("maxItems", math.inf)
     if not least <= len(value) <= most:
         count = "at least one entry" if most > least else f"{least} entries"
         raise ConfigError(f"{where}: {path} has {len(value)} entries: give {count}")
     schemas = schema.get("prefixItems") or [schema.get("items", {})] * len(value)
     return [
-        _check(one, schemas[index], where, f"{path}[{index}]") for index, one in enumerate(value)
+        _check(entry, schemas[index], where, f"{path}[{index}]")
+        for index, entry in enumerate(value)
     ]
 
 
 def _check_object(
     value: dict[str, Any], schema: Mapping[str, Any], where: str, path: str
 ) -> dict[str, Any]:
-    known, others = schema.get("properties", {}), schema.get("additionalProperties", {})
+    properties = schema.get("properties", {})
+    others = schema.get("additionalProperties", {})
     prefix = f"{path}." if path else ""
-    found = {}
-    for key, one in value.items():
-        of_key = known.get(key, others)
+    checked = {}
+    for key, entry in value.items():
+        of_key = properties.get(key, others)
         if of_key is False:
-            nearest = difflib.get_close_matches(str(key), known, n=1)
-            keys = f"keys of {path or 'the file'} are {', '.join(known)}"
+            nearest = difflib.get_close_matches(str(key), properties, n=1)
+            keys = f"keys of {path or 'the file'} are {', '.join(properties)}"
             hint = f"the nearest is {nearest[0]}" if nearest else keys
             raise ConfigError(f"{where}: {prefix}{key} is not a key: {hint}")
-        found[key] = _check(one, of_key, where, f"{prefix}{key}")
+        checked[key] = _check(entry, of_key, where, f"{prefix}{key}")
     for key in schema.get("required", ()):
         if key not in value:
-            raise ConfigError(f"{where}: {prefix}{key} is missing: {known[key]['description']}")
-    choice = [one["required"][0] for one in schema.get("oneOf", ())]
-    given = [key for key in choice if key in value]
-    if choice and not given:
+            description = properties[key]["description"]
+            raise ConfigError(f"{where}: {prefix}{key} is missing: {description}")
+    choice = [option["required"][0] for option in schema.get("oneOf", ())]
+    present = [key for key in choice if key in value]
+    if choice and not present:
         raise ConfigError(
             f"{where}: {path or 'the file'} has none of {', '.join(choice)}: give one of them"
         )
-    if len(given) > 1:
+    if len(present) > 1:
         raise ConfigError(
-            f"{where}: {path or 'the file'} has {' and '.join(given)}, which exclude each other:"
+            f"{where}: {path or 'the file'} has {' and '.join(present)}, which exclude each other:"
             " keep one"
         )
-    return found
+    return checked

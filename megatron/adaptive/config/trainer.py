@@ -1,4 +1,4 @@
-"""All groups of settings in one object, and its form inside a checkpoint."""
+"""Collects all settings of a run in one object, and converts it for checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron.adaptive.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """Every setting of a training run; ``arguments.parse`` makes a checked one."""
+    """Holds every setting of a training run; ``arguments.parse`` returns a checked one."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -45,17 +45,17 @@ class TrainerConfig:
 
     @property
     def world_size(self) -> int:
-        """Number of all processes."""
+        """Number of processes of the job."""
         return self.parallel.world_size
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline: pipeline ranks times chunks."""
+        """Number of stages of the whole pipeline: pipeline ranks times chunks."""
         return self.parallel.num_stages
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Transformer layers of each stage in pipeline order."""
+        """Number of transformer layers of each stage, in pipeline order."""
         if self.schedule.partition is not None:
             return self.schedule.partition
         return nearly_even_split(self.model.num_layers, self.num_stages)
@@ -63,7 +63,8 @@ class TrainerConfig:
     @property
     def expert_layers(self) -> tuple[bool, ...]:
         """Whether each layer has experts."""
-        pattern, layers = parse_pattern(self.core.moe_layer_freq), range(self.model.num_layers)
+        pattern = parse_pattern(self.core.moe_layer_freq)
+        layers = range(self.model.num_layers)
         if self.core.num_moe_experts is None:
             return (False,) * len(layers)
         return tuple(
@@ -72,38 +73,38 @@ class TrainerConfig:
 
     @property
     def mtp_stage(self) -> int | None:
-        """Stage of the layers of multi-token prediction, ``None`` without them."""
+        """Stage of the layers for multi-token prediction, ``None`` without them."""
         if self.model.mtp_num_layers is None:
             return None
         layout = self.schedule.pipeline_model_parallel_layout
         stages = () if layout is None else parse_layout(layout)
-        found = (stage for stage, layers in enumerate(stages) if "m" in layers)
-        return next(found, self.num_stages - 1)
+        with_layers = (stage for stage, layers in enumerate(stages) if "m" in layers)
+        return next(with_layers, self.num_stages - 1)
 
     @property
     def placement_kind(self) -> PlacementKind:
         """Order of the stages over the pipeline ranks."""
-        given = self.schedule.pipeline_placement
-        if given is None:
+        placement = self.schedule.pipeline_placement
+        if placement is None:
             return default_placement(self.schedule.pipeline_schedule, self.parallel.num_chunks)
-        return "v" if given == "v" else "loop"
+        return "v" if placement == "v" else "loop"
 
     @property
     def progress_dir(self) -> str | None:
-        """Folder of ``progress.jsonl``, ``None`` for none."""
+        """Folder of ``progress.jsonl``, ``None`` if it is not written."""
         return self.logging.progress_dir or self.schedule.trace_dir
 
     @property
     def splits_backward(self) -> bool:
-        """True if weight gradients are work of their own.
+        """True if weight gradients are separate actions.
 
-        With one pipeline rank there is nothing to wait for and so nothing to gain.
+        A single pipeline rank never waits for messages, so it would gain nothing.
         """
-        given = self.schedule.split_backward
+        is_split = self.schedule.split_backward
         schedule = self.schedule.pipeline_schedule
         splits = schedule_spec(schedule).splits_backward
-        if given is not None or splits == "always":
-            return given is not False
+        if is_split is not None or splits == "always":
+            return is_split is not False
         return (
             splits == "by default"
             and self.parallel.pipeline_model_parallel_size > 1
@@ -112,23 +113,23 @@ class TrainerConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of each step and model copy, once the batch has its full size."""
+        """Number of microbatches per step and model copy, once the batch has its full size."""
         samples = self.batch.micro_batch_size * self.parallel.data_parallel_size
         return self.batch.global_batch_size // samples
 
     @property
     def balance(self) -> str:
-        """Returns the way of dealing microbatches to replicas, one of ``schedule.BALANCED``."""
-        given = self.schedule.balance_replicas
-        if given is None:
+        """Rule by which replicas get microbatches, one of ``schedule.BALANCED``."""
+        rule = self.schedule.balance_replicas
+        if rule is None:
             has_lengths = self.data.variable_seq_lengths and not self.fixes_replicas
-            given = "lengths" if has_lengths else "off"
+            rule = "lengths" if has_lengths else "off"
         is_alone = self.parallel.data_parallel_size == 1
-        return "off" if is_alone and not self.data.variable_seq_lengths else given
+        return "off" if is_alone and not self.data.variable_seq_lengths else rule
 
     @property
     def fixes_replicas(self) -> bool:
-        """True if microbatches can only be dealt in turns."""
+        """True if every replica must get the same number of microbatches."""
         return (
             self.parallel.unequal_sizes is not None
             or self.parallel.expert_model_parallel_size > 1
@@ -138,7 +139,7 @@ class TrainerConfig:
         )
 
     def in_elastic_job(self) -> TrainerConfig:
-        """Returns the settings with the defaults of a job of ``run``."""
+        """Returns the settings with the defaults that differ in a job of ``run``."""
         if self.schedule.balance_replicas is not None or self.fixes_replicas:
             return self
         schedule = dataclasses.replace(self.schedule, balance_replicas="both")
@@ -146,7 +147,7 @@ class TrainerConfig:
 
     @property
     def least_microbatches(self) -> int:
-        """Microbatches that the schedule needs in each step and model copy."""
+        """Least number of microbatches per step and model copy that the schedule needs."""
         per_rank = schedule_spec(self.schedule.pipeline_schedule).microbatches_per_rank
         if per_rank:
             return per_rank * self.parallel.pipeline_model_parallel_size
@@ -154,19 +155,19 @@ class TrainerConfig:
 
     @property
     def microbatch_group(self) -> int:
-        """Number that the microbatches of a step must be a multiple of, for the schedule."""
+        """Number by which the schedule requires the microbatches of a step to be divisible."""
         parallel = self.parallel
         spec = schedule_spec(self.schedule.pipeline_schedule)
         if spec.groups_microbatches and parallel.num_chunks > 1:
-            given = parallel.microbatch_group_size_per_vp_stage
-            return given or parallel.pipeline_model_parallel_size
+            group_size = parallel.microbatch_group_size_per_vp_stage
+            return group_size or parallel.pipeline_model_parallel_size
         return 1
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The settings as plain values that JSON can hold, by group.
+        """Returns the settings by group as values that JSON can represent.
 
-        Those of megatron-core are left out where they have their defaults, so that another version
-        of it reads the rest, and those of adapters where there are none.
+        Settings of megatron-core are left out if they have their default, so that other versions of
+        megatron-core can read the rest. Settings of adapters are left out without adapters.
         """
         saved = dataclasses.asdict(self)
         if not self.lora.is_on:
@@ -180,24 +181,23 @@ class TrainerConfig:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> TrainerConfig:
-        """Reads back what :meth:`to_dict` wrote; rules between settings are not checked.
+        """Restores settings that :meth:`to_dict` wrote, without checking rules between them.
 
-        A setting that the writer did not know takes its default, as do the settings of a whole
-        group.
+        A setting or a whole group that is missing takes its defaults.
 
         Raises:
-            ConfigError: a group or setting is unknown, or missing without default.
+            ConfigError: A group or setting is unknown, or missing without default.
         """
         kinds = groups()
         try:
             for group, values in saved.items():
-                known = _FORMER.union(getattr(kinds.get(group), "__dataclass_fields__", ()))
-                unknown = [f"{group} setting {name!r}" for name in values if name not in known]
+                fields = _FORMER.union(getattr(kinds.get(group), "__dataclass_fields__", ()))
+                unknown = [f"{group} setting {name!r}" for name in values if name not in fields]
                 if group not in kinds:
                     unknown = [f"group of settings {group!r}"]
                 if unknown:
                     raise ConfigError(
-                        f"saved settings hold the unknown {unknown[0]}: they were written by "
+                        f"saved settings contain the unknown {unknown[0]}: they were written by "
                         "another version; use the version that wrote them"
                     )
             return cls(**{n: kind(**_settings(saved.get(n, {}))) for n, kind in kinds.items()})
@@ -208,7 +208,7 @@ class TrainerConfig:
 
 
 def groups() -> dict[str, type]:
-    """Name and dataclass of each group, in the order of the README."""
+    """Returns the dataclass of each group by its name, in the order of ``docs/flags.md``."""
     return typing.get_type_hints(TrainerConfig)
 
 
@@ -224,7 +224,7 @@ def _settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Settings without effect that earlier versions wrote.
+# Earlier versions wrote these settings, which have no effect any more.
 _FORMER = frozenset(
     """
     data_impl deprecated_use_mcore_models async_tensor_model_parallel_allreduce exit_signal_handler

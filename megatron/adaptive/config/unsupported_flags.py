@@ -1,10 +1,11 @@
-"""Flags of Megatron-LM that this trainer does not take, or takes without effect, with reasons.
+"""Lists flags of Megatron-LM that this trainer refuses or ignores, with the reasons.
 
-A flag that is refused by name is answered with the reason at once; an unknown one only meets its
-nearest match. Refused is what contradicts the engine or would change a run that goes on without
-it; the rest of such a feature's flags, and those that pre-training a GPT never reads, are idle.
-Prefixes cover families that grow from version to version; a refused name wins over them. A flag
-that the trainer takes must not appear here (a test holds this).
+A refused flag gets an error with its reason; for an unknown flag the error can only name the
+nearest flag. Flags are refused if they contradict the engine, or if a run without their effect
+would be a different one. The other flags of such a feature are accepted and ignored, as are flags
+that GPT pre-training never reads. Prefixes cover families of flags that grow with each version; a
+refused name takes precedence over a prefix. A test checks that the trainer's own flags are absent
+here.
 """
 
 from __future__ import annotations
@@ -12,31 +13,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
-# Below each reason its flags, without leading dashes; a prefix ends in a star.
+# Each reason is followed by its flags, without leading dashes; a prefix ends with a star.
 _TABLE = """\
-weight gradients and activations are the engine's to put off; use --split-backward
+the engine itself delays weight gradients and frees activations; use --split-backward
     delay-wgrad-compute ep-overlap-early-attn-memory-release
-a dense checkpoint becomes experts in Megatron-LM's own converter alone; drop the flag
+only Megatron-LM's own converter makes experts from a dense checkpoint; drop the flag
     moe-use-upcycling moe-upcycling-granularity
-experts' tokens follow the router of this run, not one that was recorded; drop the flag
+experts get tokens by this run's router, not by a recorded one; drop the flag
     moe-enable-routing-replay
 it was renamed long ago; use --expert-tensor-parallel-size
     moe-extended-tp
 it turns on parts of megatron-core that change from version to version; drop the flag
     enable-experimental
-latent attention, with --multi-latent-attention, is the only variant that is built; use it
+latent attention is the only variant that is supported; use --multi-latent-attention
     experimental-attention-variant linear-attention-type experimental-attention-*
 it needs a hook after the optimizer's step and kernels that report scores; use --qk-layernorm
     qk-clip log-max-attention-logit
-state space and hybrid models are not built; drop the flag
+state space and hybrid models are not supported; drop the flag
     hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern hybrid-layer-pattern
     is-hybrid-model
-the embedding stands alone where the first stage has no layers; use --partition 0-...
+a first stage without layers has only the embedding; use --partition 0-...
     standalone-embedding-stage
-there is one model with one number of stages; use --pipeline-model-parallel-size
+the whole model has one number of stages; use --pipeline-model-parallel-size
     encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size
     pipeline-model-parallel-split-rank
-the pipeline moves its messages itself; choose the order with --pipeline-schedule
+the pipeline sends its messages itself; choose the order with --pipeline-schedule
     use-ring-exchange-p2p pipeline-model-parallel-comm-backend defer-embedding-wgrad-compute
 training is in float32, --fp16 or --bf16; use one of these
     fp8-format fp8-param-gather fp4-format fp4-param-gather reuse-grad-buf-for-mxfp8-param-ag
@@ -53,50 +54,50 @@ a captured CUDA graph fixes the order of work, which the pipeline chooses at run
 overlap inside tensor parallel layers needs user buffers of Transformer Engine that this trainer
 does not set up; drop the flag
     tp-comm-overlap
-communicators are set up by this trainer alone; drop the flag
+only this trainer sets up communicators; drop the flag
     nccl-communicator-config-path use-nccl-ub use-sharp high-priority-stream-groups
     use-tp-pp-dp-mapping hierarchical-context-parallel-sizes hybrid-context-parallel
     disable-gloo-process-groups distributed-timeout-seconds-after-init lazy-mpu-init
     ddp-num-buckets nccl-*
-torchrun gives the rank through the environment; start the program with torchrun
+torchrun sets the rank in the environment; start the program with torchrun
     local-rank local_rank
-this program pre-trains only, without reinforcement learning or instruction tuning; drop the flag
+this program has no reinforcement learning; drop the flag
     perform-rl-step
 metrics go to the log and to loggers; use --tensorboard-dir, --wandb-project or --mlflow-experiment
     log-energy log-progress
-slow ranks show in this trainer's own traces; use --trace-dir
+this trainer's traces show slow ranks; use --trace-dir
     log-straggler run-workload-inspector-server
-fault tolerance is torchrun's restarts and checkpoints; use --save and --load
+torchrun restarts a run after a fault, from a checkpoint; use --save and --load
     enable-ft-package inprocess-restart adlr-autoresume error-injection-rate rerun-mode
     iterations-to-skip replication check-for-spiky-loss
     check-weight-hash-across-dp-replicas-interval
-checkpoints are written into --save as torch_dist by the ranks themselves; use --keep-checkpoints
+the ranks write checkpoints in the format torch_dist to --save; use --keep-checkpoints
     save-retain-interval dist-ckpt-save-pre-mcore-014
-checkpoints on the nodes' own disks are on their way to --save; use --save-local
+checkpoints on local disks are only copies on their way to --save; use --save-local
     non-persistent-save-interval non-persistent-ckpt-type
-a checkpoint is loaded as torch_dist and must fit the flags; use --load
+checkpoints have the format torch_dist and must fit the flags; use --load
     dist-ckpt-format dist-ckpt-strictness ckpt-convert-format ckpt-convert-save
     pretrained-checkpoint load-main-params-from-ckpt use-checkpoint-args
     use-mp-args-from-checkpoint-args
-a tokenizer is described by its own files, and rows follow from it; see --tokenizer-model
+the tokenizer's files describe it and decide the vocabulary's size; see --tokenizer-model
     tokenizer-metadata padded-vocab-size
 data is read from local files; copy it and use --data-path
     enable-msc object-storage-cache-path
-each split has a flag of its own; use --train-data-path, --valid-data-path and --test-data-path
+each split has a separate flag; use --train-data-path, --valid-data-path and --test-data-path
     per-split-data-args-path per-dataset-sequences-path
 validation uses --eval-iters batches of one mixed dataset; drop the flag
     full-validation multiple-validation-sets
-samples are packed whole from the documents; drop the flag
+documents are joined, so that every sample is full; drop the flag
     allow-ambiguous-pad-tokens fim-data
-the batch size stays as given; choose --global-batch-size to fit the world size
+the batch size does not change; choose --global-batch-size to fit the world size
     decrease-batch-size-if-needed
-weights are drawn from one normal distribution, equal on all copies; use --init-method-std
+initial weights are normally distributed and the same on all replicas; use --init-method-std
     data-parallel-random-init init-method-xavier-uniform
-layers come from --transformer-impl local or transformer_engine; use it
+the layers are those of --transformer-impl; use local or transformer_engine
     spec use-legacy-models
 results repeat with the same --seed on the same machine; drop the flag
     deterministic-mode batch-invariant-mode
-device memory is left to PyTorch; see --log-memory-to-tensorboard
+PyTorch manages device memory; see --log-memory-to-tensorboard
     record-memory-history empty-unused-memory-level train-sync-interval
 settings are given as flags only; write them out
     yaml-cfg
@@ -112,7 +113,7 @@ it was renamed long ago; use --distributed-backend
     DDP-impl
 """
 
-# Flags that are taken with whatever follows them, and change nothing.
+# These flags are accepted with any values, and change nothing.
 _IDLE_TABLE = """\
 it belongs to programs other than pre-training a GPT: vision, BERT, T5, retrieval, Mamba
     num-classes num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
@@ -139,10 +140,10 @@ it is part of a feature whose own flag is refused
     result-rejected-tracker-filename replication-* non-persistent-* ckpt-convert-* fim-*
     no-use-tokenizer-model-from-checkpoint-args memory-snapshot-path wgrad-deferral-limit qk-clip-*
     object-storage-* msc-*
-it belongs to tokenizers that are not built
+it belongs to tokenizers that are not supported
     tiktoken-special-tokens special-tokens legacy-tokenizer trust-remote-code null-tokenizer-*
     sentencepiece-*
-what it turns on or off is always so here
+this trainer always behaves as with this flag
     data-impl use-mcore-models no-async-tensor-model-parallel-allreduce exit-signal-handler
     no-manual-gc-eval ckpt-fully-parallel-save use-dist-ckpt
     disable-msc use-persistent-ckpt-worker ckpt-assume-constant-structure auto-detect-ckpt-format
@@ -153,47 +154,49 @@ what it turns on or off is always so here
 
 
 def _reasons(table: str) -> dict[str, str]:
-    """Returns the reason for each flag and each prefix of a table."""
-    found: dict[str, str] = {}
+    """Returns the reason by each flag and each prefix of a table."""
+    reasons: dict[str, str] = {}
     reason = ""
     for is_flags, lines in groupby(table.splitlines(), key=lambda line: line.startswith(" ")):
         text = " ".join(line.strip() for line in lines)
         if is_flags:
-            found |= dict.fromkeys(text.split(), reason)
+            reasons |= dict.fromkeys(text.split(), reason)
         reason = text
-    return found
+    return reasons
 
 
-REFUSED, IDLE = _reasons(_TABLE), _reasons(_IDLE_TABLE)
-"""Reasons by flags without leading dashes; a prefix ends in a star."""
+REFUSED = _reasons(_TABLE)
+"""Reason by refused flag, without leading dashes; a prefix ends with a star."""
+IDLE = _reasons(_IDLE_TABLE)
+"""Reason by ignored flag, without leading dashes; a prefix ends with a star."""
 
 
 def reason_for(name: str) -> str | None:
-    """Returns why a flag of Megatron-LM is refused, ``None`` if it is not known to be one.
+    """Returns why a flag of Megatron-LM is refused, ``None`` if it is not refused or unknown.
 
     Args:
-        name: the flag with its dashes.
+        name: Name of the flag with its dashes.
     """
     bare = name.removeprefix("--")
-    known = bare in REFUSED or is_idle(name)
-    return REFUSED.get(bare) if known else _by_prefix(bare, REFUSED)
+    is_listed = bare in REFUSED or is_idle(name)
+    return REFUSED.get(bare) if is_listed else _by_prefix(bare, REFUSED)
 
 
 def is_idle(name: str) -> bool:
-    """Returns whether a flag of Megatron-LM is taken without any effect.
+    """Returns whether a flag of Megatron-LM is accepted without any effect.
 
     Args:
-        name: the flag with its dashes.
+        name: Name of the flag with its dashes.
     """
     bare = name.removeprefix("--")
     return bare not in REFUSED and (bare in IDLE or _by_prefix(bare, IDLE) is not None)
 
 
 def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
-    begun = (name for name in reasons if name.endswith("*") and bare.startswith(name[:-1]))
-    return reasons.get(next(begun, ""))
+    prefixes = (name for name in reasons if name.endswith("*") and bare.startswith(name[:-1]))
+    return reasons.get(next(prefixes, ""))
 
 
 def refused_flags() -> tuple[str, ...]:
-    """Every flag that is refused by its full name, with dashes."""
+    """Returns every flag that is refused by its full name, with dashes."""
     return tuple(f"--{name}" for name in REFUSED if not name.endswith("*"))

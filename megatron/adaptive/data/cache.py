@@ -1,12 +1,12 @@
-"""Keeps arrays that are slow to build in a folder, and builds them again if a file is damaged.
+"""Caches arrays that are slow to build in a folder, and builds them again if a file is damaged.
 
-A file is numpy's format with a tail, so that other programs can read it::
+A file has numpy's format, which other programs can read, followed by a checksum::
 
     NAME.npy   | header | data | MAIDXSUM | 16 bytes: xxh3 of NAME.npy, header and data |
 
 A file gets its name only after its bytes are on the disk. Before an array is used, its whole file
-is read and its checksum compared. A checksum shows that the bytes are those that were written, not
-that they suit the data, so the caller also checks the arrays of a set against each other.
+is read and its checksum compared. A checksum only shows that the bytes have not changed. It does
+not show that they fit the data, so the caller also checks the arrays of a set against each other.
 
 Needs neither torch nor megatron-core.
 """
@@ -32,27 +32,27 @@ from megatron.adaptive.errors import DataError
 
 Arrays = list[npt.NDArray[Any]]
 Check = Callable[[Arrays], str]
-"""Returns which rule arrays break, empty for none."""
+"""Function that returns the rule that arrays break, or an empty text."""
 
 _LOG = logging.getLogger(__name__)
 _MARK = b"MAIDXSUM"
 _TAIL_BYTES = len(_MARK) + 16
-_PIECE_BYTES = 1 << 22  # stays in the processor's cache between reading and summing
+_PIECE_BYTES = 1 << 22  # a piece stays in the processor's cache between reading and hashing
 
 
 class _DamageError(Exception):
-    """Says how a file differs from what was written."""
+    """A file differs from what was written; the text says how."""
 
 
-def kept(
+def cached_arrays(
     cache: str,
     names: Sequence[str],
     make: Callable[[], Sequence[npt.NDArray[Any]]],
     check: Check = lambda arrays: "",
 ) -> Arrays:
-    """Returns arrays of a folder by their names; builds them if one is missing or damaged.
+    """Returns arrays from a folder; builds all of them if one is missing or damaged.
 
-    One of the processes that see the folder builds them, under a file lock; the others wait.
+    One of the processes that share the folder builds them, under a file lock; the others wait.
 
     Args:
         cache: Path of the folder.
@@ -61,7 +61,7 @@ def kept(
         check: Check of the arrays against each other and against the data that they index.
 
     Raises:
-        DataError: the folder cannot be written, or ``make`` raises it.
+        DataError: The folder cannot be written, or ``make`` raises it.
     """
     folder = Path(cache)
     paths = [folder / f"{name}.npy" for name in names]
@@ -75,9 +75,9 @@ def kept(
                     _write(paths, make())
                     arrays = [_map(path) for path in paths]
     except (OSError, _DamageError) as error:
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise DataError(
-            f"{folder}: shuffling indices cannot be kept there ({why}); "
+            f"{folder}: shuffling indices cannot be kept there ({reason}); "
             "give a writable folder with --data-cache-path"
         ) from None
     return arrays
@@ -96,13 +96,14 @@ def _read(paths: Sequence[Path], check: Check, *, logs: bool = False) -> Arrays 
         for path in paths:
             arrays.append(_map(path))
         if broken := check(arrays):
-            raise _DamageError(f"{paths[0].parent / paths[0].stem} and its like: {broken}")
+            others = f" and {len(paths) - 1} more files" * (len(paths) > 1)
+            raise _DamageError(f"{paths[0]}{others}: {broken}")
     except FileNotFoundError:
         return None
     except _DamageError as error:
         if logs:
             message = printable(str(error))
-            _LOG.warning("WARNING: %s: these indices are made anew", message)
+            _LOG.warning("WARNING: %s: these indices are built again", message)
         return None
     return arrays
 
@@ -111,22 +112,22 @@ def _map(path: Path) -> npt.NDArray[Any]:
     """Maps the array of a file after checking its bytes.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        _DamageError: the file is not what was written.
+        FileNotFoundError: The file does not exist.
+        _DamageError: The file differs from what was written.
     """
     try:
-        # If the name is a pipe without a writer, O_NONBLOCK keeps this from waiting.
+        # If the name is a pipe without a writer, O_NONBLOCK keeps open() from waiting.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise _DamageError(f"{path} cannot be read ({error.strerror})") from None
     with open(descriptor, "rb") as stream:
-        state = os.fstat(descriptor)
-        if not S_ISREG(state.st_mode):
+        status = os.fstat(descriptor)
+        if not S_ISREG(status.st_mode):
             raise _DamageError(f"{path} is no regular file")
         try:
-            _check_sum(stream, path.name, state.st_size)
+            _check_sum(stream, path.name, status.st_size)
             stream.seek(0)
             if np.lib.format.read_magic(stream) != (1, 0):
                 raise ValueError("another version of numpy's format")
@@ -144,20 +145,20 @@ def _check_sum(stream: Any, name: str, size: int) -> None:
     left = size - _TAIL_BYTES
     if left <= 0:
         raise ValueError(f"it has {size} bytes")
-    found = xxhash.xxh3_128(name.encode())
+    checksum = xxhash.xxh3_128(name.encode())
     piece = memoryview(bytearray(min(_PIECE_BYTES, left)))
     while left:
         count = stream.readinto(piece[:left])
         if not count:
             raise ValueError(f"it ends {left} bytes before its checksum")
-        found.update(piece[:count])
+        checksum.update(piece[:count])
         left -= count
-    if stream.read() != _MARK + found.digest():
+    if stream.read() != _MARK + checksum.digest():
         raise ValueError("its bytes do not have the checksum that they were written with")
 
 
 def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Writes arrays so that a file with its final name is complete, also after a power failure."""
+    """Writes arrays so that a file with its final name is complete, even after a power failure."""
     for path, array in zip(paths, arrays, strict=True):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
@@ -180,11 +181,11 @@ def _write_array(stream: Any, name: str, array: npt.NDArray[Any]) -> None:
     header = io.BytesIO()
     described = np.lib.format.header_data_from_array_1_0(array)
     np.lib.format.write_array_header_1_0(header, described)
-    summed = xxhash.xxh3_128(name.encode())
+    checksum = xxhash.xxh3_128(name.encode())
     data: Any = array.reshape(-1).view(np.uint8)
     for part in (memoryview(header.getvalue()), memoryview(data)):
         for start in range(0, len(part), _PIECE_BYTES):
             piece = part[start : start + _PIECE_BYTES]
-            summed.update(piece)
+            checksum.update(piece)
             stream.write(piece)
-    stream.write(_MARK + summed.digest())
+    stream.write(_MARK + checksum.digest())

@@ -1,17 +1,18 @@
-"""Renders conversations by a chat template and finds the characters that the model learns.
+"""Renders conversations by a chat template and finds the text that counts in the loss.
 
-A template is a jinja program. It runs in a sandbox, with the names that ``transformers`` gives it.
-The model learns what the assistant writes. If the template marks that with ``{% generation %}``,
-the marks decide. Otherwise an answer is the difference of two renderings of the conversation's
-beginning::
+A template is a jinja program. It runs in a sandbox, with the names that ``transformers`` defines
+for templates. The assistant's text is *taught*: it counts in the loss. If the template marks it
+with ``{% generation %}``, the marks decide. Otherwise an answer is the difference of two
+renderings of the conversation's beginning::
 
     messages[:i] with the generation prompt   [user] hi [end] [assistant]
     messages[:i + 1]                          [user] hi [end] [assistant] yo [end]
     taught                                                               ^^^^^^^^^
 
-That fails if a template writes an answer differently once other messages follow, or if an answer
-does not continue the generation prompt (``<think>``). The conversation is then rendered twice more
-with other words for the answer: the text that stays the same lies before and behind it.
+This fails if a template renders an answer differently once other messages follow, or if an answer
+does not continue the generation prompt (``<think>``). The conversation is then rendered twice with
+two probes instead of the answer. The text that both renderings share is before and after the
+answer.
 
 Imports neither torch nor megatron-core, and jinja only when a template is compiled.
 """
@@ -33,13 +34,13 @@ from megatron.adaptive.errors import DataError
 TAUGHT_ROLE = "assistant"
 Message = Mapping[str, Any]
 Span = tuple[int, int]
-"""Offsets of a text's first character and of the one behind its last."""
+"""Offset of the first character, and offset after the last one."""
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Fields of a message under which its reasoning is passed, first the one that templates read."""
+"""Names of the field with a message's reasoning; most templates read the first one."""
 _BEGUN_TAG = re.compile(r"[<\[(#|][^\s>\])]*$")
-# Two answers without a common first or last letter, which no template treats specially.
+# The probes share no first or last letter, and no template treats them specially.
 _PROBES = ("Bqjx", "Wzkv")
 _THIRD_PROBE = "Fhnd"
 _common_start = os.path.commonprefix
@@ -50,9 +51,9 @@ class Conversation:
     """Holds a conversation and the other inputs of a template.
 
     Attributes:
-        messages: Messages, each with a role and mostly with a content.
+        messages: Messages, each with a role and usually with a content.
         tools: Descriptions of functions that the assistant may call.
-        documents: Texts that answers refer to.
+        documents: Texts to which answers refer.
     """
 
     messages: Sequence[Message]
@@ -66,7 +67,7 @@ class Written:
 
     Attributes:
         text: Rendered text.
-        spans: Parts of the text that are taught.
+        spans: Taught parts of the text.
         are_marked: Whether the template itself marks these parts.
     """
 
@@ -76,11 +77,11 @@ class Written:
 
 
 class ChatTemplate:
-    """Holds the chat templates of one tokenizer.
+    """Renders conversations by the chat templates of a tokenizer.
 
     Args:
-        templates: Templates by name. ``tool_use``, if there is one, is used for conversations with
-            tools, else ``default``.
+        templates: Templates by name. Conversations with tools use ``tool_use`` if there is such a
+            template; all others use ``default``.
         tokens: Special tokens by their names in templates, such as ``eos_token``.
         folder: Folder of the templates, for messages.
     """
@@ -88,13 +89,15 @@ class ChatTemplate:
     def __init__(
         self, templates: Mapping[str, str], tokens: Mapping[str, str], folder: object
     ) -> None:
-        self._templates, self._tokens, self._folder = templates, tokens, folder
+        self._templates = templates
+        self._tokens = tokens
+        self._folder = folder
 
     def write(self, conversation: Conversation) -> Written:
         """Renders a conversation and finds its taught parts.
 
         Raises:
-            DataError: the template refuses the conversation, or leaves out an answer.
+            DataError: The template refuses the conversation, or leaves out an answer.
         """
         template = self._templates["default"]
         if conversation.tools is not None:
@@ -108,7 +111,7 @@ class ChatTemplate:
         except _refusals() as error:
             raise DataError(
                 f"the chat template of {self._folder} refuses the conversation "
-                f"({' '.join(str(error).split())}); mend the line or the template"
+                f"({' '.join(str(error).split())}); correct the line or the template"
             ) from None
         spans = [
             self._answer(renderer, number, text)
@@ -122,8 +125,8 @@ class ChatTemplate:
         says = renderer.messages[number].get("content")
         if span is None or (span[0] == span[1] and isinstance(says, str) and says.strip()):
             raise DataError(
-                f"the chat template of {self._folder} leaves out what the assistant says in "
-                f"message {number + 1}; give another template, or mark what is said in it with "
+                f"the chat template of {self._folder} leaves out the assistant's text of "
+                f"message {number + 1}; give another template, or mark the answer in it with "
                 "{% generation %}"
             )
         return span
@@ -131,11 +134,11 @@ class ChatTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Around:
-    """Holds the text that stays the same whatever an answer says.
+    """Holds the text around an answer, which does not depend on the answer.
 
     Attributes:
         before: Text before the answer.
-        behind: Text behind it.
+        behind: Text after the answer.
     """
 
     before: str
@@ -147,13 +150,13 @@ class _Prompt:
     """Compares the text before an answer with the generation prompt.
 
     Attributes:
-        asked: Generation prompt, empty if there is none or it is not known.
-        own: Text that the template adds behind the prompt before every answer.
+        asked: Generation prompt, empty if there is none or it is unknown.
+        added: Text that the template adds between the prompt and every answer.
         opened: End of the prompt that is missing in front of an answer.
     """
 
     asked: str
-    own: str
+    added: str
     opened: str
 
 
@@ -164,7 +167,7 @@ class _Renderer:
         self, template: str, tokens: Mapping[str, str], conversation: Conversation
     ) -> None:
         self._compiled = _compiled(template)
-        self.messages = [_as_given(message) for message in conversation.messages]
+        self.messages = [_normalized(message) for message in conversation.messages]
         self._options = {
             **tokens,
             "tools": _clean(conversation.tools),
@@ -172,11 +175,11 @@ class _Renderer:
         }
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """Returns the text of messages, with the generation prompt if ``asks``."""
-        written = self._compiled.render(
+        """Returns the text of messages, with the generation prompt if ``asks`` is True."""
+        text = self._compiled.render(
             messages=[*messages], add_generation_prompt=asks, **self._options
         )
-        return str(written)
+        return str(text)
 
     def render_marked(self) -> tuple[str, list[Span]]:
         """Returns the text of the conversation and the parts that the template marks."""
@@ -187,14 +190,14 @@ class _Renderer:
                 messages=[*self.messages], add_generation_prompt=False, **self._options
             )
             for block in generated:
-                blocks.append(block)  # at once: a mark's offset is the length of these blocks
+                blocks.append(block)  # the offset of the next mark is the length of these blocks
         return "".join(blocks), spans
 
     def answer(self, number: int, text: str) -> Span | None:
-        """Finds a message in the text of the conversation, ``None`` if it is not there.
+        """Returns the position of an answer in the conversation's text, ``None`` if not found.
 
         Args:
-            number: Number of the message.
+            number: Index of the message, from 0.
             text: Text of the whole conversation.
         """
         prompt = self._try(self.messages[:number], asks=True)
@@ -209,14 +212,15 @@ class _Renderer:
         return None
 
     def _probed(self, number: int, text: str, *, plain: bool) -> Span | None:
-        """Finds an answer: replaces its words and looks which text around it stays the same.
+        """Finds an answer by replacing it with two probes and comparing the renderings.
 
         Args:
-            number: Number of the message.
+            number: Index of the message, from 0.
             text: Text of the whole conversation.
-            plain: Whether the replacements are plain text, without tool calls and reasoning.
+            plain: Whether the probes are plain text, without tool calls and reasoning.
         """
-        before, rest = self.messages[:number], self.messages[number + 1 :]
+        before = self.messages[:number]
+        rest = self.messages[number + 1 :]
         probes: list[Message] = [
             {"role": TAUGHT_ROLE, "content": probe}
             if plain
@@ -228,11 +232,11 @@ class _Renderer:
         if whole is None or ended is None:
             return None
         prompt = self._prompt(before, ended.before)
-        # Text that the template itself adds behind the prompt, as an empty thought, is taught.
-        is_own = bool(prompt.own) and whole.before.endswith(prompt.own)
-        start = len(whole.before) - (len(prompt.own) if is_own else 0)
+        # Text that the template adds after the prompt, such as an empty thought, is taught too.
+        is_added = bool(prompt.added) and whole.before.endswith(prompt.added)
+        start = len(whole.before) - (len(prompt.added) if is_added else 0)
         if prompt.opened and text.startswith(prompt.opened, start):
-            start += len(prompt.opened)  # the prompt holds this text already
+            start += len(prompt.opened)  # the prompt already contains this text
         stop = len(text) - len(whole.behind)
         stop += len(self._end_mark(whole.behind, ended, probes, before, prompt.asked))
         is_there = text.startswith(whole.before[:start]) and text.endswith(whole.behind)
@@ -249,11 +253,11 @@ class _Renderer:
         """Returns the text that ends an answer, without the beginning of the next turn.
 
         Args:
-            behind: Text behind the answer in the whole conversation.
+            behind: Text after the answer in the whole conversation.
             ended: Text around the answer if the conversation ends with it.
-            probes: Two replacements of the answer.
+            probes: Two messages that replace the answer.
             before: Messages before the answer.
-            asked: Generation prompt, empty if it is not known.
+            asked: Generation prompt, empty if it is unknown.
         """
         if behind.startswith(ended.behind):
             return ended.behind
@@ -262,7 +266,7 @@ class _Renderer:
             mark = asking.behind[: -len(asked)]
             if behind.startswith(mark):
                 return mark
-        # Between two answers lie the end mark and the text that the template writes before one.
+        # Between two answers are the end mark and the text that the template writes before one.
         third = {"role": TAUGHT_ROLE, "content": _THIRD_PROBE}
         twice = self._around([[*before, probe, third] for probe in probes])
         so_far = self._try(before)
@@ -272,36 +276,38 @@ class _Renderer:
             mark = between.removesuffix(head)
             if head and between.endswith(head) and behind.startswith(mark):
                 return mark
-        # If both texts begin a tag and continue it differently, the common part is no end mark.
+        # If both texts begin a tag and continue it differently, that tag is no end mark.
         return _BEGUN_TAG.sub("", _common_start([behind, ended.behind]))
 
-    def _prompt(self, before: Sequence[Message], written: str) -> _Prompt:
+    def _prompt(self, before: Sequence[Message], rendered: str) -> _Prompt:
         """Finds the part of the generation prompt that an answer continues.
 
         Args:
             before: Messages before the answer.
-            written: Text of these messages and of whatever the template writes before an answer.
+            rendered: Text of these messages, and of the beginning of an answer.
         """
-        prompt, so_far = self._try(before, asks=True), self._try(before)
+        prompt = self._try(before, asks=True)
+        so_far = self._try(before)
         if prompt is None:
-            return _Prompt(asked="", own="", opened="")
+            return _Prompt(asked="", added="", opened="")
         if so_far is None or not prompt.startswith(so_far):
-            agreed = len(_common_start([written, prompt]))
-            return _Prompt(asked="", own=written[agreed:], opened=prompt[agreed:])
+            agreed = len(_common_start([rendered, prompt]))
+            return _Prompt(asked="", added=rendered[agreed:], opened=prompt[agreed:])
         asked = prompt[len(so_far) :]
-        tail = written[len(_common_start([written, so_far])) :]
+        tail = rendered[len(_common_start([rendered, so_far])) :]
         searched = asked.lstrip()  # without white space that separates turns
         if not searched:
-            return _Prompt(asked=asked, own=tail, opened="")
+            return _Prompt(asked=asked, added=tail, opened="")
         for length in range(len(searched), 0, -1):
-            if (at := tail.rfind(searched[:length])) >= 0:
-                return _Prompt(asked=asked, own=tail[at + length :], opened=searched[length:])
-        return _Prompt(asked=asked, own="", opened="")
+            if (start := tail.rfind(searched[:length])) >= 0:
+                rest = tail[start + length :]
+                return _Prompt(asked=asked, added=rest, opened=searched[length:])
+        return _Prompt(asked=asked, added="", opened="")
 
     def _around(
         self, conversations: Sequence[Sequence[Message]], *, asks: bool = False
     ) -> _Around | None:
-        """Returns the common beginning and the common end of two renderings."""
+        """Returns the common beginning and end of two conversations, ``None`` without them."""
         first, second = (self._try(messages, asks=asks) for messages in conversations)
         if first is None or second is None:
             return None
@@ -318,21 +324,22 @@ class _Renderer:
             return None
 
 
-def _as_given(message: Message) -> dict[str, Any]:
+def _normalized(message: Message) -> dict[str, Any]:
     """Returns a message in the form that ``transformers`` passes to a template.
 
     Keys without a value are left out. Reasoning gets the names that templates read.
     """
-    cleaned = _clean({key: value for key, value in message.items() if value is not None})
-    given: dict[str, Any] = cleaned
-    reasoning = next((given[key] for key in REASONING if key in given), None)
+    fields: dict[str, Any] = _clean(
+        {key: value for key, value in message.items() if value is not None}
+    )
+    reasoning = next((fields[key] for key in REASONING if key in fields), None)
     if reasoning is None:
-        return given
-    return {"thinking": reasoning, **given, "reasoning_content": reasoning}
+        return fields
+    return {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def _clean(value: Any) -> Any:
-    """Replaces halves of characters (lone surrogates) in plain data; UTF-8 cannot hold them."""
+    """Replaces lone surrogates in nested data, because UTF-8 cannot encode them."""
     if isinstance(value, str):
         return without_surrogates(value)
     if isinstance(value, Mapping):
@@ -343,7 +350,7 @@ def _clean(value: Any) -> Any:
 
 
 def without_surrogates(text: str) -> str:
-    """Joins surrogate pairs and replaces lone halves, which are legal in JSON but not in UTF-8."""
+    """Joins surrogate pairs and replaces lone surrogates, which JSON allows but UTF-8 does not."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -367,29 +374,31 @@ class _Marks:
 
     @contextmanager
     def collected(self, blocks: list[str]) -> Iterator[list[Span]]:
-        """Collects the spans of marked blocks.
+        """Collects the spans of marked blocks during a rendering.
 
         Args:
-            blocks: Parts of the text rendered so far; the caller adds each at once.
+            blocks: Parts of the text rendered so far. The caller must append each part as soon as
+                it is rendered.
         """
-        self._blocks, self._spans = blocks, []
+        self._blocks = blocks
+        self._spans = []
         try:
             yield self._spans
         finally:
             self._blocks = None
 
     def mark(self, caller: Callable[[], str]) -> str:
-        """Writes a marked block."""
-        written = caller()
+        """Returns the text of a marked block and records its span."""
+        text = caller()
         if self._blocks is not None:
             start = sum(map(len, self._blocks))
-            self._spans.append((start, start + len(written)))
-        return written
+            self._spans.append((start, start + len(text)))
+        return text
 
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
-    """Compiles a chat template for the sandbox, with what ``transformers`` gives templates."""
+    """Compiles a chat template for the sandbox, with the names that ``transformers`` defines."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -397,7 +406,7 @@ def _compiled(template: str) -> Any:
     class Generation(Extension):
         """Parses ``{% generation %}`` ... ``{% endgeneration %}``."""
 
-        tags = {"generation"}  # noqa: RUF012 as jinja declares it
+        tags = {"generation"}  # noqa: RUF012 - jinja declares it without ClassVar
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
@@ -406,7 +415,7 @@ def _compiled(template: str) -> Any:
             return marked.set_lineno(line)
 
         def mark(self, caller: Callable[[], str]) -> str:
-            """Writes a marked block."""
+            """Returns the text of a marked block and records its span."""
             marks: _Marks = getattr(self.environment, "marks")  # noqa: B009 jinja's class lacks it
             return marks.mark(caller)
 

@@ -1,14 +1,14 @@
-"""The default corpus: the Python standard library's own source files, made without a download.
+"""Makes the default corpus from the source files of Python's standard library, without a download.
 
-Owns the choice of files, the vocabulary trained on them and the folder that holds the result::
+Owns the choice of files, the vocabulary trained on them and the folder with the result::
 
-    <folder>/corpus.jsonl                    {"text": ..., "path": ...} a line
+    <folder>/corpus.jsonl                    a line is {"text": ..., "path": ...}
              vocab.json  merges.txt          byte-level BPE in GPT-2's form, with <|endoftext|>
              corpus_text_document.bin/.idx   tokens, for --data-path <folder>/corpus_text_document
-             corpus.json                     settings and sizes; says that the rest is whole
-             index_cache/                    made by training runs
+             corpus.json                     manifest: settings and sizes
+             index_cache/                    written by training runs
 
-A folder with its manifest is whole, and is used again by the next call.
+The manifest is written last, so a folder with a manifest is complete. The next call uses it again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from megatron.adaptive.data.tokenizer import END_OF_DOCUMENT
 from megatron.adaptive.errors import ConfigError, DataError
 
 _FORMAT = 1
-_MANIFEST, _LOCK = "corpus.json", ".lock"
-_LEFT_BEHIND = ".corpus_text_document.*.tmp.*"  # by a process that was killed
+_MANIFEST = "corpus.json"
+_LOCK = ".lock"
+_LEFT_BEHIND = ".corpus_text_document.*.tmp.*"  # a process that was killed leaves such files
 _FILES = (
     "corpus.jsonl",
     "vocab.json",
@@ -42,20 +43,20 @@ _FILES = (
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages"}
 )
-# 256 byte symbols and the end of document; fewer would lose text.
+# The vocabulary needs the 256 byte symbols and the end of document; fewer would lose text.
 _SMALLEST_VOCABULARY = 257
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSpec:
-    """Settings of a corpus.
+    """Holds the settings of a corpus.
 
     Attributes:
-        output_dir: folder to hold it.
-        vocab_size: entries of the vocabulary, end of document included.
-        max_bytes: source text taken at most.
-        source_dir: tree of ``.py`` files, the running Python's standard library by default.
-        workers: processes that tokenize.
+        output_dir: Folder of the corpus.
+        vocab_size: Number of entries of the vocabulary, end of document included.
+        max_bytes: Largest total size of the source text in bytes.
+        source_dir: Folder of ``.py`` files; by default the running Python's standard library.
+        workers: Number of processes that tokenize.
     """
 
     output_dir: Path
@@ -65,20 +66,20 @@ class CorpusSpec:
     workers: int = 1
 
     def settings(self) -> dict[str, int]:
-        """Return what a folder must have been made with to be used again."""
+        """Returns the settings that an existing corpus must have to be used again."""
         return {"format": _FORMAT, "vocab_size": self.vocab_size, "max_bytes": self.max_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Paths of a corpus.
+    """Holds the paths of a corpus.
 
     Attributes:
-        jsonl: one JSON object a source file.
-        vocab_file: for ``--vocab-file``.
-        merge_file: for ``--merge-file``.
-        data_prefix: for ``--data-path``.
-        reused: the folder was there already.
+        jsonl: Path of the JSON lines, one for each source file.
+        vocab_file: Path for ``--vocab-file``.
+        merge_file: Path for ``--merge-file``.
+        data_prefix: Path for ``--data-path``.
+        reused: Whether the corpus existed already.
     """
 
     jsonl: Path
@@ -89,18 +90,19 @@ class Corpus:
 
 
 def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus:
-    """Make the corpus, or find it made by an earlier call with the same settings.
+    """Makes a corpus, or uses the one that an earlier call with the same settings made.
 
-    A second process that does the same at the same time waits, and finds it made.
+    If two processes call this at the same time, one makes the corpus and the other waits for it.
 
     Args:
-        spec: folder and sizes.
-        progress: see :func:`megatron.adaptive.data.preprocess.preprocess`.
+        spec: Folder and sizes.
+        progress: Function that is called after each batch, see
+            :func:`megatron.adaptive.data.preprocess.preprocess`.
 
     Raises:
-        ConfigError: a size is too small.
-        DataError: no source files, the folder holds something else or a corpus of a newer format,
-            or it cannot be written.
+        ConfigError: A size is too small.
+        DataError: There are no source files, the folder contains other files or a corpus of a newer
+            format, or it cannot be written.
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:
         raise ConfigError(
@@ -118,7 +120,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder / _LOCK):
-                reused = _is_whole(folder, spec)  # another process was faster
+                reused = _is_whole(folder, spec)  # another process may have made it meanwhile
                 if not reused:
                     _fill(folder, documents, spec, progress)
         except OSError as error:
@@ -136,28 +138,28 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 
 
 def source_files(source_dir: Path) -> list[Path]:
-    """Return the ``.py`` files below ``source_dir`` in an order that does not depend on it.
+    """Returns the ``.py`` files below ``source_dir``, without tests, caches and packages.
 
-    Tests, caches and installed packages are left out. Files come in the order of a hash of their
-    relative path: neighbours in a folder spread over the corpus, so that its last hundredths, the
-    validation split, look like the rest.
+    The order is that of a hash of the relative path, so it does not depend on the machine. Files of
+    one folder are thus spread over the corpus, and its last part, the validation split, is similar
+    to the rest.
     """
-    found = []
+    files = []
     for parent, folders, names in os.walk(source_dir):
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
-        found += [Path(parent, name) for name in names if name.endswith(".py")]
+        files += [Path(parent, name) for name in names if name.endswith(".py")]
 
     def key(path: Path) -> tuple[str, str]:
         relative = path.relative_to(source_dir).as_posix()
         return hashlib.sha256(relative.encode("utf-8", "surrogateescape")).hexdigest(), relative
 
-    return sorted(found, key=key)
+    return sorted(files, key=key)
 
 
 def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
-    """Returns (relative path, text) of the files that fit into ``max_bytes`` together."""
+    """Returns relative path and text of files with at most ``max_bytes`` in total."""
     source_dir = spec.source_dir or Path(sysconfig.get_path("stdlib"))
-    found: list[tuple[str, str]] = []
+    documents: list[tuple[str, str]] = []
     taken = 0
     for path in source_files(source_dir):
         try:
@@ -167,20 +169,20 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
             continue
         if text.strip() and taken + len(raw) <= spec.max_bytes:
             taken += len(raw)
-            found.append((path.relative_to(source_dir).as_posix(), text))
-    if not found:
+            documents.append((path.relative_to(source_dir).as_posix(), text))
+    if not documents:
         raise DataError(
             f"{source_dir}: holds no Python source file within {spec.max_bytes} bytes; raise "
             "--max-bytes, install Python with its sources, or give your own text to "
             "tools/preprocess_data.py"
         )
-    return found
+    return documents
 
 
 def _fill(
     folder: Path, documents: list[tuple[str, str]], spec: CorpusSpec, progress: Progress | None
 ) -> None:
-    """Writes all files, the manifest last; without it the others count for nothing."""
+    """Writes all files, the manifest last, because only a folder with a manifest is complete."""
     for old in (folder / _MANIFEST, *folder.glob(_LEFT_BEHIND)):
         old.unlink(missing_ok=True)
     with (folder / "corpus.jsonl").open("w", encoding="utf-8") as stream:
@@ -220,7 +222,11 @@ def _train_vocabulary(folder: Path, texts: list[str], vocab_size: int) -> None:
 
 
 def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
-    """Checks that a folder holds a corpus of these settings."""
+    """Returns whether a folder has a complete corpus with these settings.
+
+    Raises:
+        DataError: The corpus has a newer format.
+    """
     try:
         manifest = parse_json(read_whole(folder / _MANIFEST))
         if manifest["format"] > _FORMAT:
@@ -236,14 +242,14 @@ def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raise unless ``folder`` may be replaced: it is missing, empty, or holds only our files."""
+    """Raises an error if a folder contains files that are not part of a corpus."""
     if not folder.exists():
         return
     if not folder.is_dir():
         raise DataError(f"{folder}: is not a folder; choose another --output-dir")
-    ours = {*_FILES, _MANIFEST, _LOCK, INDEX_CACHE}
-    ours |= {entry.name for entry in folder.glob(_LEFT_BEHIND)}
-    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
+    expected = {*_FILES, _MANIFEST, _LOCK, INDEX_CACHE}
+    expected |= {entry.name for entry in folder.glob(_LEFT_BEHIND)}
+    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in expected)
     if foreign:
         raise DataError(
             f"{folder}: holds other files (such as {foreign[0]!r}) and no corpus of these "

@@ -1,17 +1,17 @@
-"""Training, validation and test samples from token files, or made up.
+"""Builds the training, validation and test samples from token files, or generates them.
 
-Owns the reading of ``--data-path`` and its relatives, the checks that must fail before training
-starts, and the caches of shuffling indices. Samples themselves are megatron-core's (``GPTDataset``
-and its blends); drawing them as microbatches is :mod:`megatron.adaptive.data.loader`'s.
+Owns the parsing of ``--data-path`` and similar flags, the checks of the data before training, and
+the caches of shuffling indices. The samples are those of megatron-core (``GPTDataset`` and its
+blends); :mod:`megatron.adaptive.data.loader` draws them as microbatches.
 
-megatron-core lets global rank 0 alone write the shuffling indices of a corpus and all other ranks
-read them, which fails on a node that does not share its disk; it leaves a half-written cache when
-it is killed, and it does not notice that a corpus was made again under the same name. Here any
-process may write: under a file lock, so that one process a node does the work, through temporary
-names, and under a key that holds size and time of the corpus.
+In megatron-core only global rank 0 writes the shuffling indices of a corpus, and all other ranks
+read them. That fails on a node that does not share the disk of rank 0. A process that is killed
+leaves a half-written cache, and a corpus that is made again under the same name is not noticed.
+Here any process may write. A file lock lets one process per node do the work, files get their final
+names when they are complete, and the key of a cache includes size and time of the corpus.
 
-Imports megatron-core at its top: on a machine without CUDA import this module only after the
-accelerator substitutions are installed.
+This module imports megatron-core. On a machine without CUDA import it only after
+:func:`megatron.adaptive.accelerator.install`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
 from megatron.adaptive.config.data import DataConfig
-from megatron.adaptive.data.cache import kept
+from megatron.adaptive.data.cache import cached_arrays
 from megatron.adaptive.data.indexed import INDEX_CACHE, check_indexed, check_vocabulary_fits, pieces
 from megatron.adaptive.data.lengths import Conversations, DocumentDataset
 from megatron.adaptive.data.tokenizer import Tokenizer
@@ -42,13 +42,15 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 _SPLIT_NAMES = ("train", "valid", "test")
 _PARTS = ("document", "sample", "shuffle")
-_CHECK_WHOLE_BYTES = 64 << 20  # largest index that is checked completely
+_CHECK_WHOLE_BYTES = 64 << 20  # a larger index is only checked in parts
 
 Samples = Sequence[dict[str, Any]]
 Indices = tuple[npt.NDArray[np.generic], npt.NDArray[np.generic], npt.NDArray[np.generic]]
 Blend = tuple[list[str], list[float] | None]
-"""Prefixes of token files and the positive share of each, as megatron-core takes them; ``None``
-takes everything once, in proportion to size."""
+"""Prefixes of token files and their positive weights, in megatron-core's form.
+
+Without weights (``None``) every file is read once, in proportion to its size.
+"""
 
 
 def build_datasets(
@@ -62,46 +64,46 @@ def build_datasets(
     test_samples: int = 0,
     is_built_on_rank: Callable[[], bool] = lambda: True,
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
-    """Check the data, then build the train, valid and test samples.
+    """Checks the data and builds the training, validation and test samples.
 
-    Collective where ``torch.distributed`` is initialized: every rank calls it with the same
-    arguments, whether it needs samples or not. Global rank 0 builds first, then the others at
-    once; shuffling indices are cached under a file lock, so that on a node that does not share
-    rank 0's disk one process builds and the rest read.
+    If ``torch.distributed`` is initialized, this is collective: every rank calls it with the same
+    arguments, whether it needs samples or not. Global rank 0 builds first, then all other ranks at
+    the same time. Shuffling indices are cached under a file lock, so on a node that does not share
+    the disk of rank 0 one process builds them and the others read them.
 
-    The order of samples follows from seed, sequence length, split and, as in Megatron-LM, from the
-    number of passes over the data that ``train_samples`` takes: a run that is prolonged into a
-    further pass sees another order.
+    The order of samples depends on seed, sequence length, split and, as in Megatron-LM, on the
+    number of passes over the data that ``train_samples`` needs. A run that is extended into a
+    further pass therefore has another order.
 
     Args:
-        data: where samples come from.
-        tokenizer: its ``eod`` and size enter the samples.
-        seq_length: tokens a sample.
-        seed: of the shuffling.
-        train_samples: training samples needed in all, from the first iteration to the last.
-        valid_samples: as ``train_samples``, over all validations; 0 builds none.
-        test_samples: as ``valid_samples``.
-        is_built_on_rank: whether this rank needs samples. Must be true on global rank 0.
+        data: Settings of the data.
+        tokenizer: Tokenizer of the data; its ``eod`` and size affect the samples.
+        seq_length: Number of tokens of a sample.
+        seed: Seed of the shuffling.
+        train_samples: Number of training samples, from the first iteration to the last.
+        valid_samples: Number of validation samples over all validations; 0 builds none.
+        test_samples: Number of test samples; 0 builds none.
+        is_built_on_rank: Returns whether this rank needs samples. Must be true on global rank 0.
 
     Returns:
-        One dataset each, ``None`` where no samples are asked for, the split has no share, or this
-        rank needs none. A sample is a dict of ``tokens``, ``labels``, ``position_ids``
-        ``[seq_length] int64``, ``loss_mask [seq_length] float32`` and, with
-        ``reset_attention_mask``, ``attention_mask [1, seq_length, seq_length] bool`` (true where
-        hidden). With ``variable_seq_lengths`` a sample is a document of up to ``seq_length``
-        tokens; see :mod:`megatron.adaptive.data.lengths`.
+        Training, validation and test dataset. Each is ``None`` if no samples are requested, if the
+        split has no share, or if this rank needs none. A sample is a dict of ``tokens``,
+        ``labels``, ``position_ids`` ``[seq_length] int64``, ``loss_mask [seq_length] float32`` and,
+        with ``reset_attention_mask``, ``attention_mask [1, seq_length, seq_length] bool`` (true for
+        hidden tokens). With ``variable_seq_lengths`` a sample is a document of up to
+        ``seq_length`` tokens; see :mod:`megatron.adaptive.data.lengths`.
 
     Raises:
-        ConfigError: a blend cannot be read, or --split leaves nothing for training.
-        DataError: a file is missing or broken, does not fit the vocabulary, or is too small.
+        ConfigError: A blend is malformed, or --split leaves no data for training.
+        DataError: A file is missing or broken, does not fit the vocabulary, or is too small.
     """
     counts = (train_samples, valid_samples, test_samples)
     if not any(counts):
         return None, None, None
     blends, source = _blends(data, counts)
-    here = is_built_on_rank()
+    needs_samples = is_built_on_rank()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron-core's, about pad tokens
+        warnings.simplefilter("ignore")  # megatron-core warns about pad tokens
         config = CachedGPTDatasetConfig(
             random_seed=seed,
             sequence_length=seq_length,
@@ -116,32 +118,18 @@ def build_datasets(
             sft=data.sft,
             **source,
         )
-        if here:
+        if needs_samples:
             edges = config.split_matrix if data.data_path else None
             _check(data, blends, edges, counts, tokenizer.vocab_size)
         if config.split_matrix is not None:
-            # megatron-core takes 0 samples for "at least one" and may look for it for ever.
+            # megatron-core needs at least one sample even for a count of 0, and may search forever.
             config.split_matrix = [
                 share if count else None
                 for share, count in zip(config.split_matrix, counts, strict=True)
             ]
-        cls: Any = MockGPTDataset if data.mock_data else CachedGPTDataset
-        if data.variable_seq_lengths:
-            cls = DocumentDataset
-        try:
-            with _quiet_megatron_core():
-                builder = BlendedMegatronDatasetBuilder(cls, list(counts), is_built_on_rank, config)
-                train, valid, test = builder.build()
-        except Exception as error:
-            if not _is_too_much(error):
-                raise
-            given = ", ".join(f"{n} {c}" for n, c in zip(_SPLIT_NAMES, counts, strict=True))
-            raise DataError(
-                f"the order of so many samples ({given}) does not fit into memory; lower "
-                "--train-iters or --eval-iters, or raise --eval-interval"
-            ) from None
+        train, valid, test = _built(data, config, counts, is_built_on_rank)
     for name, dataset, count in zip(_SPLIT_NAMES, (train, valid, test), counts, strict=True):
-        if here and dataset is not None and len(dataset) < count:
+        if needs_samples and dataset is not None and len(dataset) < count:
             raise DataError(
                 f"the {name} data holds {len(dataset)} samples, but {count} are needed; give "
                 "weights (0.5 a 0.5 b), which let data repeat, or ask for fewer iterations"
@@ -149,9 +137,37 @@ def build_datasets(
     return train, valid, test
 
 
+def _built(
+    data: DataConfig,
+    config: CachedGPTDatasetConfig,
+    counts: tuple[int, ...],
+    is_built_on_rank: Callable[[], bool],
+) -> Any:
+    """Returns the three datasets that megatron-core builds.
+
+    Raises:
+        DataError: The index of the samples does not fit into memory.
+    """
+    cls: Any = MockGPTDataset if data.mock_data else CachedGPTDataset
+    if data.variable_seq_lengths:
+        cls = DocumentDataset
+    try:
+        with _quiet_megatron_core():
+            builder = BlendedMegatronDatasetBuilder(cls, list(counts), is_built_on_rank, config)
+            return builder.build()
+    except Exception as error:
+        if not _is_too_much(error):
+            raise
+        sizes = ", ".join(f"{n} {c}" for n, c in zip(_SPLIT_NAMES, counts, strict=True))
+        raise DataError(
+            f"the shuffling index of this number of samples ({sizes}) does not fit into memory; "
+            "lower --train-iters or --eval-iters, or raise --eval-interval"
+        ) from None
+
+
 @contextmanager
 def _quiet_megatron_core() -> Iterator[None]:
-    """Silences megatron-core's warning that nothing is cached: this module caches it itself."""
+    """Silences megatron-core's warning that it caches no indices, because this module does."""
     logger = logging.getLogger("megatron.core.datasets")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -162,7 +178,7 @@ def _quiet_megatron_core() -> Iterator[None]:
 
 
 def _is_too_much(error: BaseException | None) -> bool:
-    """Returns whether an error, which megatron-core may wrap, says that an array is too large."""
+    """Returns whether an error, or one that it wraps, says that an array is too large."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, MemoryError | OverflowError) or "array is too big" in text:
@@ -174,7 +190,7 @@ def _is_too_much(error: BaseException | None) -> bool:
 
 
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:
-    """Return the blend of each split, and how megatron-core's settings name them."""
+    """Returns the blends of the splits, and the same as settings of megatron-core."""
     if data.mock_data:
         return [], {}
     if data.data_path is not None:
@@ -185,8 +201,8 @@ def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | Non
         None if paths is None else parse_blend(paths, f"--{name}-data-path")
         for name, paths in zip(_SPLIT_NAMES, separate, strict=True)
     ]
-    asked = [blend if count else None for blend, count in zip(blends, counts, strict=True)]
-    return blends, {"blend_per_split": asked}
+    needed = [blend if count else None for blend, count in zip(blends, counts, strict=True)]
+    return blends, {"blend_per_split": needed}
 
 
 def _check(
@@ -196,14 +212,15 @@ def _check(
     counts: tuple[int, ...],
     vocab_size: int,
 ) -> None:
-    """Check on every rank what megatron-core would assert, hang at or trip over later.
+    """Checks the data on every rank, because megatron-core would fail or hang later.
 
     Args:
-        data: the settings.
-        blends: of the splits, one where they share it, none for mock data.
-        edges: where each split begins and ends in the documents of a file, where they share it.
-        counts: samples of each split.
-        vocab_size: of the tokenizer.
+        data: Settings of the data.
+        blends: Blends of the splits; a single one if they share it, none for mock data.
+        edges: Begin and end of each split as fractions of a file's documents, if splits share a
+            blend; otherwise ``None``.
+        counts: Number of samples of each split.
+        vocab_size: Number of ids of the tokenizer.
     """
     if not blends:
         return
@@ -220,7 +237,7 @@ def _check(
             continue
         for prefix, info in infos.items():
             first, last = (round(edge * info.num_sequences) for edge in share)
-            # megatron-core would look for samples in an empty split for ever.
+            # megatron-core would never end on an empty split.
             if first >= last:
                 raise DataError(
                     f"{prefix}: --split {data.split} leaves no document for {name} "
@@ -236,41 +253,43 @@ def _index_cache(data: DataConfig, blends: Sequence[Blend | None]) -> str:
     return str(Path(prefixes[0]).parent / INDEX_CACHE) if prefixes else ""
 
 
-def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
-    """Read ``a``, ``a b c`` or ``0.3 a 0.7 b``.
+def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
+    """Parses the values of a flag such as ``a``, ``a b c`` or ``0.3 a 0.7 b``.
 
     Raises:
-        ConfigError: weights and prefixes do not alternate, or a weight is not positive.
+        ConfigError: Weights and prefixes do not alternate, or a weight is not positive.
     """
-    if not words:
+    if not values:
         raise ConfigError(f"{flag} is empty; name at least one prefix")
-    weights = [_weight(word) for word in words[::2]]
-    if len(words) % 2 or all(weight is None for weight in weights):
-        return list(words), None
+    weights = [_weight(value) for value in values[::2]]
+    if len(values) % 2 or all(weight is None for weight in weights):
+        return list(values), None
     valid = [weight for weight in weights if weight is not None and 0 < weight < math.inf]
     if len(valid) < len(weights):
         raise ConfigError(
-            f"{flag} {' '.join(words)}: not every prefix has a weight above 0 before it; write "
+            f"{flag} {' '.join(values)}: not every prefix has a weight above 0 before it; write "
             "weights and prefixes in turn (0.3 a 0.7 b) or prefixes only"
         )
-    return list(words[1::2]), valid if len(valid) > 1 else None
+    return list(values[1::2]), valid if len(valid) > 1 else None
 
 
-def _weight(word: str) -> float | None:
+def _weight(text: str) -> float | None:
     try:
-        return float(word)
+        return float(text)
     except ValueError:
         return None
 
 
 @dataclass
 class CachedGPTDatasetConfig(GPTDatasetConfig):
-    """GPT dataset settings plus the cache folder.
+    """Adds settings of this package to those of megatron-core's GPT dataset.
+
+    ``path_to_cache`` stays empty, so that megatron-core builds indices in memory and this module
+    caches them.
 
     Attributes:
-        index_cache: folder of shuffling indices. ``path_to_cache`` stays empty, which makes
-            megatron-core to build in memory; keeping the result is done here.
-        sft: files are JSON lines of conversations.
+        index_cache: Path of the folder of shuffling indices.
+        sft: Whether files are JSON lines of conversations.
     """
 
     index_cache: str = ""
@@ -281,65 +300,65 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
         self.path_to_cache = ""
 
     def prepare(self, path: str) -> Conversations:
-        """Tokenizes a file of conversations, or opens what a process has made of it before."""
+        """Tokenizes a file of conversations, or opens its tokens from the cache."""
         try:
-            stat = os.stat(path)
+            status = os.stat(path)
         except OSError as error:
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}); check --data-path"
             ) from None
-        if not S_ISREG(stat.st_mode):
+        if not S_ISREG(status.st_mode):
             raise DataError(f"{path}: is no regular file; name one of JSON lines")
-        identity = f"{path}{stat.st_size}{stat.st_mtime_ns}{self.tokenizer.unique_identifiers}"
+        identity = f"{path}{status.st_size}{status.st_mtime_ns}{self.tokenizer.unique_identifiers}"
         key = hashlib.sha256(identity.encode()).hexdigest()[:24]
         names = [f"{key}-{part}" for part in ("tokens", "taught", "ends")]
-        arrays = kept(
+        arrays = cached_arrays(
             self.index_cache,
             names,
             lambda: Conversations.read(path, self.tokenizer),
-            lambda found: Conversations.broken_rule(found, self.tokenizer.vocab_size),
+            lambda cached: Conversations.broken_rule(cached, self.tokenizer.vocab_size),
         )
         return Conversations(*arrays)
 
 
 class CachedGPTDataset(GPTDataset):
-    """megatron-core's GPT dataset; only where its indices are kept differs."""
+    """Caches the indices of megatron-core's GPT dataset in a folder; otherwise does not differ."""
 
     def _build_document_sample_shuffle_indices(self) -> Indices:
         names = [f"{self._cache_key()}-{part}" for part in _PARTS]
-        first, second, third = kept(
-            self.config.index_cache, names, self._build, lambda found: self._broken_rule(*found)
+        documents, samples, shuffle = cached_arrays(
+            self.config.index_cache, names, self._build, lambda cached: self._broken_rule(*cached)
         )
-        return first, second, third
+        return documents, samples, shuffle
 
     def _broken_rule(
         self, documents: npt.NDArray[Any], samples: npt.NDArray[Any], shuffle: npt.NDArray[Any]
     ) -> str:
-        """Returns the rule of megatron-core's indices that the arrays break, empty for none.
+        """Returns the rule of megatron-core's indices that the arrays break, or an empty text.
 
         Args:
-            documents: ``[epochs * documents]``, numbers of the documents in the order they are
-                read.
-            samples: ``[samples + 1, 2]``, the place in ``documents`` and the token at which each
-                sample begins.
-            shuffle: ``[samples]``, numbers of the samples in the order they are taken.
+            documents: Numbers of the documents in the order of reading, ``[epochs * documents]``.
+            samples: Index in ``documents`` and token at which each sample begins,
+                ``[samples + 1, 2]``.
+            shuffle: Numbers of the samples in the order of use, ``[samples]``.
         """
-        if any(one.dtype.kind not in "iu" or not one.size for one in (documents, samples, shuffle)):
+        arrays = (documents, samples, shuffle)
+        if any(array.dtype.kind not in "iu" or not array.size for array in arrays):
             return "they are not whole numbers"
         if documents.ndim != 1 or samples.shape != (shuffle.size + 1, 2) or shuffle.ndim != 1:
             return "their shapes do not belong together"
         edges = int(self.indices.min()), int(self.indices.max())
         if not all(_is_within(piece, *edges) for piece in _spread(documents)):
-            return "a document is none of the data's"
+            return "a document does not belong to the data"
         if not all(_is_within(piece, 0, shuffle.size - 1) for piece in _spread(shuffle)):
-            return "a sample is none of the data's"
+            return "a sample does not belong to the data"
         longest = int(self.dataset.sequence_lengths.max())
         for piece in _spread(samples):
-            places, tokens = piece.T
-            if not _is_within(places, 0, documents.size) or not _is_within(tokens, 0, longest):
+            starts, tokens = piece.T
+            if not _is_within(starts, 0, documents.size) or not _is_within(tokens, 0, longest):
                 return "a sample begins outside the data"
-            if not np.all(places[1:] >= places[:-1]):
-                return "samples do not follow each other"
+            if not np.all(starts[1:] >= starts[:-1]):
+                return "samples are not in order"
         return ""
 
     def _build(self) -> Indices:
@@ -353,17 +372,17 @@ class CachedGPTDataset(GPTDataset):
         return built
 
     def _cache_key(self) -> str:
-        stats = [os.stat(f"{self.dataset_path}{suffix}") for suffix in (".idx", ".bin")]
-        state = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+        statuses = [os.stat(f"{self.dataset_path}{suffix}") for suffix in (".idx", ".bin")]
+        state = [(status.st_size, status.st_mtime_ns) for status in statuses]
         digest = hashlib.sha256(f"{self.unique_description}{state}".encode()).hexdigest()
         return f"{digest[:24]}-{self.index_split.name}"
 
 
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yields all rows of a small array, or pieces of a large one spread from first row to last.
+    """Yields a small array in pieces; of a large array only pieces at equal distances.
 
-    The checksum has found damaged bytes before. Only an index of other data is left to find, and
-    any piece shows that.
+    The checksum has already found damaged bytes. Only an index that belongs to other data remains
+    to be found, and any piece of it shows that.
     """
     for start, stop in pieces(len(array), array[0].nbytes, _CHECK_WHOLE_BYTES):
         yield array[start:stop]

@@ -1,9 +1,9 @@
-"""Checks of ``.bin/.idx`` token files before anything is built on them.
+"""Checks ``.bin/.idx`` token files before training uses them.
 
-megatron-core maps both files and trusts them: a foreign index fails an assertion, a truncated one
-reads past its end, and an id outside the vocabulary crashes in the embedding of some later step.
-These checks say at start-up which file is wrong and what was found. Needs neither torch nor
-megatron-core. The index is laid out as::
+megatron-core maps both files and does not check them: an index of another format fails an
+assertion, a truncated index is read past its end, and an id outside the vocabulary crashes in the
+embedding of some later step. The checks here run at start-up and name the file and its fault. They
+need neither torch nor megatron-core. The index has this layout::
 
     bytes  0..8    magic  MMIDIDX\\0\\0
            9..16   version, u64            1
@@ -35,7 +35,7 @@ from megatron.adaptive.config.input_files import open_file
 from megatron.adaptive.errors import DataError
 
 INDEX_CACHE = "index_cache"
-"""Folder beside the data where shuffling indices go unless ``--data-cache-path`` names another."""
+"""Name of the folder next to the data for shuffling indices without ``--data-cache-path``."""
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -49,13 +49,13 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedInfo:
-    """Sizes of a token file, as its index states them.
+    """Holds the sizes of a token file that its index states.
 
     Attributes:
-        prefix: path of both files without suffix.
-        dtype: numpy type of a token in the ``.bin`` file.
-        num_sequences: sequences; megatron-core splits a corpus by these.
-        num_tokens: tokens in all.
+        prefix: Path of both files without suffix.
+        dtype: Type of a token in the ``.bin`` file.
+        num_sequences: Number of sequences, by which megatron-core splits a corpus.
+        num_tokens: Total number of tokens.
     """
 
     prefix: str
@@ -65,19 +65,20 @@ class IndexedInfo:
 
 
 def check_indexed(prefix: str | Path) -> IndexedInfo:
-    """Check that ``<prefix>.idx`` and ``<prefix>.bin`` are whole and belong together.
+    """Checks that ``<prefix>.idx`` and ``<prefix>.bin`` are complete and belong together.
 
     Args:
-        prefix: path of both files without suffix, as ``--data-path`` takes it.
+        prefix: Path of both files without suffix, the form that ``--data-path`` takes.
 
     Returns:
-        What the index says.
+        Sizes from the index.
 
     Raises:
-        DataError: a file is missing, foreign, of another version, truncated, or the two disagree;
-            names the file and what was found.
+        DataError: A file is missing, truncated, or of another format or version, or the two
+            contradict each other; the message names the file and the fault.
     """
-    idx_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    idx_path = Path(f"{prefix}.idx")
+    bin_path = Path(f"{prefix}.bin")
     for path in (idx_path, bin_path):
         if not path.is_file():
             raise DataError(f"{path}: no such file; {_hint_for_missing(str(prefix))}")
@@ -85,12 +86,12 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
         return _checked(str(prefix), idx_path, bin_path)
     except OSError as error:
         raise DataError(
-            f"{idx_path}: cannot be read ({error.strerror}); let this user read it"
+            f"{idx_path}: cannot be read ({error.strerror}); make it readable for this user"
         ) from None
 
 
 def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
-    """Checks header, lengths, pointers and marks against each other and the data."""
+    """Checks header, lengths, pointers and document marks against each other and the data."""
     with open_file(idx_path) as stream:
         header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
@@ -103,15 +104,16 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     if version != _VERSION:
         _refuse(idx_path, f"is a token index of version {version}, but only {_VERSION} can be read")
     if code not in _DTYPES:
-        _refuse(idx_path, f"has dtype code {code}, known are those of integers")
+        _refuse(idx_path, f"has dtype code {code}, but only integers can be read")
     dtype = np.dtype(_DTYPES[code])
-    size, expected = idx_path.stat().st_size, _HEADER.size + 12 * sequences + 8 * marks
-    # Multimodal indices carry one more byte a sequence, which a reader of text ignores.
+    size = idx_path.stat().st_size
+    expected = _HEADER.size + 12 * sequences + 8 * marks
+    # Multimodal indices have one more byte per sequence, which readers of text ignore.
     if size not in (expected, expected + sequences):
-        what = "is truncated" if size < expected else "has bytes too many"
+        fault = "is truncated" if size < expected else "has too many bytes"
         _refuse(
             idx_path,
-            f"{what} ({size} bytes, but {sequences} sequences and {marks - 1} documents take "
+            f"{fault} ({size} bytes, but {sequences} sequences and {marks - 1} documents take "
             f"{expected})",
         )
     if not sequences or marks < 2:
@@ -122,7 +124,8 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     ends = np.frombuffer(index, "<i8", marks, _HEADER.size + 12 * sequences)
     if int(lengths.min()) < 0:
         _refuse(idx_path, f"sequence {int(lengths.argmin())} has length {int(lengths.min())}")
-    num_tokens, bin_size = int(lengths.sum(dtype=np.int64)), bin_path.stat().st_size
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    bin_size = bin_path.stat().st_size
     if num_tokens * dtype.itemsize != bin_size:
         _refuse(
             bin_path,
@@ -144,30 +147,29 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     return IndexedInfo(prefix=prefix, dtype=dtype, num_sequences=sequences, num_tokens=num_tokens)
 
 
-def _refuse(path: Path, why: str) -> NoReturn:
-    raise DataError(f"{path}: {why}; {_AGAIN}")
+def _refuse(path: Path, fault: str) -> NoReturn:
+    raise DataError(f"{path}: {fault}; {_AGAIN}")
 
 
 def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
-    """Check that the data holds no id outside ``0..vocab_size-1``.
+    """Checks that the data contains no id outside ``0..vocab_size-1``.
 
-    Reads all of a ``.bin`` file up to 256 MB. Of a larger one it reads 256 MB in pieces of 4 MB
-    spread evenly from the first token to the last, so that a few stray ids may go unseen, but not
-    data of another vocabulary.
+    Reads a ``.bin`` file of up to 256 MB completely. From a larger file it reads 256 MB, in pieces
+    of 4 MB at equal distances. This may miss a few wrong ids, but not data of another vocabulary.
 
     Args:
-        info: of the files, from :func:`check_indexed`.
-        vocab_size: ids the tokenizer knows, without padding.
+        info: Sizes of the files, from :func:`check_indexed`.
+        vocab_size: Number of ids of the tokenizer, without padding.
 
     Raises:
-        DataError: an id is outside; says how large a vocabulary the data needs.
+        DataError: An id is outside; the message says how large a vocabulary the data needs.
     """
     path = f"{info.prefix}.bin"
     try:
         tokens: npt.NDArray[Any] = np.memmap(path, dtype=info.dtype, mode="r")
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read ({error.strerror}); let this user read it"
+            f"{path}: cannot be read ({error.strerror}); make it readable for this user"
         ) from None
     lowest = highest = 0
     for start, stop in pieces(tokens.size, info.dtype.itemsize):
@@ -185,11 +187,12 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
 
 def _hint_for_missing(prefix: str) -> str:
     path = Path(prefix.removesuffix(".idx").removesuffix(".bin"))
-    found = sorted(path.parent.glob(f"{glob.escape(path.name)}*.idx")) or sorted(path.glob("*.idx"))
-    if Path(f"{prefix}.idx") in found:
+    similar = path.parent.glob(f"{glob.escape(path.name)}*.idx")
+    candidates = sorted(similar) or sorted(path.glob("*.idx"))
+    if Path(f"{prefix}.idx") in candidates:
         return f"it belongs to {prefix}.idx; copy it there, too, or {_AGAIN}"
-    if found:
-        return f"did you mean {str(found[0]).removesuffix('.idx')}?"
+    if candidates:
+        return f"did you mean {str(candidates[0]).removesuffix('.idx')}?"
     return f"{_AGAIN}, or correct --data-path"
 
 
@@ -198,12 +201,12 @@ def pieces(
 ) -> Iterator[tuple[int, int]]:
     """Yields begin and end of 4 MB pieces of an array.
 
-    The pieces cover a small array completely. In a larger one they are spread evenly from the first
-    element to the last.
+    The pieces cover a small array completely. In a larger one they have equal distances from the
+    first element to the last.
 
     Args:
-        count: Elements of the array.
-        itemsize: Bytes of an element.
+        count: Number of elements of the array.
+        itemsize: Number of bytes of an element.
         whole_bytes: Largest size in bytes of an array that is covered completely.
     """
     piece = _PIECE_BYTES // itemsize
@@ -217,9 +220,10 @@ def pieces(
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a file; the kernel frees it when a process dies."""
-    # If the name is a pipe, opening it for reading too keeps this from waiting for a reader.
+    """Holds an exclusive lock on a file; the kernel releases it if the process dies."""
+    # If the name is a pipe, O_RDWR keeps open() from waiting for a reader.
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "rb") as stream:
-        with suppress(OSError):  # a file system without locks: two may do the same work
+        # If the file system has no locks, two processes may do the same work.
+        with suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield

@@ -1,9 +1,9 @@
-"""Samples of different lengths: whole documents and conversations.
+"""Provides samples of different lengths: whole documents and conversations.
 
-A sample is one document, cut at ``--seq-length`` and never glued to another.
+A sample is one document, cut at ``--seq-length`` and never joined with another.
 
-Imports megatron-core at its top: on a machine without CUDA import this module only after the
-accelerator substitutions are installed.
+This module imports megatron-core. On a machine without CUDA import it only after
+:func:`megatron.adaptive.accelerator.install`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.errors import DataError
 
 _MOCK_DOCUMENTS = 100_000
-_MOCK_SIGMA = 0.8  # of the logarithm of a length, as in corpora of the web
-_MOCK_MEDIAN = 0.25  # of --seq-length
-_MOST_ORDERS = 2  # of passes over the data that are kept
+_MOCK_SIGMA = 0.8
+"""Standard deviation of the logarithm of a length, similar to that of web corpora."""
+_MOCK_MEDIAN = 0.25
+"""Median length as a fraction of ``--seq-length``."""
+_MOST_ORDERS = 2
+"""Number of passes over the data whose order is kept in memory."""
 
 
 class DocumentDataset(MegatronDataset):  # type: ignore[misc]
-    """Samples that are documents, in an order shuffled anew for each pass over the data.
+    """Provides documents as samples, in another random order for each pass over the data.
 
     Attributes:
-        num_cut: documents longer than a sample, whose rest is left out.
-        num_empty: documents without a token to predict, which are left out.
+        num_cut: Number of documents that are longer than a sample, whose rest is left out.
+        num_empty: Number of documents without a token to predict, which are left out.
     """
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        # The last token of a document is only predicted.
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # The last token of a document is only a label, so a sample is one token shorter.
         lengths = np.asarray(self.dataset.sequence_lengths)[self.indices].astype(np.int64) - 1
-        is_used, longest = lengths > 0, self.config.sequence_length
+        is_used = lengths > 0
+        longest = self.config.sequence_length
         self.num_empty = int((~is_used).sum())
         self.num_cut = int((lengths > longest).sum())
         self._documents = self.indices[is_used]
@@ -54,14 +58,14 @@ class DocumentDataset(MegatronDataset):  # type: ignore[misc]
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Returns the documents of a file, by which it is split."""
+        """Returns the number of documents of a file, by which it is split."""
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: Any, config: Any) -> Any:
-        """Opens a token file, or JSON lines of conversations with ``--sft``; or makes data up."""
+        """Opens a token file, or with ``--sft`` JSON lines; without a path returns mock data."""
         if dataset_path is None:
-            return _MadeUp(config.tokenizer, config.sequence_length)
+            return _MockDocuments(config.tokenizer, config.sequence_length)
         if config.sft:
             return config.prepare(dataset_path)
         return GPTDataset.build_low_level_dataset(dataset_path, config)
@@ -70,12 +74,13 @@ class DocumentDataset(MegatronDataset):  # type: ignore[misc]
         return self._documents.size if self.num_samples is None else int(self.num_samples)
 
     def length_of(self, index: int) -> int:
-        """Returns the tokens of a sample."""
+        """Returns the number of tokens of a sample."""
         return int(self._lengths[self._row(index)])
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
         row = self._row(index)
-        document, length = int(self._documents[row]), int(self._lengths[row])
+        document = int(self._documents[row])
+        length = int(self._lengths[row])
         ids = np.asarray(self.dataset.get(document, 0, length + 1), dtype=np.int64)
         sample = {"tokens": ids[:-1], "labels": ids[1:], "position_ids": np.arange(length)}
         taught = getattr(self.dataset, "is_taught", None)
@@ -83,26 +88,28 @@ class DocumentDataset(MegatronDataset):  # type: ignore[misc]
         return {**sample, "loss_mask": mask.astype(np.float32)}
 
     def _row(self, index: int) -> int:
-        epoch, place = divmod(int(index), self._documents.size)
+        epoch, position = divmod(int(index), self._documents.size)
         if epoch not in self._orders:
             if len(self._orders) >= _MOST_ORDERS:
                 self._orders.pop(min(self._orders))
             key = [self.config.random_seed, self.index_split.value, epoch]
             self._orders[epoch] = np.random.default_rng(key).permutation(self._documents.size)
-        return int(self._orders[epoch][place])
+        return int(self._orders[epoch][position])
 
 
 def left_out(datasets: Sequence[Any]) -> str:
-    """Returns what is left out of the documents in one line, empty where nothing is."""
-    parts = [part for one in datasets for part in getattr(one, "datasets", [one]) if part]
+    """Returns one line on cut and empty documents, an empty text if there are none."""
+    parts = [
+        part for dataset in datasets for part in getattr(dataset, "datasets", [dataset]) if part
+    ]
     cut, empty = (sum(getattr(p, n, 0) for p in parts) for n in ("num_cut", "num_empty"))
-    found = [f"{cut} documents are cut at --seq-length"] * bool(cut)
-    found += [f"{empty} without a token to predict are left out"] * bool(empty)
-    return ", ".join(found)
+    clauses = [f"{cut} documents are cut at --seq-length"] * bool(cut)
+    clauses += [f"{empty} without a token to predict are left out"] * bool(empty)
+    return ", ".join(clauses)
 
 
-class _MadeUp:
-    """Documents of lengths drawn from a lognormal distribution, the same in every run."""
+class _MockDocuments:
+    """Generates documents with lognormally distributed lengths, the same in every run."""
 
     def __init__(self, tokenizer: Tokenizer, seq_length: int) -> None:
         self._tokenizer = tokenizer
@@ -118,35 +125,38 @@ class _MadeUp:
 
 
 class Conversations:
-    """Conversations as tokens, with which of them the model learns to say.
+    """Holds the tokens of conversations, and which of them are taught (count in the loss).
 
-    Only what the assistant says, and the end of it, is taught.
+    Only the assistant's text and its end mark are taught.
 
     Args:
-        ids: tokens of all conversations, one after the other.
-        taught: whether each is taught.
-        ends: where each conversation begins, and the last one's end.
+        ids: Tokens of all conversations one after the other, ``[tokens] int32``.
+        taught: Whether each token is taught, ``[tokens] bool``.
+        ends: Offset of each conversation in ``ids``, and the number of tokens,
+            ``[conversations + 1] int64``.
     """
 
     def __init__(
         self, ids: npt.NDArray[Any], taught: npt.NDArray[Any], ends: npt.NDArray[Any]
     ) -> None:
-        self._ids, self._taught, self._ends = ids, taught, ends
+        self._ids = ids
+        self._taught = taught
+        self._ends = ends
         self.sequence_lengths = np.diff(ends)
 
     def get(self, index: int, offset: int, length: int) -> npt.NDArray[Any]:
-        """Returns tokens of a conversation."""
+        """Returns ``length`` tokens of a conversation, from ``offset`` on."""
         start = int(self._ends[index]) + offset
         return self._ids[start : start + length]
 
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
-        """Returns which of a conversation's first tokens are taught."""
+        """Returns whether each of a conversation's first ``length`` tokens is taught."""
         start = int(self._ends[index])
         return self._taught[start : start + length]
 
     @staticmethod
     def broken_rule(arrays: Sequence[npt.NDArray[Any]], vocab_size: int) -> str:
-        """Returns the rule that the three arrays of a file break, empty for none."""
+        """Returns the rule that the three arrays of a file break, or an empty text."""
         ids, taught, ends = arrays
         is_ids = ids.dtype == np.int32 and ids.ndim == 1
         if not is_ids or taught.dtype != np.bool_ or taught.shape != ids.shape:
@@ -163,15 +173,15 @@ class Conversations:
     def read(path: str, tokenizer: Tokenizer) -> tuple[npt.NDArray[Any], ...]:
         """Tokenizes JSON lines, each ``{"messages": [{"role": ..., "content": ...}, ...]}``.
 
-        A template gets the fields ``messages``, ``tools`` and ``documents``. Other fields are not
-        read and may hold anything.
+        The chat template gets the fields ``messages``, ``tools`` and ``documents``. Other fields
+        are ignored.
 
         Returns:
-            The three arrays of a :class:`Conversations`. One without a message of the assistant
-            has no token.
+            The three arguments of :class:`Conversations`. A conversation without a message of the
+            assistant has no tokens.
 
         Raises:
-            DataError: a line is something else, or the file cannot be read.
+            DataError: A line is no conversation, or the file cannot be read.
         """
         ids: list[int] = []
         taught: list[bool] = []
@@ -181,14 +191,14 @@ class Conversations:
                 for number, line in enumerate(lines, start=1):
                     if not line.strip():
                         continue
-                    given = _conversation(line, f"{path}:{number}")
-                    if any(message["role"] == TAUGHT_ROLE for message in given.messages):
+                    conversation = _conversation(line, f"{path}:{number}")
+                    if any(message["role"] == TAUGHT_ROLE for message in conversation.messages):
                         try:
-                            found = tokenizer.conversation(given)
+                            new_ids, new_taught = tokenizer.conversation(conversation)
                         except DataError as error:
                             raise DataError(f"{path}:{number}: {error}") from None
-                        ids += found[0]
-                        taught += found[1]
+                        ids += new_ids
+                        taught += new_taught
                     ends.append(len(ids))
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
@@ -198,29 +208,30 @@ class Conversations:
 
 
 def _conversation(line: str, where: str) -> Conversation:
-    """Reads a line of a file as a conversation.
+    """Parses a line of a file as a conversation.
 
     Raises:
-        DataError: the line is not a conversation; the message names the line.
+        DataError: The line is not a conversation; the message names the line.
     """
     try:
-        # Fields that are not read may hold any number.
-        found = parse_json(line, strict=False)
-        messages = found["messages"]
-        beside = [found.get(name) for name in ("tools", "documents")]
+        # Ignored fields may contain numbers that strict parsing refuses.
+        fields = parse_json(line, strict=False)
+        messages = fields["messages"]
+        extras = [fields.get(name) for name in ("tools", "documents")]
     except (ValueError, TypeError, KeyError):
-        messages, beside = None, []
-    is_well = isinstance(messages, list) and messages
-    if not is_well or not all(isinstance(m, dict) and _is_message(m) for m in messages):
+        messages = None
+        extras = []
+    has_messages = isinstance(messages, list) and messages
+    if not has_messages or not all(isinstance(m, dict) and _is_message(m) for m in messages):
         raise DataError(
             f'{where}: is no conversation; write {{"messages": [{{"role": "user", "content": '
             f'"..."}}, ...]}}'
         )
-    for name, value in zip(("tools", "documents"), beside, strict=True):
+    for name, value in zip(("tools", "documents"), extras, strict=True):
         is_list = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
         if value is not None and not is_list:
             raise DataError(f"{where}: {name} is no list of objects; write one, or leave it out")
-    tools, documents = beside
+    tools, documents = extras
     return Conversation(messages=messages, tools=tools, documents=documents)
 
 

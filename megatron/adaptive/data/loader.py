@@ -1,18 +1,18 @@
-"""Microbatches whose number and order depend only on how many samples were consumed before.
+"""Draws microbatches; which ones depends only on the number of samples consumed before.
 
-Samples are taken in dataset order in blocks of ``micro_batch_size * dp_size``; each data-parallel
+Samples are taken in dataset order in blocks of ``micro_batch_size * dp_size``. Each data-parallel
 rank takes its part of every block, as in Megatron-LM. With micro-batch size 2 and two ranks::
 
     sample        0 1 2 3 | 4 5 6 7 | 8 9 ...
     dp_rank 0     0 1     | 4 5     | 8 9           microbatches 0, 1, 2 of this rank
     dp_rank 1         2 3 |     6 7 |     ...
 
-A step of any global batch size is a whole number of blocks, so after each step every shape of the
+A step of any global batch size is a whole number of blocks, so after each step every layout of the
 job (data-parallel size, micro-batch size, global batch size) continues at the same sample.
 
-Where samples differ in length, those of a step are the same; which of them share a microbatch is
-decided from their lengths alone. Every rank knows these without reading a token, so that all ranks
-of a pipeline agree on number and sizes of the microbatches without a message::
+If samples differ in length, a step takes the same samples, but their lengths decide which of them
+share a microbatch. Every rank knows all lengths without reading tokens, so all ranks of a pipeline
+agree on number and sizes of the microbatches without a message::
 
     samples of a step    7 3 9 2 5 4        --pack-to 10, two replicas
     packed               [9] [7 3] [5 4] [2]      one row each, attention within each document
@@ -43,12 +43,13 @@ from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Size
 Microbatch = dict[str, torch.Tensor]
 Arrays = dict[str, npt.NDArray[Any]]
 OnRead = Callable[[int, int, int], None]
-"""Receives which microbatch of its step was read, and from when to when (monotonic clock)."""
+"""Callback for a microbatch that was read: its index in the step, start and end in nanoseconds of
+the monotonic clock."""
 
 Deal = Callable[[Sequence[Size]], Sequence[Sequence[int]]]
-"""Returns which microbatches of a step each replica works on, given the sizes of all."""
+"""Function that takes the sizes of a step's microbatches and returns those of each replica."""
 
-# What a microbatch may hold and the type it travels in from a data worker. Ids fit 32 bits.
+# Data workers send the entries of a microbatch in these types; token ids fit 32 bits.
 _WIRE_DTYPES: dict[str, Any] = {
     "tokens": np.int32,
     "labels": np.int32,
@@ -59,14 +60,15 @@ _WIRE_DTYPES: dict[str, Any] = {
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _PREFETCH = 4  # microbatches that each worker reads ahead
 _INTEGER = ("tokens", "labels", "position_ids")
-_KEYS = (*_INTEGER, "loss_mask")  # of samples of different lengths
+_KEYS = (*_INTEGER, "loss_mask")
+"""Entries of samples that differ in length."""
 
 
 class BatchSizes:
-    """Batch size and microbatches at every point of a run.
+    """Computes batch size and number of microbatches at every point of a run.
 
-    With ``--rampup-batch-size START INCREMENT SAMPLES`` the ramp-up's samples are cut into as many
-    equal parts as there are increments, and each part adds one::
+    With ``--rampup-batch-size START INCREMENT SAMPLES`` the batch size grows from START by equal
+    increments, each after the same number of samples::
 
         size  global |                  ____________
                      |            ______
@@ -79,8 +81,8 @@ class BatchSizes:
     state.
 
     Args:
-        config: the batch settings, whose sizes all suit the job (``config.flag_checks``).
-        data_parallel_size: copies of the model that share each batch.
+        config: Batch settings that ``config.flag_checks`` has accepted.
+        data_parallel_size: Number of copies of the model that share each batch.
     """
 
     def __init__(self, config: BatchConfig, data_parallel_size: int) -> None:
@@ -89,29 +91,29 @@ class BatchSizes:
         self._sizes = config.batch_sizes()
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
-        """Return the samples of the step that follows ``consumed_samples`` samples."""
+        """Returns the number of samples of the step after ``consumed_samples`` samples."""
         if self._config.rampup_batch_size is None or len(self._sizes) == 1:
             return self._config.global_batch_size
         ramp_samples = self._config.rampup_batch_size[2]
         if consumed_samples > ramp_samples:
             return self._config.global_batch_size
-        # Divided as megatron-core does, rounding included: exact arithmetic takes some increments
-        # one batch earlier, and a run moved over from there would not repeat its batches.
+        # This division rounds like that of megatron-core. Exact arithmetic would take some
+        # increments one batch earlier, and a run that moves here would get other batches.
         samples_per_increment = ramp_samples / (len(self._sizes) - 1)
         return self._sizes[int(consumed_samples / samples_per_increment)]
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
-        """Return the microbatches per model copy of the step after ``consumed_samples``."""
+        """Returns the microbatches per model copy in the step after ``consumed_samples``."""
         return self.global_batch_size_at(consumed_samples) // self._samples_per_microbatch
 
     def iterations_for(self, train_samples: int) -> int:
-        """Return the iterations of a run; a last batch that would not be full is left out.
+        """Returns the number of iterations of a run; a last, incomplete batch is left out.
 
-        Unlike Megatron-LM, which assumes that the run outlasts the ramp-up, this also holds for
+        Megatron-LM assumes that the run is longer than the ramp-up; this method also supports
         runs that end within it.
 
         Args:
-            train_samples: samples of the whole run.
+            train_samples: Number of samples of the whole run.
         """
         iterations = consumed = 0
         while self.global_batch_size_at(consumed) < self._config.global_batch_size:
@@ -128,13 +130,13 @@ class Batching:
     """Groups samples into microbatches.
 
     Attributes:
-        micro_batch_size: samples of a microbatch where they are padded.
-        replicas: data-parallel size.
-        varies: whether samples differ in length.
-        pack_to: tokens that a microbatch holds at most where they are packed, else ``None``.
-        multiple: number that the tokens of a row are a multiple of.
-        group: number that the microbatches of a replica are a multiple of.
-        least: microbatches that a replica has at least.
+        micro_batch_size: Number of samples of a microbatch without packing.
+        replicas: Data-parallel size.
+        varies: Whether samples differ in length.
+        pack_to: Largest number of tokens of a packed microbatch, ``None`` without packing.
+        multiple: Unit in tokens to which rows are padded.
+        group: Divisor of the number of microbatches of a replica.
+        least: Least number of microbatches of a replica.
     """
 
     micro_batch_size: int
@@ -146,51 +148,54 @@ class Batching:
     least: int = 1
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Returns the microbatches of all replicas, each a list of positions in ``lengths``."""
+        """Returns the microbatches of all replicas, each a list of indices into ``lengths``."""
         if self.pack_to is not None:
-            unit, least = self.replicas * self.group, self.replicas * self.least
+            unit = self.replicas * self.group
+            least = self.replicas * self.least
             return first_fit(lengths, self.pack_to, unit, least)
         size = self.micro_batch_size
         return [list(range(n, n + size)) for n in range(0, len(lengths), size)]
 
     def size_of(self, lengths: Sequence[int]) -> Size:
-        """Returns the size of a microbatch of samples of these lengths."""
+        """Returns tokens and sum of squared lengths of a microbatch with these lengths."""
         if self.pack_to is None:
             lengths = [self.row_tokens(max(lengths))] * len(lengths)
         return float(sum(lengths)), float(sum(length * length for length in lengths))
 
     def positions(self, lengths: Sequence[int]) -> int:
-        """Returns the positions of a microbatch of samples of these lengths, padding included."""
+        """Returns the tokens of a microbatch with these lengths, padding included."""
         if self.pack_to is None:
             return len(lengths) * self.row_tokens(max(lengths))
         return self.row_tokens(sum(lengths))
 
     def row_tokens(self, tokens: int) -> int:
-        """Returns the length of a row of so many tokens."""
+        """Returns the length of a row for this number of tokens, padding included."""
         return -(-tokens // self.multiple) * self.multiple
 
 
 def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) -> list[list[int]]:
     """Packs samples into rows: the longest first, each into the first row that has room.
 
-    Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973: first fit decreasing, at
-    most 11/9 of the fewest rows and one.
+    If the result has too few rows for ``unit`` or ``least``, rows with the most samples are split.
+
+    Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973: first fit decreasing, which
+    needs at most 11/9 of the fewest rows, plus one.
 
     Args:
-        lengths: tokens of each sample.
-        room: tokens that a row holds; samples are no longer.
-        unit: number that the rows are a multiple of; rows with the most samples are divided.
-        least: rows at least, divided likewise.
+        lengths: Number of tokens of each sample.
+        room: Number of tokens of a full row; no sample is longer.
+        unit: Divisor of the number of rows.
+        least: Least number of rows.
 
     Returns:
-        Positions in ``lengths``, ascending within a row; rows ascend by their first sample.
+        Indices into ``lengths``, ascending within a row; rows ascend by their first sample.
 
     Raises:
-        ConfigError: there are fewer samples than rows to fill.
+        ConfigError: There are fewer samples than rows.
     """
     rows: list[list[int]] = []
     left: list[int] = []
-    for sample in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
+    for sample in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[sample]
         row = next((n for n, free in enumerate(left) if free >= length), len(rows))
         if row == len(rows):
@@ -198,13 +203,14 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
             left.append(room)
         rows[row].append(sample)
         left[row] -= length
-    wanted = -(-max(len(rows), least) // unit) * unit
-    if wanted > len(lengths):
+    num_rows = -(-max(len(rows), least) // unit) * unit
+    if num_rows > len(lengths):
         raise ConfigError(
             f"{len(lengths)} samples of a step cannot fill a multiple of {unit} microbatches, "
-            f"{wanted} here; use a --global-batch-size of so many at least, a multiple of {unit}"
+            f"{num_rows} here; use a --global-batch-size of at least {num_rows}, a multiple of "
+            f"{unit}"
         )
-    while len(rows) < wanted:
+    while len(rows) < num_rows:
         largest = max(rows, key=lambda row: (len(row), sum(lengths[n] for n in row)))
         rows.append(largest[1::2])
         del largest[1::2]
@@ -216,13 +222,13 @@ class Load:
     """Holds the sizes of a step's microbatches, over all replicas.
 
     Attributes:
-        tokens: tokens of documents.
-        padding: share of the positions that hold none.
-        longest: tokens of the longest document.
-        mean_length: mean tokens of a document.
-        num_microbatches: microbatches.
-        least_tokens: tokens of the microbatch with the fewest.
-        most_tokens: tokens of the one with the most.
+        tokens: Number of tokens without padding.
+        padding: Padding as a fraction of all positions, 0 to 1.
+        longest: Number of tokens of the longest document.
+        mean_length: Mean number of tokens of a document.
+        num_microbatches: Number of microbatches.
+        least_tokens: Number of tokens of the smallest microbatch.
+        most_tokens: Number of tokens of the largest microbatch.
     """
 
     tokens: int
@@ -235,9 +241,10 @@ class Load:
 
 
 def length_of(dataset: Any, index: int) -> int:
-    """Returns the tokens of a sample of a dataset or of a blend of several."""
+    """Returns the number of tokens of a sample, also for a blend of several datasets."""
     while hasattr(dataset, "dataset_index"):
-        part, index = dataset.dataset_index[index], dataset.dataset_sample_index[index]
+        part = dataset.dataset_index[index]
+        index = dataset.dataset_sample_index[index]
         dataset = dataset.datasets[part]
     return int(dataset.length_of(index))
 
@@ -245,21 +252,22 @@ def length_of(dataset: Any, index: int) -> int:
 class MicrobatchLoader:
     """Draws the microbatches of one data-parallel rank, step by step.
 
-    Without workers a microbatch is read when it is asked for; with workers they are read ahead, in
-    order and across steps, those that come to this rank in turns. Not thread safe.
+    Without workers a microbatch is read when it is requested. Workers read this rank's part of each
+    block ahead, in order and across steps. Not thread safe.
 
     Args:
-        dataset: samples as dicts, from :func:`megatron.adaptive.data.datasets.build_datasets`.
-        consumed_samples: samples that all ranks together took before, over the whole run.
-        batching: how they become microbatches.
-        dp_rank: this rank's position among the data-parallel ranks.
-        reads: whether this rank needs the tokens; it always knows the lengths.
-        num_workers: processes that read samples of one length ahead; 0 reads in this process.
-        pin_memory: hand out page-locked tensors, for asynchronous copies to a GPU.
-        on_read: called for every microbatch that was read.
+        dataset: Samples as dicts, from :func:`megatron.adaptive.data.datasets.build_datasets`.
+        consumed_samples: Number of samples that all ranks together took before, in the whole run.
+        batching: Rules that group samples into microbatches.
+        dp_rank: Index of this rank among the data-parallel ranks.
+        reads: Whether this rank needs the tokens; it always needs the lengths.
+        num_workers: Number of processes that read ahead; 0 reads in this process. Samples of
+            different lengths are always read in this process.
+        pin_memory: Whether tensors are page-locked, for asynchronous copies to a GPU.
+        on_read: Callback for every microbatch that was read.
 
     Attributes:
-        consumed_samples: samples that all ranks together took, those before included.
+        consumed_samples: Number of samples that all ranks together have taken in the whole run.
     """
 
     def __init__(
@@ -274,15 +282,20 @@ class MicrobatchLoader:
         pin_memory: bool = False,
         on_read: OnRead | None = None,
     ) -> None:
-        self._dataset, self._batching, self._dp_rank = dataset, batching, dp_rank
+        self._dataset = dataset
+        self._batching = batching
+        self._dp_rank = dp_rank
         self.consumed_samples = self._first_sample = consumed_samples
-        self._reads, self._pin_memory, self._on_read = reads, pin_memory, on_read
+        self._reads = reads
+        self._pin_memory = pin_memory
+        self._on_read = on_read
         self._read_ahead: Iterator[Arrays] | None = None
         self._read_block = 0
         if num_workers and not batching.varies:
-            left, replicas = len(dataset) - consumed_samples, batching.replicas
+            left = len(dataset) - consumed_samples
+            replicas = batching.replicas
             blocks = max(0, left) // (batching.micro_batch_size * replicas)
-            # torch names a base class as type, and needs no more than what this has.
+            # torch declares a base class as type, but an iterable of index lists suffices.
             order: Any = map(self._samples, range(dp_rank, blocks * replicas, replicas))
             self._read_ahead = iter(
                 DataLoader(
@@ -292,26 +305,28 @@ class MicrobatchLoader:
                     prefetch_factor=_PREFETCH,
                     collate_fn=_collate,
                     worker_init_fn=functools.partial(_start_worker, os.getpid()),
-                    # Mapped files and indices are inherited; a fresh process would read them anew.
+                    # A forked process inherits mapped files and indices; others would read them.
                     multiprocessing_context="fork",
                 )
             )
 
     def step(self, num_microbatches: int, deal: Deal | None = None) -> StepMicrobatches:
-        """Take the next ``num_microbatches * micro_batch_size * replicas`` samples.
+        """Takes the next ``num_microbatches * micro_batch_size * replicas`` samples.
 
         Args:
-            num_microbatches: microbatches a rank in this step, on the mean; may change from step
-                to step. Packed ones may be fewer.
-            deal: gives each rank its microbatches; in turns where ``None``.
+            num_microbatches: Mean number of microbatches of a rank in this step, before packing;
+                may change between steps.
+            deal: Function that assigns microbatches to ranks; ``None`` assigns them in turns.
 
         Returns:
-            This rank's part, readable until the next call of :meth:`step`.
+            Microbatches of this rank, readable until the next call of :meth:`step`.
 
         Raises:
-            DataError: the dataset ends within the step.
+            DataError: The dataset ends within the step.
         """
-        batching, first, dataset = self._batching, self.consumed_samples, self._dataset
+        batching = self._batching
+        first = self.consumed_samples
+        dataset = self._dataset
         count = num_microbatches * batching.replicas
         end = first + count * batching.micro_batch_size
         if end > len(dataset):
@@ -320,29 +335,33 @@ class MicrobatchLoader:
                 f"{first} to {end - 1}; build the data for more iterations"
             )
         self.consumed_samples = end
-        more: Any = {"pin_memory": self._pin_memory, "on_read": self._on_read}
+        options: Any = {"pin_memory": self._pin_memory, "on_read": self._on_read}
         if batching.varies:
             lengths = [length_of(dataset, number) for number in range(first, end)]
             read = (lambda number: dataset[first + number]) if self._reads else None
-            return LengthMicrobatches(lengths, batching, self._dp_rank, read, deal=deal, **more)
-        own: Sequence[int] = range(self._dp_rank, count, batching.replicas)
+            return LengthMicrobatches(lengths, batching, self._dp_rank, read, deal=deal, **options)
+        numbers: Sequence[int] = range(self._dp_rank, count, batching.replicas)
         if deal is not None:
-            own = deal([EQUAL] * count)[self._dp_rank]
+            numbers = deal([EQUAL] * count)[self._dp_rank]
         before = (first - self._first_sample) // batching.micro_batch_size
 
         def fetch(index: int) -> Microbatch:
             if self.consumed_samples != end:
-                raise RuntimeError("a microbatch of an earlier step was asked for after the next")
-            return self._fetch(before + own[index])
+                raise RuntimeError("a microbatch of an earlier step was requested in a later step")
+            return self._fetch(before + numbers[index])
 
-        return StepMicrobatches(fetch, len(own), **more)
+        return StepMicrobatches(fetch, len(numbers), **options)
 
     def close(self) -> None:
-        """End the data workers, if any. The loader then reads in this process."""
+        """Ends the data workers, if there are any. The loader then reads in this process."""
         self._read_ahead = None
 
     def _samples(self, number: int) -> range:
-        """Return the samples of a microbatch, counted over all ranks since the first."""
+        """Returns the samples of a microbatch.
+
+        Args:
+            number: Index of the microbatch over all ranks, from 0 at this loader's first sample.
+        """
         size = self._batching.micro_batch_size
         start = self._first_sample + number * size
         return range(start, start + size)
@@ -362,7 +381,7 @@ class MicrobatchLoader:
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
-        """Draw from the workers up to ``block``; what a step left unread is passed over."""
+        """Returns this rank's microbatch of ``block``; skips blocks that earlier steps left."""
         try:
             while self._read_block < block:
                 next(read_ahead)
@@ -379,17 +398,18 @@ class MicrobatchLoader:
 
 
 class StepMicrobatches:
-    """The microbatches of one step and rank, in any order and as often as needed.
+    """Provides the microbatches of one step and rank, in any order and repeatedly.
 
-    Each is read once, those before it along with it, and kept until this object goes. A microbatch
-    holds ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64``, ``loss_mask [b, s] float32``
-    and, where the dataset makes one, ``attention_mask [b, 1, s, s] bool`` (true where hidden).
+    A request reads the microbatch and all before it that were not read yet; each is read once and
+    kept. A microbatch has ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64``, ``loss_mask
+    [b, s] float32`` and, if the dataset makes one, ``attention_mask [b, 1, s, s] bool`` (true for
+    hidden tokens).
 
     Args:
-        read: reads one, given its place in the step.
-        count: how many there are.
-        pin_memory: hand out page-locked tensors.
-        on_read: called for every microbatch that was read.
+        read: Reads the microbatch with this index in the step.
+        count: Number of microbatches.
+        pin_memory: Whether tensors are page-locked.
+        on_read: Callback for every microbatch that was read.
     """
 
     def __init__(
@@ -400,8 +420,10 @@ class StepMicrobatches:
         pin_memory: bool = False,
         on_read: OnRead | None = None,
     ) -> None:
-        self._read, self._count = read, count
-        self._pin_memory, self._on_read = pin_memory, on_read
+        self._read = read
+        self._count = count
+        self._pin_memory = pin_memory
+        self._on_read = on_read
         self._ready: list[Microbatch] = []
 
     def __len__(self) -> int:
@@ -412,35 +434,36 @@ class StepMicrobatches:
             raise IndexError(f"microbatch {index} is outside 0..{len(self) - 1}")
         for earlier in range(len(self._ready), index + 1):
             start_ns = time.monotonic_ns()
-            made = self._read(earlier)
+            microbatch = self._read(earlier)
             if self._pin_memory:
-                made = {key: tensor.pin_memory() for key, tensor in made.items()}
-            self._ready.append(made)
+                microbatch = {key: tensor.pin_memory() for key, tensor in microbatch.items()}
+            self._ready.append(microbatch)
             if self._on_read is not None:
                 self._on_read(earlier, start_ns, time.monotonic_ns())
         return self._ready[index]
 
 
 class LengthMicrobatches(StepMicrobatches):
-    """The microbatches of one step and rank, of samples of different lengths.
+    """Provides the microbatches of one step and rank, from samples of different lengths.
 
-    A microbatch holds ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64`` and ``loss_mask
-    [b, s] float32``, and where documents are packed, with ``b`` = 1, ``lengths [n] int32``: those
-    of the documents one after the other, padding as a last one. A rank that does not read holds
-    ``lengths`` alone, or nothing.
+    A microbatch has ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64`` and ``loss_mask [b,
+    s] float32``. If documents are packed, ``b`` is 1 and there is ``lengths [n] int32``: the
+    lengths of the documents in order, with the padding as a last one. On a rank that reads no
+    tokens, a microbatch has only ``lengths``, or nothing.
 
     Attributes:
-        contents: by microbatch its positions and the tokens of each of its documents.
-        load: what the microbatches of all replicas hold.
+        contents: Tuple for each microbatch: its positions with padding, then the number of tokens
+            of each of its documents.
+        load: Sizes of the microbatches of all replicas.
 
     Args:
-        lengths: tokens of the step's samples.
-        batching: how they become microbatches.
-        dp_rank: this rank's replica.
-        read: reads a sample of the step, ``None`` on a rank that needs no tokens.
-        deal: gives each replica its microbatches; in turns where ``None``.
-        pin_memory: hand out page-locked tensors.
-        on_read: called for every microbatch that was read.
+        lengths: Number of tokens of each of the step's samples.
+        batching: Rules that group samples into microbatches.
+        dp_rank: Index of this rank's replica.
+        read: Reads the sample with this index in the step; ``None`` on a rank that needs no tokens.
+        deal: Function that assigns microbatches to replicas; ``None`` assigns them in turns.
+        pin_memory: Whether tensors are page-locked.
+        on_read: Callback for every microbatch that was read.
     """
 
     def __init__(
@@ -454,16 +477,18 @@ class LengthMicrobatches(StepMicrobatches):
         pin_memory: bool = False,
         on_read: OnRead | None = None,
     ) -> None:
-        self._lengths, self._batching, self._sample = lengths, batching, read
+        self._lengths = lengths
+        self._batching = batching
+        self._sample = read
         rows = batching.plan(lengths)
-        each = [[lengths[sample] for sample in row] for row in rows]
-        own: Sequence[int] = range(dp_rank, len(rows), batching.replicas)
+        by_row = [[lengths[sample] for sample in row] for row in rows]
+        numbers: Sequence[int] = range(dp_rank, len(rows), batching.replicas)
         if deal is not None:
-            own = deal([batching.size_of(documents) for documents in each])[dp_rank]
-        self._own = [rows[number] for number in own]
-        tokens = [sum(documents) for documents in each]
-        positions = [batching.positions(documents) for documents in each]
-        self.contents = tuple((positions[number], *each[number]) for number in own)
+            numbers = deal([batching.size_of(documents) for documents in by_row])[dp_rank]
+        self._rows = [rows[number] for number in numbers]
+        tokens = [sum(documents) for documents in by_row]
+        positions = [batching.positions(documents) for documents in by_row]
+        self.contents = tuple((positions[number], *by_row[number]) for number in numbers)
         self.load = Load(
             tokens=sum(tokens),
             padding=1.0 - sum(tokens) / sum(positions),
@@ -474,39 +499,40 @@ class LengthMicrobatches(StepMicrobatches):
             most_tokens=max(tokens),
         )
         super().__init__(
-            lambda index: self._make(self._own[index]),
-            len(self._own),
+            lambda index: self._make(self._rows[index]),
+            len(self._rows),
             pin_memory=pin_memory,
             on_read=None if read is None else on_read,
         )
 
     def _make(self, samples: Sequence[int]) -> Microbatch:
-        is_packed, lengths = self._batching.pack_to is not None, self._lengths
+        is_packed = self._batching.pack_to is not None
+        lengths = self._lengths
         rows = [list(samples)] if is_packed else [[sample] for sample in samples]
         longest = max(sum(lengths[n] for n in row) for row in rows)
         width = self._batching.row_tokens(longest)
-        made: Microbatch = {}
+        microbatch: Microbatch = {}
         if self._sample is not None:
             arrays: Arrays = {}
             for number, row in enumerate(rows):
-                place = 0
+                start = 0
                 for sample in row:
                     for key, values in self._sample(sample).items():
                         if key not in _KEYS:
                             continue
                         kind = np.float32 if key == "loss_mask" else np.int64
                         array = arrays.setdefault(key, np.zeros((len(rows), width), kind))
-                        array[number, place : place + lengths[sample]] = values
-                    place += lengths[sample]
-            made = {key: torch.from_numpy(array) for key, array in arrays.items()}
+                        array[number, start : start + lengths[sample]] = values
+                    start += lengths[sample]
+            microbatch = {key: torch.from_numpy(array) for key, array in arrays.items()}
         if is_packed:
             documents = [lengths[n] for n in samples] + [width - longest] * (width > longest)
-            made["lengths"] = torch.tensor(documents, dtype=torch.int32)
-        return made
+            microbatch["lengths"] = torch.tensor(documents, dtype=torch.int32)
+        return microbatch
 
 
 def _collate(samples: list[dict[str, Any]]) -> Arrays:
-    # Arrays, not tensors: tensors from a worker would need room in /dev/shm, scarce in containers.
+    # Tensors from a worker would need space in /dev/shm, which containers limit; arrays do not.
     return {
         key: np.stack([np.asarray(sample[key], dtype=dtype) for sample in samples])
         for key, dtype in _WIRE_DTYPES.items()
@@ -515,12 +541,12 @@ def _collate(samples: list[dict[str, Any]]) -> Arrays:
 
 
 def _start_worker(rank_pid: int, _worker_id: int) -> None:
-    # A worker holds the rank's connections too. If it outlived a killed rank, other ranks would
-    # wait for one that is gone.
+    # A worker inherits the rank's connections. If it outlived a killed rank, they would stay open,
+    # and other ranks would continue to wait for that rank.
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != rank_pid:
         os._exit(1)
-    # Signals reach the whole process group. The trainer decides what they mean; a worker that dies
-    # of one would keep it from finishing its step. Workers end when the trainer does.
+    # A signal reaches the whole process group. Only the trainer handles it: if workers died of it,
+    # the trainer could not finish its step. Workers end when the trainer does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

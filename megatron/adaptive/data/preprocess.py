@@ -1,14 +1,14 @@
-"""JSON lines to megatron-core's ``.bin/.idx`` token files, in parallel and all or nothing.
+"""Converts JSON lines to megatron-core's ``.bin/.idx`` token files, in parallel.
 
 ::
 
-    files ──> batches of lines ──> worker processes ──> in order ──> one builder a key ──> rename
-              (reader, here)       parse, tokenize      (here)       hidden temporary files
+    files ──> batches of lines ──> worker processes ──> in order ──> a builder per key ──> rename
+              (parent)             parse, tokenize      (parent)     hidden temporary files
 
-The parent reads and writes, workers parse and tokenize; at most a few batches are under way, so
-memory does not grow with the input, and the output does not depend on the number of workers.
-torch and megatron-core are imported only when the first result is written: workers start without
-them, and work while the parent imports.
+The output files appear only if everything was converted. The parent reads and writes, workers parse
+and tokenize. Only a few batches are in progress at a time, so memory does not grow with the input.
+The output does not depend on the number of workers. The parent imports torch and megatron-core when
+it writes the first result: workers start without them, and work during the import.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessSpec(TokenizerConfig):
-    """Names the input, the keys, the tokenizer and the output of :func:`preprocess`.
+    """Holds the settings of :func:`preprocess`: input, keys, tokenizer and output.
 
     Attributes:
-        inputs: JSON lines files, one JSON object a line, in the order they are written.
-        output_prefix: output files are ``<output_prefix>_<key>_document.bin`` and ``.idx``.
-        json_keys: keys whose text becomes a document; one pair of files each.
-        append_eod: end each document with the end of document id.
-        workers: processes that tokenize; 1 means in this process.
+        inputs: Paths of files with one JSON object per line, in the order of the output.
+        output_prefix: Prefix of the output files, ``<output_prefix>_<key>_document.bin`` and
+            ``.idx``.
+        json_keys: Keys whose text becomes a document; each key gets a pair of files.
+        append_eod: Whether each document ends with the end-of-document id.
+        workers: Number of processes that tokenize; 1 tokenizes in this process.
     """
 
     inputs: tuple[Path, ...]
@@ -65,21 +66,21 @@ class PreprocessSpec(TokenizerConfig):
     workers: int = 1
 
     def prefix_of(self, key: str) -> str:
-        """Return the output path of ``key`` without its suffix, as ``--data-path`` takes it."""
+        """Returns the output path of ``key`` without suffix, for ``--data-path``."""
         return f"{self.output_prefix}_{key}_document"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessSummary:
-    """Counts of :func:`preprocess`.
+    """Holds the results of :func:`preprocess`.
 
     Attributes:
-        prefixes: output paths without suffix, one a key.
-        num_documents: JSON objects read.
-        num_empty: texts without a single token, which are left out (counted per key).
-        num_tokens: tokens written, over all keys.
-        input_bytes: bytes read.
-        elapsed_s: wall time.
+        prefixes: Output path of each key, without suffix.
+        num_documents: Number of JSON objects that were read.
+        num_empty: Number of texts without a token, which were left out, over all keys.
+        num_tokens: Number of tokens that were written, over all keys.
+        input_bytes: Number of bytes that were read.
+        elapsed_s: Wall time in seconds.
     """
 
     prefixes: tuple[str, ...]
@@ -91,12 +92,19 @@ class PreprocessSummary:
 
 
 _Batch = tuple[Path, int, list[bytes]]
-"""A file, the number of a line there, and raw lines from that on, blank ones too."""
+"""Path of a file, number of the first line, and the raw lines, blank ones included."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """Tokens of one batch: per key one flat array and the lengths of the documents in it."""
+    """Holds the tokens of a batch.
+
+    Attributes:
+        ids: For each key, the tokens of all documents one after the other.
+        lengths: For each key, the number of tokens of each document.
+        num_documents: Number of JSON objects.
+        num_bytes: Number of input bytes.
+    """
 
     ids: list[npt.NDArray[np.int32]]
     lengths: list[list[int]]
@@ -105,20 +113,20 @@ class _Encoded:
 
 
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """Turn file names and glob patterns into files, each once, patterns in sorted order.
+    """Returns the files of names and glob patterns, each once; those of a pattern are sorted.
 
     Raises:
-        DataError: a name or pattern leads to no readable file.
+        DataError: A name or pattern matches no readable file.
     """
     files: dict[Path, None] = {}
     for pattern in patterns:
         exists = Path(pattern).exists()
         names = [pattern] if exists else sorted(glob.glob(pattern, recursive=True))
-        found = [Path(name) for name in names if Path(name).is_file()]
-        if not found:
+        paths = [Path(name) for name in names if Path(name).is_file()]
+        if not paths:
             reason = "is not a regular file" if names else "no such file"
             raise DataError(f"{pattern}: {reason}; --input takes JSON lines files or a pattern")
-        for path in found:
+        for path in paths:
             if not os.access(path, os.R_OK):
                 raise DataError(f"{path}: cannot be read; check its permissions")
             files[path] = None
@@ -126,20 +134,20 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
 
 
 def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> PreprocessSummary:
-    """Tokenize JSON lines into one ``.bin/.idx`` pair a key, or leave nothing behind.
+    """Tokenizes JSON lines into a ``.bin/.idx`` pair for each key; after an error leaves no files.
 
-    Existing output is replaced only after everything was tokenized. Blank lines are passed over.
+    Existing output is replaced only after everything was tokenized. Blank lines are skipped.
 
     Args:
-        spec: inputs, keys, tokenizer, output.
-        progress: called in this process after each batch with (documents, input bytes) so far.
+        spec: Inputs, keys, tokenizer and output.
+        progress: Called in this process after each batch with the documents and input bytes so far.
 
     Returns:
         Counts and output paths.
 
     Raises:
-        ConfigError: an option breaks a rule.
-        DataError: a line is not JSON or lacks a key (named with file and line), the input holds
+        ConfigError: An option breaks a rule.
+        DataError: A line is not JSON or lacks a key (the message has file and line), the input has
             no document, a vocabulary is broken, or the output cannot be written.
     """
     _check(spec)
@@ -202,9 +210,6 @@ def _names(paths: Sequence[Path]) -> str:
     return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
-# Reading
-
-
 def _batches(inputs: Iterable[Path]) -> Iterator[_Batch]:
     for path in inputs:
         try:
@@ -217,14 +222,11 @@ def _batches(inputs: Iterable[Path]) -> Iterator[_Batch]:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-# Tokenizing
-
-
 class _Encoder:
-    """Parses and tokenizes batches; lives in a worker process or in the parent."""
+    """Parses and tokenizes batches, in a worker process or in the parent."""
 
     def __init__(self, spec: PreprocessSpec) -> None:
-        # ``tokenizers`` would start a thread a core while ``--workers`` says how many there are.
+        # ``tokenizers`` would start a thread per core in each of the ``--workers`` processes.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = build_tokenizer(spec)
         self._keys = spec.json_keys
@@ -233,13 +235,14 @@ class _Encoder:
     def __call__(self, batch: _Batch) -> _Encoded:
         path, first_line, lines = batch
         rows = []
-        for at, line in enumerate(lines, start=first_line):
+        for line_number, line in enumerate(lines, start=first_line):
             if not line.isspace():
                 try:
                     rows.append(self._parse(line))
                 except ValueError as error:
-                    raise DataError(f"{path}:{at}: {error}") from None
-        ids, lengths = [], []
+                    raise DataError(f"{path}:{line_number}: {error}") from None
+        ids = []
+        lengths = []
         for column in zip(*rows, strict=True) if rows else [()] * len(self._keys):
             try:
                 tokens = [row for row in self._tokenizer.tokenize_batch(column) if row]
@@ -252,7 +255,7 @@ class _Encoder:
         return _Encoded(ids, lengths, len(rows), sum(map(len, lines)))
 
     def _parse(self, line: bytes) -> list[str]:
-        """Returns the texts of a line; raises ``ValueError`` where it has none."""
+        """Returns the texts of a line; raises ``ValueError`` if a text is missing."""
         try:
             document = parse_json(line, strict=False)
         except ValueError as error:
@@ -278,14 +281,14 @@ _worker_encoder: list[_Encoder] = []
 
 
 def _start_worker(spec: PreprocessSpec) -> None:
-    # The parent decides when to stop: it takes Ctrl-C, removes the temporary files and ends us.
+    # Only the parent handles Ctrl-C: it removes the temporary files and ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker_encoder.append(_Encoder(spec))
 
 
 def _end_with_parent() -> None:
-    """End this worker when a killed parent can no longer do it; its queue would never close."""
+    """Ends this worker if the parent dies, because its queue would never close."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
@@ -297,13 +300,13 @@ def _encode_in_worker(batch: _Batch) -> _Encoded:
 
 
 def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
-    """Yield tokenized batches in input order; stop the workers when closed."""
+    """Yields tokenized batches in input order; stops the workers when closed."""
     if spec.workers == 1:
         yield from map(_Encoder(spec), _batches(spec.inputs))
         return
     pool = ProcessPoolExecutor(
         max_workers=spec.workers,
-        # Not fork: the parent may hold threads (torch, progress bar) that do not survive it.
+        # Threads of the parent (torch, progress bar) do not survive a fork.
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
         initargs=(spec,),
@@ -325,11 +328,8 @@ def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-# Writing
-
-
 class _Output:
-    """One ``.bin/.idx`` pair, under temporary names until :meth:`publish`."""
+    """Writes a ``.bin/.idx`` pair under temporary names until :meth:`publish`."""
 
     def __init__(self, prefix: str, vocab_size: int) -> None:
         self.prefix = prefix
@@ -339,14 +339,14 @@ class _Output:
         self._temporary = str(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"))
         self._builder: Any = None
         path.parent.mkdir(parents=True, exist_ok=True)
-        # At once, so that an unwritable place is known before the work is done.
+        # The file is created now, so that an unwritable folder is known before the work is done.
         Path(f"{self._temporary}.bin").touch()
 
     def __enter__(self) -> _Output:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close and remove what has no final name."""
+        """Closes the files and removes those without a final name."""
         if self._builder is not None:
             with suppress(OSError):
                 self._builder.data_file.close()
@@ -354,7 +354,7 @@ class _Output:
             Path(f"{self._temporary}{suffix}").unlink(missing_ok=True)
 
     def add(self, ids: npt.NDArray[np.int32], lengths: list[int]) -> None:
-        """Append documents; ``ids`` holds them one after the other."""
+        """Appends documents, whose tokens follow one another in ``ids``."""
         if self._builder is None:
             self._builder = _new_builder(f"{self._temporary}.bin", self._vocab_size)
         end = 0
@@ -365,11 +365,11 @@ class _Output:
         self.num_tokens += len(ids)
 
     def finish(self) -> None:
-        """Write the index and flush the tokens, still under temporary names."""
+        """Writes the index and flushes the tokens, still under temporary names."""
         self._builder.finalize(f"{self._temporary}.idx")
 
     def publish(self) -> None:
-        """Give the files their names; the index last, for it says that the data is whole."""
+        """Renames the files, the index last, because it marks the data as complete."""
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             os.replace(f"{self._temporary}{suffix}", f"{self.prefix}{suffix}")
@@ -377,7 +377,7 @@ class _Output:
 
 def _new_builder(bin_path: str, vocab_size: int) -> Any:
     with warnings.catch_warnings():
-        # megatron-core warns about optional GPU packages that this has no use for.
+        # megatron-core warns about optional GPU packages that are not needed here.
         warnings.simplefilter("ignore")
         prepare_megatron_core()
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder

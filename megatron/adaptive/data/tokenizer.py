@@ -1,14 +1,14 @@
-"""Tokenizers: text to ids and back, and the sizes the model needs to know.
+"""Converts text to token ids and back, and computes the size of the vocabulary.
 
 Owns reading and checking a GPT-2 style vocabulary (``vocab.json`` and ``merges.txt``), the folder
-of a Hugging Face tokenizer with its chat template, SentencePiece's and tiktoken's files, and the
-padding rule of the embedding. Files are local; of what they hold only a template is run, in a
-sandbox. Imports neither torch nor megatron-core but for ``TikTokenizer``, so that worker processes
-start quickly; the objects carry the attributes that megatron-core's dataset configuration reads
+of a Hugging Face tokenizer with its chat template, the files of SentencePiece and tiktoken, and the
+padding rule of the embedding. Files are local. The only code in them that runs is a chat template,
+in a sandbox. Only ``TikTokenizer`` imports torch and megatron-core, so that worker processes start
+quickly. Tokenizers have the attributes that megatron-core's dataset configuration reads
 (``vocab_size``, ``eod``, ``unique_identifiers``, ``tokenize``, ...).
 
-megatron-core's own GPT-2 tokenizer is not used because it needs ``transformers`` and may
-download; its ``NullTokenizer`` would do, but its identity leaves out the vocabulary size.
+megatron-core's GPT-2 tokenizer is not used, because it needs ``transformers`` and may download
+files. Its ``NullTokenizer`` is not used, because its identity leaves out the vocabulary size.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ _ROLES = ("system", "user", "assistant")  # allowed if the tokenizer has no chat
 _TEMPLATE_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
-_CHAT_VERSION = 2  # version of the rule that chooses taught tokens; cached tokens are of one
+_CHAT_VERSION = 2
+"""Version of the rule that chooses taught tokens; part of the key of cached tokens."""
 _MODEL = "check --tokenizer-model"
-_IDS_OF_TIKTOKEN = 1 << 17  # ids of all kinds, as in Megatron-LM
+_IDS_OF_TIKTOKEN = 1 << 17
+"""Default size of a tiktoken vocabulary, special tokens included; the same as in Megatron-LM."""
 
 
 def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_size: int) -> int:
-    """Round a vocabulary up so that every tensor-parallel rank gets an equal, aligned share.
+    """Rounds a vocabulary up so that every tensor-parallel rank gets an equal, aligned share.
 
     Args:
-        vocab_size: entries the tokenizer knows.
-        make_divisible_by: ``--make-vocab-size-divisible-by``.
-        tensor_parallel_size: ranks the embedding is split over.
+        vocab_size: Number of ids of the tokenizer.
+        make_divisible_by: Value of ``--make-vocab-size-divisible-by``.
+        tensor_parallel_size: Number of ranks over which the embedding is split.
 
     Returns:
         The smallest multiple of ``make_divisible_by * tensor_parallel_size`` that is not less
@@ -59,71 +61,75 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_s
 
 
 class Tokenizer(ABC):
-    """Text to ids and back, in the form megatron-core's datasets expect.
+    """Converts text to ids and back, with the interface that megatron-core's datasets expect.
 
     Attributes:
-        vocab_size: number of ids, end of document included; every id is below it.
-        eod: the id that ends a document.
-        unique_identifiers: distinguish this tokenizer from others; they enter the keys of cached
-            dataset indices.
+        vocab_size: Number of ids, end of document included; every id is below it.
+        eod: Id that ends a document.
+        unique_identifiers: Values that distinguish this tokenizer from others; part of the keys
+            of cached dataset indices.
     """
 
     def __init__(self, vocab_size: int, eod: int, **identity: str) -> None:
-        self.vocab_size, self.eod = vocab_size, eod
+        self.vocab_size = vocab_size
+        self.eod = eod
         name = type(self).__name__
         self.unique_identifiers = OrderedDict({"class": name, "size": vocab_size, **identity})
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of ``text``, without an end of document."""
+        """Returns the ids of ``text``, without an end of document."""
 
     def heading(self, role: str) -> list[int]:
-        """Return the ids that precede a message of ``role`` in a conversation."""
+        """Returns the ids that precede a message of ``role`` in a conversation."""
         return self.tokenize(f"{role}:\n")
 
-    def conversation(self, given: Conversation) -> tuple[list[int], list[bool]]:
-        """Return the ids of a conversation, and which are taught: what the assistant says.
+    def conversation(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+        """Returns the ids of a conversation, and whether each is taught (the assistant's text).
 
         Without a template a message is its role's heading, its content and the end of document.
 
         Raises:
-            DataError: the tokenizer's template refuses it. Without a template: a message is not
-                text, or its role is not known.
+            DataError: The tokenizer's template refuses the conversation. Without a template: a
+                message is no text, or its role is unknown.
         """
         ids: list[int] = []
         taught: list[bool] = []
-        for message in given.messages:
-            role, content = message["role"], message.get("content")
+        for message in conversation.messages:
+            role = message["role"]
+            content = message.get("content")
             if role not in _ROLES or not isinstance(content, str):
                 raise DataError(
-                    f"without a chat template a message is a text of {', '.join(_ROLES)}, but one "
-                    f"is {type(content).__name__} of {role!r}; give a tokenizer with a template"
+                    "without a chat template a message must be text of "
+                    f"{', '.join(_ROLES)}, but one is a {type(content).__name__} of {role!r}; "
+                    "give a tokenizer with a template"
                 )
-            head, said = self.heading(role), [*self.tokenize(content), self.eod]
-            ids += [*head, *said]
-            taught += [False] * len(head) + [role == TAUGHT_ROLE] * len(said)
+            head = self.heading(role)
+            body = [*self.tokenize(content), self.eod]
+            ids += [*head, *body]
+            taught += [False] * len(head) + [role == TAUGHT_ROLE] * len(body)
         return ids, taught
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text; the same as :meth:`tokenize` one by one, only faster."""
+        """Returns the ids of each text: the results of :meth:`tokenize`, but faster."""
         return [self.tokenize(text) for text in texts]
 
     @abstractmethod
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids``."""
+        """Returns the text of ``ids``."""
 
 
 class _LibraryTokenizer(Tokenizer):
-    """A tokenizer of the ``tokenizers`` library.
+    """Wraps a tokenizer of the ``tokenizers`` library.
 
     Args:
-        encoder: of the library.
-        eod: the id that ends a document.
-        digest: distinguishes its files from others.
+        encoder: Tokenizer of the library.
+        eod: Id that ends a document.
+        digest: Hash that distinguishes its files from others.
     """
 
     def __init__(self, encoder: FastTokenizer, eod: int, digest: str) -> None:
-        # Ids may have holes, as where tokens were added.
+        # Ids may have gaps, for example if tokens were added.
         super().__init__(max(encoder.get_vocab().values()) + 1, eod, digest=digest)
         self._encoder = encoder
 
@@ -140,16 +146,17 @@ class _LibraryTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
-    """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``.
+    """Implements GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``.
 
     The text ``<|endoftext|>`` inside a document is ordinary text: a document cannot end itself.
 
     Args:
-        vocab_file: JSON object from token to id.
-        merge_file: one merge rule a line, two tokens parted by one space, best first.
+        vocab_file: Path of a JSON object from token to id.
+        merge_file: Path of the merge rules, one per line, the most frequent first; a rule is two
+            tokens separated by one space.
 
     Raises:
-        DataError: a file is missing, malformed, or the two do not belong together.
+        DataError: A file is missing or malformed, or the two do not belong together.
     """
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
@@ -158,7 +165,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         try:
             vocab, merges = models.BPE.read_file(str(vocab_file), str(merge_file))
             encoder = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
-        except Exception as error:  # the library has no type of its own for it
+        except Exception as error:  # the library raises plain Exception
             raise DataError(
                 f"{vocab_file} and {merge_file} do not belong together ({error}); --vocab-file "
                 "must be a GPT-2 vocab.json, and --merge-file its merges.txt"
@@ -186,54 +193,54 @@ def _check_merges(
 ) -> None:
     """Checks that a vocabulary and its merges belong together.
 
-    One merge makes each token of several bytes, so a changed name or rule leaves a token without a
-    rule. In most vocabularies ids follow the order of the merges: in these a rule that is out of
-    place is found too.
+    Every token of several bytes is made by one merge rule, so a changed name or rule leaves a token
+    without a rule. In most vocabularies ids have the order of the merges; then a rule that is out
+    of order is found too.
 
     Raises:
-        DataError: An id occurs twice, ids have holes, a rule occurs twice, a token has no rule, or
-            a few rules are out of order.
+        DataError: An id occurs twice, ids have gaps, a rule occurs twice, a token has no rule, or a
+            few rules are out of order.
     """
     ids = sorted(vocab.values())
     if len(set(ids)) != len(ids):
         raise DataError(f"{vocab_file}: two tokens share an id; every id may occur once")
     if ids[0] != 0 or ids[-1] != len(ids) - 1:
-        lacking = next(number for number, one in enumerate([*ids, -1]) if number != one)
+        lacking = next(expected for expected, number in enumerate([*ids, -1]) if expected != number)
         raise DataError(f"{vocab_file}: no token has the id {lacking}, and others have larger ones")
-    made = [vocab.get(left + right, -1) for left, right in merges]
+    merged_ids = [vocab.get(left + right, -1) for left, right in merges]
     if len(set(merges)) != len(merges):  # different rules may make one token
         raise DataError(f"{merge_file}: a rule occurs twice; the files are damaged")
-    known = set(made)
+    has_rule = set(merged_ids)
     alone = [
         token
         for token, number in vocab.items()
-        if len(token) > 1 and number not in known and _SPECIAL.fullmatch(token) is None
+        if len(token) > 1 and number not in has_rule and _SPECIAL.fullmatch(token) is None
     ]
     if alone:
         raise DataError(
             f"{vocab_file} has {alone[0]!r} ({len(alone)} such), which no rule of {merge_file}"
             " makes: they are damaged, or do not belong together"
         )
-    rising = sum(after > before for before, after in itertools.pairwise(made))
-    if _MOSTLY * (len(made) - 1) <= rising < len(made) - 1:
-        at = next(n for n in range(1, len(made)) if made[n] < made[n - 1])
+    rising = sum(after > before for before, after in itertools.pairwise(merged_ids))
+    if _MOSTLY * (len(merged_ids) - 1) <= rising < len(merged_ids) - 1:
+        index = next(n for n in range(1, len(merged_ids)) if merged_ids[n] < merged_ids[n - 1])
         raise DataError(
-            f"{merge_file}: rule {at + 1} ({' '.join(merges[at])}) is out of place, as ids of"
+            f"{merge_file}: rule {index + 1} ({' '.join(merges[index])}) is out of place, as ids of"
             f" {vocab_file} follow the other rules; the files are damaged"
         )
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
-    """A folder as ``transformers`` writes it: ``tokenizer.json``, special tokens and a template.
+    """Reads a folder that ``transformers`` wrote: tokenizer, special tokens and chat template.
 
-    Special tokens inside a document are special, as in ``transformers``; none is added. The end of
-    document is the folder's ``eos_token``.
+    Special tokens inside a document are recognized, as in ``transformers``, but none is added. The
+    end of document is the folder's ``eos_token``.
 
     Args:
-        folder: ``--tokenizer-model``.
+        folder: Path of the folder, the value of ``--tokenizer-model``.
 
     Raises:
-        DataError: a file is missing or broken, or nothing says which token ends a document.
+        DataError: A file is missing or broken, or no file names the token that ends a document.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -241,7 +248,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         text = read_text(self._folder / "tokenizer.json", _MODEL, DataError)
         try:
             encoder = FastTokenizer.from_str(text)
-        except Exception as error:  # the library has no type of its own for it
+        except Exception as error:  # the library raises plain Exception
             raise DataError(
                 f"{folder}/tokenizer.json: is no tokenizer of the tokenizers library ({error})"
             ) from None
@@ -262,11 +269,11 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         digest = hashlib.sha256(state.encode()).hexdigest()
         super().__init__(encoder, self._end(encoder), digest[:16])
 
-    def conversation(self, given: Conversation) -> tuple[list[int], list[bool]]:
+    def conversation(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         if self._chat is None:
-            return super().conversation(given)
-        written = self._chat.write(given)
-        # The template has written every special token itself.
+            return super().conversation(conversation)
+        written = self._chat.write(conversation)
+        # The rendered text already has every special token.
         encoding = self._encoder.encode(written.text, add_special_tokens=False)
         taught = [False] * len(encoding.ids)
         for start, stop in written.spans:
@@ -275,14 +282,14 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     def _find_templates(self) -> dict[str, str]:
         """Returns the folder's chat templates by name."""
-        found = self._json("tokenizer_config.json").get("chat_template")
-        if isinstance(found, list):
-            found = {
+        value = self._json("tokenizer_config.json").get("chat_template")
+        if isinstance(value, list):
+            value = {
                 entry["name"]: entry["template"]
-                for entry in found
+                for entry in value
                 if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
             }
-        templates = found if isinstance(found, dict) else {"default": found}
+        templates = value if isinstance(value, dict) else {"default": value}
         file = self._folder / "chat_template.jinja"
         if file.is_file():
             templates = {"default": read_text(file, _MODEL, DataError)}
@@ -292,40 +299,41 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     def _end(self, encoder: FastTokenizer) -> int:
         token = self._named.get("eos_token")
-        found = None if token is None else encoder.token_to_id(token)
-        if found is None:
-            found = self._json("config.json").get("eos_token_id")
-            found = found[0] if isinstance(found, list) and found else found
-        if type(found) is not int:
-            what = "no file names the eos_token" if token is None else f"{token!r} is no token"
+        token_id = None if token is None else encoder.token_to_id(token)
+        if token_id is None:
+            token_id = self._json("config.json").get("eos_token_id")
+            token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
+        if type(token_id) is not int:
+            fault = "no file names the eos_token" if token is None else f"{token!r} is no token"
             raise DataError(
-                f"{self._folder}: {what}, with which documents end; write eos_token into "
+                f"{self._folder}: {fault}, with which documents end; write eos_token into "
                 "tokenizer_config.json"
             )
-        return found
+        return token_id
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self._folder / name
         if not path.is_file():
             return {}
         try:
-            # transformers writes 10^30 for a length without a limit.
-            found = parse_json(read_text(path, _MODEL, DataError), strict=False)
+            # transformers writes 10^30 for an unlimited length, which strict parsing refuses.
+            content = parse_json(read_text(path, _MODEL, DataError), strict=False)
         except ValueError as error:
             raise DataError(f"{path}: is not JSON ({error})") from None
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A model file of SentencePiece; ``Llama2Tokenizer`` puts the beginning before each text.
+    """Reads a model file of SentencePiece.
 
     Args:
-        file: ``--tokenizer-model``.
-        begins: whether the token of the beginning comes first.
+        file: Path of the file, the value of ``--tokenizer-model``.
+        begins: Whether each text starts with the beginning-of-sequence token, as for
+            ``Llama2Tokenizer``.
 
     Raises:
-        ConfigError: the package is missing.
-        DataError: the file is missing or broken, or has no token for the end.
+        ConfigError: The package sentencepiece is missing.
+        DataError: The file is missing or broken, or has no end-of-sequence token.
     """
 
     def __init__(self, file: str | Path, *, begins: bool = False) -> None:
@@ -353,17 +361,18 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TikTokenizer(Tokenizer):
-    """megatron-core's tokenizer of tiktoken: special tokens come first, then a JSON list of ranks.
+    """Wraps megatron-core's tiktoken tokenizer; ids of special tokens come before all others.
 
     Args:
-        file: ``--tokenizer-model``: ``[{"rank": 0, "token_bytes": BASE64, "token_str": ""}, ...]``.
-        vocab_size: ids of both kinds.
-        num_special: ids of special tokens.
-        pattern: ``v1`` or ``v2``.
+        file: Path of a JSON list ``[{"rank": 0, "token_bytes": BASE64, "token_str": ""}, ...]``,
+            the value of ``--tokenizer-model``.
+        vocab_size: Number of ids, special tokens included.
+        num_special: Number of special tokens.
+        pattern: Pattern that splits text into words, ``v1`` or ``v2``.
 
     Raises:
-        ConfigError: the package is missing.
-        DataError: the file is missing or broken, or the sizes do not fit.
+        ConfigError: The package tiktoken is missing.
+        DataError: The file is missing or broken, or the sizes do not fit.
     """
 
     def __init__(self, file: str | Path, vocab_size: int, num_special: int, pattern: str) -> None:
@@ -394,13 +403,13 @@ class TikTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Ids written as decimal numbers parted by blanks; for mock data and measurements.
+    """Reads ids as decimal numbers separated by spaces, for mock data and measurements.
 
-    As in Megatron-LM the end of document comes on top of the given size: ids
-    ``0..vocab_size-1`` are ordinary, ``eod`` is ``vocab_size``.
+    As in Megatron-LM the end of document has an additional id: ids ``0..vocab_size-1`` are
+    ordinary, ``eod`` is ``vocab_size``.
 
     Args:
-        vocab_size: ``--vocab-size``, number of ordinary ids.
+        vocab_size: Number of ordinary ids, the value of ``--vocab-size``.
 
     Raises:
         ConfigError: ``vocab_size`` is not positive.
@@ -412,17 +421,17 @@ class NullTokenizer(Tokenizer):
         super().__init__(vocab_size + 1, eod=vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
-        return [self._number(word) for word in text.split()]
+        return [self._number(digits) for digits in text.split()]
 
     def heading(self, role: str) -> list[int]:
         return []  # there are no ids for words
 
-    def _number(self, word: str) -> int:
+    def _number(self, digits: str) -> int:
         try:
-            index = int(word)
+            index = int(digits)
         except ValueError:
             raise DataError(
-                f"NullTokenizer reads numbers parted by blanks, but found {word[:60]!r}; "
+                f"NullTokenizer reads numbers separated by spaces, but found {digits[:60]!r}; "
                 "use GPT2BPETokenizer for text"
             ) from None
         if not 0 <= index <= self.eod:
@@ -436,14 +445,16 @@ class NullTokenizer(Tokenizer):
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Build the tokenizer that the command line names.
+    """Builds the tokenizer that the command line names.
 
     Raises:
-        ConfigError: a flag or a package that the type needs is missing, or the model has fewer
+        ConfigError: A flag or a package that the tokenizer needs is missing, or the model has fewer
             rows than the tokenizer has ids.
-        DataError: a file is missing or broken.
+        DataError: A file is missing or broken.
     """
-    kind, size, model = config.tokenizer_type, config.vocab_size, config.tokenizer_model or ""
+    kind = config.tokenizer_type
+    size = config.vocab_size
+    model = config.tokenizer_model or ""
     if config.missing:
         raise ConfigError(f"{kind} needs {' and '.join(config.missing)}: add it")
     built: Tokenizer
@@ -454,7 +465,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     elif kind == "HuggingFaceTokenizer":
         built = HuggingFaceTokenizer(model)
     elif kind == "TikTokenizer":
-        special, pattern = config.tiktoken_num_special_tokens, config.tiktoken_pattern
+        special = config.tiktoken_num_special_tokens
+        pattern = config.tiktoken_pattern
         built = TikTokenizer(model, size or _IDS_OF_TIKTOKEN, special, pattern)
     else:
         built = SentencePieceTokenizer(model, begins=kind == "Llama2Tokenizer")
@@ -475,22 +487,22 @@ def prepare_megatron_core() -> None:
         accelerator.install()
 
 
-def need_package(name: str, given: str, extra: str) -> Any:
-    """Import a package that only some runs need.
+def need_package(name: str, flag: str, extra: str) -> Any:
+    """Imports a package that only some runs need.
 
     Args:
-        name: of the package.
-        given: the flag that needs it.
-        extra: of this project's, which installs it.
+        name: Name of the package.
+        flag: Flag or value that needs the package, for the message.
+        extra: Extra of this project's wheel that installs the package.
 
     Raises:
-        ConfigError: it is missing.
+        ConfigError: The package is missing.
     """
     try:
         return importlib.import_module(name)
     except ImportError:
         raise ConfigError(
-            f"{given} needs the package {name}, which is not installed: install "
+            f"{flag} needs the package {name}, which is not installed: install "
             f"megatron-adaptive[{extra}], or leave it out"
         ) from None
 
@@ -500,11 +512,12 @@ def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_mark
 
     Args:
         taught: Whether each token is taught; changed in place.
-        encoding: Tokens of the text, of the ``tokenizers`` library.
+        encoding: Tokens of the text, from the ``tokenizers`` library.
         start: Offset of the first character.
-        stop: Offset behind the last one.
-        are_marked: Whether a template marks the characters. If the last character has several
-            tokens, only the first is then taught, as in ``return_assistant_tokens_mask``.
+        stop: Offset after the last character.
+        are_marked: Whether the template marks the characters. If it does and the last character has
+            several tokens, only the first of them is taught, as in
+            ``return_assistant_tokens_mask`` of ``transformers``.
     """
     if start == stop:
         return

@@ -1,30 +1,31 @@
-"""One decision for all ranks that meet inside forwards and backwards.
+"""Makes all ranks that communicate inside forwards and backwards run the same actions.
 
-Such a decision group holds the tensor- and context-parallel ranks of a stage and, with experts, its
-replicas that trade tokens (see ``build.decision_group``). Two of them on different actions would
-add up numbers of different microbatches, or trade their tokens, without any error. So the first
-rank of the group decides and publishes, the others read and do the same. Nobody waits for a
+Such a decision group consists of the tensor- and context-parallel ranks of a stage. With experts it
+also contains the replicas of the stage that exchange tokens (see
+``executor_setup.decision_group``). Two of them on different actions would add up numbers of
+different microbatches, or exchange their tokens, without any error. So the first rank of the group
+decides and publishes its decision, and the others read it and do the same. Nobody waits for a
 collective.
 
-Each member has inputs of its own: those of replicas come from replicas of the stage before. What is
-one group on a stage is one on every other, so that a group as a whole is one rank of a pipeline
-whose inputs arrive when the last member has them: a slow member delays its group, and nothing can
-deadlock that could not with one rank.
+Each member receives its own inputs; those of replicas come from replicas of the stage before. The
+members of a group on one stage correspond to a group on every other stage. So a group acts like one
+rank of a pipeline, whose inputs arrive when the last member has them. A slow member delays its
+group, and no deadlock is possible that one rank could not have.
 
-The leader decides on what is there for all: its state learns that an input has arrived once it has
-arrived on every member. Followers report theirs, from the thread that received it, whatever their
-executor is doing::
+The leader decides from the inputs that all members have: it marks an input in its state once the
+input has arrived on every member. Followers report their inputs from the thread that received them,
+whatever their executor is doing::
 
     follower   receives input ─ report ──┐                        ┌── next ─ run
                                          v                        │
     leader       receives input ─> completion queue ─ pick ─ publish ─ run
 
-A leader that looked at its own inputs only could pick an action that a follower has no input for,
-and all of them would wait in the action's first collective while others were ready.
+If a leader looked at its own inputs only, it could pick an action whose input a follower lacks. All
+members would then wait in the first collective of this action, though others were ready.
 
-An input from another stage on the same rank needs no report: members hand it over within the same
-decision. A static order needs no agreement: all ranks know it, and nothing is reported. Nor does a
-pipeline of one rank: without inputs, all members pick alike.
+An input from another stage on the same rank needs no report, because all members hand it over in
+the same action. A static order needs no agreement and no reports, because all ranks know it. A
+pipeline of one rank needs none either: without inputs, all members pick the same actions.
 """
 
 from __future__ import annotations
@@ -43,87 +44,90 @@ from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.transport.interface import Arrival, Completions, Item, Label, Notice
 
-# Word of a follower that cannot go on; no label has this number.
+# Message of a follower that cannot continue; no label has this number.
 _LOST = (1 << 63) - 1
-# Word of a leader that nothing starts beside what communicates; no action has this kind.
+# Message of a leader that nothing starts during a communication; no action has this kind.
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
 _CLOSE_S = 30.0
-# The thread that reports a loss may be the one that ends this process.
+# This limit is short because the thread that reports a loss may be the one that ends the process.
 _REPORT_S = 1.0
 
 
 class Agreement:
-    """Says what this rank does next; here, for a group of one rank, whose policy decides.
+    """Chooses the next action of this rank; this base class serves a group of one rank.
 
-    All methods are for the executor's thread.
+    Its policy decides. Only the executor's thread calls the methods.
     """
 
     @property
     def decides(self) -> bool:
-        """Whether actions of this step are picked here, from this rank's own state."""
+        """Returns whether this rank picks the actions of this step, from its own state."""
         return True
 
     def begin(self, step: int, *, is_static: bool) -> None:
-        """Start a step, the same on all members.
+        """Starts a step, the same one on all members.
 
         Args:
-            step: its number, ascending.
-            is_static: the policy follows an order that all members know.
+            step: Number of the step, ascending.
+            is_static: True if the policy follows an order that all members know.
         """
 
     def is_everywhere(self, item: Item) -> bool:
-        """Take note of what arrived in this step, here or on another member.
+        """Records an input that arrived in this step, here or on another member.
 
         Returns:
-            Whether the state may take that input now.
+            True if all members have this input, so that the state may mark it as arrived.
 
         Raises:
-            DeadlineError: the leader took no report within the time limit.
-            PeerLostError: a member of the group is gone.
+            DeadlineError: The leader did not accept a report within the time limit.
+            PeerLostError: A member of the group is gone.
         """
         return True
 
     def next_action(
         self, policy: Policy, state: RankState, timeout_s: float, *, may_pass: bool = False
     ) -> Action | None:
-        """Return the next action of this rank.
+        """Returns the next action of this rank.
 
-        A leader (or a rank alone) gets ``None`` when nothing can start and must wait for an
-        arrival. A follower blocks until the leader has decided; the input of the action it gets is
-        in its completion queue, but the state may not have taken it.
+        A leader, or a rank alone, gets ``None`` if nothing can start; it must then wait for an
+        arrival. A follower blocks until the leader has decided. The input of its action is already
+        in its completion queue, but may not be marked in its state yet.
 
         Args:
-            policy: picks the action, where this rank does.
-            state: this rank's own.
-            timeout_s: limit of the wait for a decision.
-            may_pass: an action under way communicates, and goes on where nothing starts beside it:
-                that is a decision as well, on which all members get ``None``.
+            policy: Policy that picks the action if this rank decides.
+            state: State of this rank.
+            timeout_s: Time limit in seconds for a decision of the leader.
+            may_pass: True if another action communicates now and can continue instead. Then "no
+                action" is a decision as well, and all members get ``None``.
 
         Raises:
-            DeadlineError: the leader did not decide within ``timeout_s``.
-            PeerLostError: a member of the group is gone.
+            DeadlineError: The leader did not decide within ``timeout_s``.
+            PeerLostError: A member of the group is gone.
         """
         return policy.pick(state)
 
     def missing(self) -> str:
-        """Inputs that only some members have, with the others' names; empty where there is none."""
+        """Describes inputs that only some members have, and names the others.
+
+        Empty if there are none.
+        """
         return ""
 
     def close(self) -> None:
-        """Free what the group shares; every member must do so."""
+        """Frees the channels of the group; every member must call it."""
 
 
 class Leader(Agreement):
-    """The first rank of a group, which decides.
+    """Decides for a group, as its first rank.
 
-    A thread per follower turns its reports into notices in the completion queue.
+    One thread per follower turns the reports of the follower into notices in the completion queue.
 
     Args:
-        decisions: where decisions are published.
-        reports: by follower's global rank, where its reports come from.
-        completions: the queue that the executor waits in.
-        describe: names a rank in errors.
+        decisions: Channel for the decisions.
+        reports: Channel of the reports of each follower, by its global rank.
+        completions: Queue that the executor waits for.
+        describe: Function that returns the text for a rank in errors.
     """
 
     def __init__(
@@ -138,7 +142,7 @@ class Leader(Agreement):
         self._completions = completions
         self._describe = describe
         self._is_static = False
-        # Who has an input, as a set of bits: the leader's is 1.
+        # Each member has a bit for the set of members that have an input; the leader has bit 1.
         self._bits = {rank: 2 << number for number, rank in enumerate(reports)}
         self._everyone = (2 << len(reports)) - 1
         self._seen: dict[Action, int] = {}
@@ -172,8 +176,8 @@ class Leader(Agreement):
     ) -> Action | None:
         action = policy.pick(state)
         if (may_pass or action is not None) and not self._is_static:
-            word = _NOTHING if action is None else encode(action, action.piece)
-            self._decisions.publish(word, timeout_s)
+            message = _NOTHING if action is None else encode(action, action.piece)
+            self._decisions.publish(message, timeout_s)
         return action
 
     def missing(self) -> str:
@@ -185,15 +189,15 @@ class Leader(Agreement):
                 if not seen & bit:
                     lacking.setdefault(f"on {self._describe(rank)}", []).append(str(action))
         return ", ".join(
-            f"not {place} yet: the input of {' '.join(actions)}"
-            for place, actions in lacking.items()
+            f"not {where} yet: the input of {' '.join(actions)}"
+            for where, actions in lacking.items()
         )
 
     def close(self) -> None:
-        """Implements :class:`Agreement`. Followers still read what was published before.
+        """Implements :class:`Agreement`. Followers still read earlier decisions.
 
         Raises:
-            DeadlineError: a follower did not close within 30 s.
+            DeadlineError: A follower did not close within 30 s.
         """
         self._decisions.close()
         end = time.monotonic() + _CLOSE_S
@@ -207,16 +211,16 @@ class Leader(Agreement):
                 )
 
     def _collect(self, rank: int) -> None:
-        """Body of a thread: pass on one follower's reports until it closes."""
+        """Runs in a thread: passes on the reports of one follower until it closes its channel."""
         reader = self._reports[rank]
         try:
-            while (word := reader.next(_FOR_EVER_S)) is not None:
-                if word == _LOST:
+            while (message := reader.next(_FOR_EVER_S)) is not None:
+                if message == _LOST:
                     raise PeerLostError(
                         f"{self._describe(rank)}, of the same decision group, lost its "
                         "channel to another stage"
                     )
-                kind, chunk, microbatch, step = decode(word)
+                kind, chunk, microbatch, step = decode(message)
                 label = Label(step, Action(kind, chunk, microbatch))
                 self._completions.put(Notice(label, rank))
             reader.close()
@@ -225,13 +229,13 @@ class Leader(Agreement):
 
 
 class Follower(Agreement):
-    """A rank that does what the leader of its group decides, and reports its inputs.
+    """Follows the decisions of the leader of its group, and reports its inputs to it.
 
     Args:
-        decisions: where decisions come from.
-        reports: where its reports go.
-        completions: where its inputs arrive; the follower listens there.
-        timeout_s: limit of a report that waits for room.
+        decisions: Channel of the decisions.
+        reports: Channel for the reports.
+        completions: Queue of arriving inputs, which the follower listens to.
+        timeout_s: Time limit in seconds for a report that waits for room.
     """
 
     def __init__(
@@ -241,12 +245,12 @@ class Follower(Agreement):
         self._reports = reports
         self._completions = completions
         self._timeout_s = timeout_s
-        # Of receiving threads and the executor's: what is reported, and that it is so only once.
+        # Receiving threads and the executor's thread report inputs; each input is reported once.
         self._lock = threading.Lock()
         self._step = -1
         self._is_static = True
         self._reported: set[Action] = set()
-        self._has_ended = False  # nothing is reported any more
+        self._has_ended = False  # no more reports
         self._is_closed = False
         completions.listen(self._hear)
 
@@ -270,13 +274,13 @@ class Follower(Agreement):
     ) -> Action | None:
         if self._is_static:
             return policy.pick(state)
-        word = self._decisions.next(timeout_s)
-        if word is None:
+        message = self._decisions.next(timeout_s)
+        if message is None:
             raise PeerLostError(
                 "the first rank of the decision group has ended, while this one waits for "
                 "its next decision; the ranks ran different numbers of steps"
             )
-        return None if word == _NOTHING else Action(*decode(word))
+        return None if message == _NOTHING else Action(*decode(message))
 
     def close(self) -> None:
         with self._lock:
@@ -287,7 +291,7 @@ class Follower(Agreement):
         self._decisions.close()
 
     def _hear(self, item: Item | Exception) -> None:
-        """Report what was put into the completion queue; runs in the thread that put it."""
+        """Reports an item of the completion queue; runs in the thread that put it there."""
         try:
             if isinstance(item, Exception):
                 self._report_loss()
@@ -297,11 +301,12 @@ class Follower(Agreement):
         except AdaptiveError as error:
             self._completions.put(error)
         if not self._is_closed:
-            self._decisions.give_up()  # wakes the executor, which finds the error in its queue
+            # Wakes the executor, which then reads the error from its queue.
+            self._decisions.give_up()
 
     def _report(self, label: Label) -> None:
         with self._lock:
-            # An arrival of a later step is reported by the executor, once it is there.
+            # The executor reports an arrival of a later step once that step begins.
             skip = self._has_ended or self._is_static or label.step != self._step
             if skip or label.action in self._reported:
                 return
@@ -313,7 +318,7 @@ class Follower(Agreement):
                 raise
 
     def _report_loss(self) -> None:
-        """Reports to the leader that this rank cannot go on, if that is quickly done."""
+        """Reports to the leader that this rank cannot continue, unless that takes more than 1 s."""
         if not self._lock.acquire(timeout=_REPORT_S):
             return
         try:
@@ -333,16 +338,19 @@ def connect(
     describe: Describe,
     module: Any = None,
 ) -> Leader | Follower:
-    """Make a member's side of the agreement; the first member leads. Collective over ``members``.
+    """Returns this rank's side of the agreement; the first member leads.
+
+    Collective over ``members``.
 
     Args:
-        group: see :func:`~megatron.adaptive.engine.decision_channel.make_channels`.
-        members: global ranks of the group, ascending.
-        rank: this one.
-        completions: where this rank's inputs arrive.
-        timeout_s: limit of a report.
-        describe: names a rank in errors.
-        module: the extension, where all members are on one node.
+        group: Process group (see
+            :func:`~megatron.adaptive.engine.decision_channel.make_channels`).
+        members: Global ranks of the group, ascending.
+        rank: Global rank of this process.
+        completions: Queue of this rank's inputs.
+        timeout_s: Time limit of a report, in seconds.
+        describe: Function that returns the text for a rank in errors.
+        module: C++ extension if all members are on one node, else ``None``.
     """
     writer, readers = make_channels(group, members, rank, describe, module)
     if rank == members[0]:
@@ -351,21 +359,22 @@ def connect(
     return Follower(decisions, writer, completions, timeout_s)
 
 
-def encode(action: Action, rest: int) -> int:
-    """Return an action and the piece or step that belongs to it as a number of 63 bits.
+def encode(action: Action, extra: int) -> int:
+    """Returns an action, with its piece or its step, as a number of 63 bits.
 
     Raises:
-        ScheduleError: there are more chunks, microbatches, pieces or steps than it can say.
+        ScheduleError: A chunk, microbatch, piece or step is too large for the number.
     """
-    chunk, microbatch = action.chunk, action.microbatch
-    if chunk >> 10 or microbatch >> 20 or rest >> 31:
+    chunk = action.chunk
+    microbatch = action.microbatch
+    if chunk >> 10 or microbatch >> 20 or extra >> 31:
         raise ScheduleError(
             f"{action} cannot be agreed on by a decision group: use at most 1024 chunks and "
             "1048576 microbatches, and fewer than 2^31 steps and pieces"
         )
-    return rest << 32 | NUMBER[action.kind] << 30 | chunk << 20 | microbatch
+    return extra << 32 | NUMBER[action.kind] << 30 | chunk << 20 | microbatch
 
 
-def decode(word: int) -> tuple[ActionKind, int, int, int]:
-    """Return kind, chunk, microbatch and the rest of what :func:`encode` took."""
-    return KINDS[word >> 30 & 3], word >> 20 & 0x3FF, word & 0xFFFFF, word >> 32
+def decode(number: int) -> tuple[ActionKind, int, int, int]:
+    """Returns kind, chunk, microbatch, and piece or step of a number made by :func:`encode`."""
+    return KINDS[number >> 30 & 3], number >> 20 & 0x3FF, number & 0xFFFFF, number >> 32

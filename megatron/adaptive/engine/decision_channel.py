@@ -1,14 +1,15 @@
-"""One-way channels for numbers between the members of a decision group.
+"""Sends numbers one way between the members of a decision group.
 
-A channel has one writer and one or more readers; every reader gets every number, in order. Two
-kinds, with the same contract: shared memory for members on one node, small messages for all others.
+A channel has one writer and one or more readers. Every reader gets every number, in order. There
+are two kinds with the same contract: shared memory for members on one node, small messages
+otherwise.
 
 ::
 
     writer   publish(n) ──┬──> reader 1   next() -> n
                           └──> reader 2   next() -> n
 
-What the numbers mean is ``agreement``'s business; they are not negative.
+The numbers are not negative; ``agreement`` defines their meaning.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ Describe = Callable[[int], str]
 """Text for a global rank, such as ``rank 4 (stage 1, pid 17 on node-2)``."""
 
 _CLOSE_S = 30.0
-# Numbers that the slowest reader in shared memory may be behind.
+# The slowest reader in shared memory may be this many numbers behind.
 _CAPACITY = 256
-# The same of messages.
+# The slowest reader of messages may be this many numbers behind.
 _BEHIND = 8
 _CLOSED = -1
-# gloo counts whole milliseconds, takes 0 for no limit and overflows at large ones.
+# gloo counts whole milliseconds, treats 0 as no limit, and overflows at large limits.
 _SHORTEST_S = 0.001
 _LONGEST_S = 20 * 86400.0
 
 
 class Writer:
-    """The end that numbers go into, as small gloo messages.
+    """Writes numbers into a channel, as small gloo messages.
 
     Args:
-        group: a gloo group of the members, used by channels of this kind alone, at most one in
-            each direction between two members.
-        readers: global ranks of the readers.
-        describe: names a rank in errors.
+        group: Gloo group of the members. Only channels of this kind use it, at most one in each
+            direction between two members.
+        readers: Global ranks of the readers.
+        describe: Function that returns the text for a rank in errors.
     """
 
     def __init__(
@@ -55,15 +56,15 @@ class Writer:
     ) -> None:
         self._group = group
         self._readers = [(describe(rank), dist.get_group_rank(group, rank)) for rank in readers]
-        # gloo's ``Work`` must be waited for before it is dropped, and its tensor kept until then.
+        # gloo requires a wait for each ``Work`` before it is dropped, and its tensor until then.
         self._sent: deque[tuple[str, Any, torch.Tensor]] = deque()
 
     def publish(self, value: int, timeout_s: float) -> None:
-        """Append a number; returns at once unless a reader is far behind. One thread at a time.
+        """Appends a number; returns at once unless a reader is far behind. One thread at a time.
 
         Raises:
-            DeadlineError: the slowest reader did not make room within ``timeout_s``.
-            PeerLostError: a member of the group is gone, or gave up.
+            DeadlineError: The slowest reader did not make room within ``timeout_s``.
+            PeerLostError: A member of the group is gone, or gave up.
         """
         message = torch.tensor([value], dtype=torch.int64)
         for name, index in self._readers:
@@ -72,16 +73,17 @@ class Writer:
         self._wait(_BEHIND * len(self._readers), timeout_s)
 
     def close(self) -> None:
-        """Let go of the channel; readers still get what was published.
+        """Closes the channel; readers still get earlier numbers.
 
         Raises:
-            DeadlineError, PeerLostError: as of :meth:`publish`, after 30 s.
+            DeadlineError: A reader did not make room within 30 s.
+            PeerLostError: A member of the group is gone, or gave up.
         """
         self.publish(_CLOSED, _CLOSE_S)
         self._wait(0, _CLOSE_S)
 
     def _wait(self, most: int, timeout_s: float) -> None:
-        """Waits for the oldest messages until at most so many are under way."""
+        """Waits for the oldest messages until at most ``most`` are under way."""
         while len(self._sent) > most:
             name, work, _ = self._sent.popleft()
             with _lost(f"{name}, of the same decision group, took no word", timeout_s):
@@ -89,7 +91,7 @@ class Writer:
 
 
 class Reader:
-    """The end that numbers of a :class:`Writer` come out of; a receive is posted ahead."""
+    """Reads the numbers of a :class:`Writer`; a receive is always posted ahead."""
 
     def __init__(self, group: dist.ProcessGroup, writer: int, describe: Describe) -> None:
         self._group = group
@@ -99,14 +101,14 @@ class Reader:
         self._post()
 
     def next(self, timeout_s: float) -> int | None:
-        """Return the next number, waiting for it without the GIL. One thread at a time.
+        """Returns the next number; waits for it without the GIL. One thread at a time.
 
         Returns:
-            ``None`` once the writer has closed and everything was read.
+            ``None`` after the last number of a closed channel.
 
         Raises:
-            DeadlineError: there was none within ``timeout_s``.
-            PeerLostError: a member of the group is gone, or gave up.
+            DeadlineError: No number arrived within ``timeout_s``.
+            PeerLostError: A member of the group is gone, or gave up.
         """
         if not self._is_open:
             return None
@@ -120,16 +122,16 @@ class Reader:
         return value
 
     def give_up(self) -> None:
-        """End the channel for all its users, where the kind of channel can. From any thread.
+        """Ends the channel for all its users, if it is in shared memory. Any thread may call it.
 
-        Messages cannot: users end with the processes.
+        A channel of messages ends only with the processes.
         """
 
     def close(self) -> None:
-        """Let go of the channel, which the writer must have closed or close soon.
+        """Closes this end after the writer has closed its end.
 
         Raises:
-            PeerLostError: it did not within 30 s.
+            PeerLostError: The writer did not close within 30 s.
         """
         while self.next(_CLOSE_S) is not None:
             pass
@@ -140,12 +142,12 @@ class Reader:
 
 
 class _MemoryEnd:
-    """An end in shared memory; needs the C++ extension.
+    """Wraps one end of a channel in shared memory, which needs the C++ extension.
 
     Args:
-        log: the extension's end.
-        peers: text for those at the other end.
-        describe: names a rank in errors.
+        log: End of the channel in the extension.
+        peers: Text for the ranks at the other end.
+        describe: Function that returns the text for a rank in errors.
     """
 
     def __init__(self, log: Any, peers: str, describe: Describe) -> None:
@@ -154,7 +156,7 @@ class _MemoryEnd:
         self._describe = describe
 
     def _raise(self, lack: str, error: TransportError) -> NoReturn:
-        """Name ranks in an error of the extension: who is silent, or who gave up."""
+        """Raises an error of the extension again, with the rank that is silent or that gave up."""
         if isinstance(error, DeadlineError):
             raise DeadlineError(f"{lack} {self._peers}: {error}") from error
         if (rank := self._log.abort_reason) is not None:
@@ -198,22 +200,22 @@ def make_channels(
     describe: Describe,
     module: Any = None,
 ) -> tuple[Writer, dict[int, Reader]]:
-    """Makes a member's ends: the first member writes to all others, and each of them to it.
+    """Returns a member's ends: the first member writes to all others, and each of them to it.
 
     Collective over the members.
 
     Args:
-        group: a gloo group of the members, used by nothing else.
-        members: their global ranks, ascending.
-        rank: this one.
-        describe: names a rank in errors.
-        module: the extension, for channels in the memory of the members' node.
+        group: Gloo group of the members, used for nothing else.
+        members: Global ranks of the members, ascending.
+        rank: Global rank of this process.
+        describe: Function that returns the text for a rank in errors.
+        module: C++ extension for channels in shared memory, if all members are on one node.
 
     Returns:
-        The writing end, and the reading ends by rank of the writer.
+        Writing end, and reading ends by rank of the writer.
 
     Raises:
-        TransportError: another member's memory cannot be opened.
+        TransportError: The memory of another member cannot be opened.
     """
     first, *rest = members
     others = rest if rank == first else [first]
@@ -222,12 +224,14 @@ def make_channels(
         return writer, {peer: Reader(group, peer, describe) for peer in others}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     log = module.DecisionLog.create(len(others), _CAPACITY, local)
-    places = dict(zip(members, gather((os.getpid(), log.fd), group), strict=True))
+    handles = dict(zip(members, gather((os.getpid(), log.fd), group), strict=True))
     readers: dict[int, Reader] = {}
     for peer in others:
-        process, number = places[peer]
+        process, number = handles[peer]
         try:
-            fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)  # memory without a name
+            fd = os.open(
+                f"/proc/{process}/fd/{number}", os.O_RDWR
+            )  # the memory has no name in the file system
         except OSError as error:
             raise TransportError(
                 f"the decisions of {describe(peer)} cannot be read ({error}): let ranks of one"
@@ -238,7 +242,7 @@ def make_channels(
         finally:
             os.close(fd)
         readers[peer] = _MemoryReader(end, describe(peer), describe)
-    dist.barrier(group=group)  # all have opened what the writers keep open until then
+    dist.barrier(group=group)  # writers keep their memory open until all readers have opened it
     return _MemoryWriter(log, ", ".join(map(describe, others)), describe), readers
 
 
@@ -248,7 +252,7 @@ def _limit(timeout_s: float) -> datetime.timedelta:
 
 @contextlib.contextmanager
 def _lost(lack: str, timeout_s: float) -> Iterator[None]:
-    """Turn gloo's errors into one of a lost peer."""
+    """Turns an error of gloo into a :class:`PeerLostError`."""
     try:
         yield
     except RuntimeError as error:

@@ -1,18 +1,19 @@
-"""megatron-core's layers with a backward in two halves.
+"""Splits the backward of megatron-core's layers into B (by inputs) and W (by weights).
 
-A model is built as always; :func:`attach_stores` then changes the class of its layers, instance by
-instance. Parameters, names and checkpoints stay what they are, and a layer without an active store
-is the plain layer: evaluation, unsplit schedules and the first forward of a recomputed layer run
-megatron-core's code. A layer that cannot defer stays as it is and leaves nothing for W.
+A model is built as usual. :func:`attach_stores` then changes the class of its layers, instance by
+instance. Parameters, names and checkpoints do not change, and a layer without an active store is
+the plain layer: evaluation, unsplit schedules and the first forward of a recomputed layer run
+megatron-core's code. A layer that cannot defer its weight gradient computes it in B, and W has
+nothing to do for it.
 
-Layers of Transformer Engine delay their weight gradients themselves: B leaves what one call needs
-in a ``wgrad_store``, and ``backward_dw()`` takes it from there. Which store a call uses is seen in
-its forward, so each call of a split step gets one of its own, and the layer's other calls the one
-that it was built with.
+Layers of Transformer Engine delay their weight gradients themselves: B leaves the tensors of a call
+in a ``wgrad_store``, and ``backward_dw()`` takes them from there. A call chooses its store in its
+forward. So each call of a split step gets a new store, and all other calls use the store that the
+layer was built with.
 
-Biases that a layer adds itself are deferred with its weight. Those it hands on to be fused with
-what follows, norms (that of a ``LayerNormLinear`` as well) and position embeddings are not: their
-gradients come with B.
+A bias that the layer adds itself is deferred with the weight. Biases that are returned to be fused
+with the next operation, norms (also in a ``LayerNormLinear``) and position embeddings are not
+deferred: their gradients come with B.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ except ImportError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelLinearCall(LayerCall):
-    """A call of megatron-core's linear layers; the operations are those of megatron-core.
+    """Runs a call of a linear layer of megatron-core, with the same operations as megatron-core.
 
     Attributes:
-        weight: ``[out, in]``, this rank's part.
-        bias: ``[out]``, added within the call.
-        fuses: add into ``main_grad`` with the fused kernel.
-        all_reduce_group: sums input gradients over tensor-parallel ranks.
-        sequence_group: tensor-parallel ranks of which each gives its part of the sequence.
+        weight: Weight ``[out, in]``, this rank's part.
+        bias: Bias ``[out]`` if it is added within the call, else ``None``.
+        fuses: True to add into ``main_grad`` with the fused kernel.
+        all_reduce_group: Group of tensor-parallel ranks that sum input gradients, or ``None``.
+        sequence_group: Group of tensor-parallel ranks that each have a part of the sequence, or
+            ``None``.
     """
 
     weight: torch.nn.Parameter
@@ -70,9 +72,9 @@ class ParallelLinearCall(LayerCall):
     all_reduce_group: dist.ProcessGroup | None
     sequence_group: dist.ProcessGroup | None
 
-    def output(self, given: torch.Tensor) -> torch.Tensor:
+    def output(self, inputs: torch.Tensor) -> torch.Tensor:
         """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        output = torch.matmul(self._whole(given), self.weight.t())
+        output = torch.matmul(self._whole(inputs), self.weight.t())
         return output if self.bias is None else output + self.bias
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -89,66 +91,66 @@ class ParallelLinearCall(LayerCall):
         return part
 
     def weight_gradients(
-        self, given: torch.Tensor, gradient: torch.Tensor
+        self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        gradient, given = prepare_input_tensors_for_wgrad_compute(gradient, self._whole(given))
+        gradient, inputs = prepare_input_tensors_for_wgrad_compute(gradient, self._whole(inputs))
         if self.fuses:
-            self._add_fused(given, gradient)
+            self._add_fused(inputs, gradient)
         else:
-            yield self.weight, gradient.t().matmul(given)
+            yield self.weight, gradient.t().matmul(inputs)
         if self.bias is not None and self.bias.requires_grad:
             yield self.bias, gradient.sum(dim=0)
 
-    def _whole(self, given: torch.Tensor) -> torch.Tensor:
-        """Return the whole sequence, in a buffer that the next such call overwrites."""
+    def _whole(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the whole sequence, in a buffer that the next call overwrites."""
         if self.sequence_group is None:
-            return given
-        shape = [given.shape[0] * self.sequence_group.size(), *given.shape[1:]]
-        whole: torch.Tensor = get_global_memory_buffer().get_tensor(shape, given.dtype, "mpu")
-        dist.all_gather_into_tensor(whole, given.contiguous(), group=self.sequence_group)
+            return inputs
+        shape = [inputs.shape[0] * self.sequence_group.size(), *inputs.shape[1:]]
+        whole: torch.Tensor = get_global_memory_buffer().get_tensor(shape, inputs.dtype, "mpu")
+        dist.all_gather_into_tensor(whole, inputs.contiguous(), group=self.sequence_group)
         return whole
 
-    def _add_fused(self, given: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _add_fused(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
         main_grad: torch.Tensor = self.weight.main_grad  # type: ignore[attr-defined]
         if main_grad.dtype == torch.float32:
-            _fused.wgrad_gemm_accum_fp32(given, gradient, main_grad)
+            _fused.wgrad_gemm_accum_fp32(inputs, gradient, main_grad)
         else:
-            _fused.wgrad_gemm_accum_fp16(given, gradient, main_grad)
+            _fused.wgrad_gemm_accum_fp16(inputs, gradient, main_grad)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupedCall(LayerCall):
-    """The products of all experts of a rank, each of its own rows; the operations are torch's.
+    """Multiplies the rows of each expert of a rank by its weight, with a grouped product.
 
     Attributes:
-        weight: of all experts.
-        shape: ``[experts, in, out]``, that the weight is seen as.
-        counts: ``[experts]`` rows of each, on the host.
+        weight: Weight of all experts.
+        shape: Shape ``[experts, in, out]`` in which the weight is viewed.
+        counts: Number of rows of each expert, ``[experts]``, on the host.
     """
 
     weight: torch.nn.Parameter
     shape: tuple[int, int, int]
     counts: torch.Tensor
 
-    def output(self, given: torch.Tensor) -> torch.Tensor:
+    def output(self, inputs: torch.Tensor) -> torch.Tensor:
         """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        return self._product(given, turned=False)
+        return self._product(inputs, turned=False)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         return self._product(gradient, turned=True)
 
     def weight_gradients(
-        self, given: torch.Tensor, gradient: torch.Tensor
+        self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         kernel = getattr(experts.gg.grouped_gemm, "backend", None)
-        if kernel is not None and given.is_cuda and given.numel():
-            total = kernel.gmm(given, gradient, self.counts, trans_a=True, trans_b=False)
+        if kernel is not None and inputs.is_cuda and inputs.numel():
+            total = kernel.gmm(inputs, gradient, self.counts, trans_a=True, trans_b=False)
         else:
             sizes = self.counts.tolist()
-            parts = zip(given.split(sizes), gradient.split(sizes), strict=True)
+            parts = zip(inputs.split(sizes), gradient.split(sizes), strict=True)
             total = torch.stack([rows.t().mm(part) for rows, part in parts])
         yield self.weight, total.view_as(self.weight)
 
@@ -166,12 +168,12 @@ class GroupedCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DelayedCall(LayerCall):
-    """A call of a layer of Transformer Engine, which keeps by itself what its W needs.
+    """Describes a call of a layer of Transformer Engine, which keeps the tensors for W itself.
 
     Attributes:
-        layer: the layer.
-        weight: its first weight, ``[out, in]``.
-        delayed: the ``wgrad_store`` of this call alone.
+        layer: Layer that is called.
+        weight: First weight of the layer, ``[out, in]``.
+        delayed: ``wgrad_store`` of this call alone.
     """
 
     layer: Any
@@ -179,16 +181,16 @@ class DelayedCall(LayerCall):
     delayed: Any
 
     def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
-        """Announce the call's weight gradient, right before the layer's own B.
+        """Adds the call's weight gradient to the store, right before the layer's B.
 
-        Tensors without memory stand for those that the layer keeps. A hook of megatron-core's
-        data-parallel wrapper that overlaps reductions demands a gradient of every weight after B:
-        it gets one that adds nothing.
+        Tensors without memory stand for those that the layer keeps. If megatron-core's
+        data-parallel wrapper overlaps reductions, its hook requires a gradient of every weight
+        after B; it gets one that adds nothing.
         """
-        given = gradient.new_empty(
+        inputs = gradient.new_empty(
             (*gradient.shape[:-1], self.weight.shape[1]), device=torch.device("meta")
         )
-        store.add(self, given, torch.empty_like(gradient, device="meta"))
+        store.add(self, inputs, torch.empty_like(gradient, device="meta"))
         biases = [] if getattr(self.layer, "te_return_bias", False) else _biases(self.layer)
         fuses = getattr(self.layer, "fuse_wgrad_accumulation", False)
         for parameter in (*(() if fuses else _weights(self.layer)), *biases):
@@ -201,33 +203,36 @@ class DelayedCall(LayerCall):
 
     @torch.no_grad()  # the layer's own tensors may require gradients
     def weight_gradients(
-        self, given: torch.Tensor, gradient: torch.Tensor
+        self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> list[tuple[torch.nn.Parameter, Any]]:
         """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`.
 
-        Nothing is returned of a weight that the layer has added to ``main_grad``.
+        Gradients that the layer has added to ``main_grad`` itself are not returned.
         """
-        layer, weights, biases = self.layer, _weights(self.layer), _biases(self.layer)
+        layer = self.layer
+        weights = _weights(layer)
+        biases = _biases(layer)
         before = {parameter: parameter.grad for parameter in (*weights, *biases)}
         computed = self.delayed.pop()
         self.delayed.pop = lambda: computed
-        # What came with B, as in fp8, is not here, and backward_dw() would miss it.
+        # Bias gradients of fp8 came with B, but backward_dw() needs a tensor in their place.
         absent = computed[0][1] is None
         for parameter in before:
             parameter.grad = None
         for bias in biases if absent else ():
             bias.grad = torch.empty_like(bias)
-        own, layer.wgrad_store = layer.wgrad_store, self.delayed
+        original_store = layer.wgrad_store
+        layer.wgrad_store = self.delayed
         try:
-            # megatron-core's wrapper only does it where its configuration has the delay.
+            # megatron-core's own backward_dw() does nothing unless its configuration has the delay.
             _engine_class(type(layer)).backward_dw(layer)
         finally:
-            layer.wgrad_store = own
-            found = {parameter: parameter.grad for parameter in before}
+            layer.wgrad_store = original_store
+            gradients = {parameter: parameter.grad for parameter in before}
             for parameter, former in before.items():
                 parameter.grad = former
         present = (*weights, *(() if absent else biases))
-        return [(each, found[each]) for each in present if found[each] is not None]
+        return [(each, gradients[each]) for each in present if gradients[each] is not None]
 
 
 def _weights(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -244,7 +249,7 @@ def _trained(layer: torch.nn.Module, prefix: str) -> list[torch.nn.Parameter]:
 
 
 class Deferring:
-    """Holds the store of a deferring layer's chunk, if there is one."""
+    """Marks a layer that defers its weight gradient while its chunk has an active store."""
 
     weight_gradient_store: WeightGradientStore | None = None
 
@@ -278,15 +283,15 @@ class _DeferringLinear(Deferring):
 class DeferringColumnParallelLinear(  # type: ignore[misc]
     _DeferringLinear, ColumnParallelLinear
 ):
-    """``ColumnParallelLinear`` that puts its weight gradient off while its store is active."""
+    """Replaces ``ColumnParallelLinear``; defers the weight gradient while its store is active."""
 
 
 class DeferringRowParallelLinear(_DeferringLinear, RowParallelLinear):  # type: ignore[misc]
-    """``RowParallelLinear`` that puts its weight gradient off while its store is active."""
+    """Replaces ``RowParallelLinear``; defers the weight gradient while its store is active."""
 
 
 class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):  # type: ignore[misc]
-    """``VocabParallelEmbedding`` that puts its weight gradient off while its store is active."""
+    """Replaces ``VocabParallelEmbedding``; defers the weight gradient while its store is active."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Looks tokens up: ``[b, s] int -> [b, s, h]``, or ``[s, b, h]`` parts."""
@@ -311,33 +316,34 @@ class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):  # typ
 
 
 class _DelayingLayer(Deferring):
-    """A layer of Transformer Engine that delays its weight gradient while its store is active."""
+    """Makes a layer of Transformer Engine delay its weight gradient while its store is active."""
 
     wgrad_store: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own forward, in a split step with a ``wgrad_store`` of its own."""
+        """Runs the layer's forward, in a split step with a new ``wgrad_store``."""
         store = self.weight_gradient_store
         weights = _weights(self)  # type: ignore[arg-type]
         if store is None or not weights or not is_deferring(store, weights[0]):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         store.is_uneven |= getattr(self, "num_gemms", 1) > 1
-        own = self.wgrad_store
-        call = DelayedCall(self, weights[0], type(own)(True))
+        original_store = self.wgrad_store
+        call = DelayedCall(self, weights[0], type(original_store)(True))
         self.wgrad_store = call.delayed
         try:
             answer = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.wgrad_store = own
+            self.wgrad_store = original_store
         output = answer[0] if isinstance(answer, tuple) else answer
         output.register_hook(lambda gradient: call.begin(gradient, store))
         return answer
 
 
 class _DeferringGroupedExperts(Deferring):
-    """megatron-core's ``GroupedMLP`` that puts its weight gradients off while its store is active.
+    """Replaces megatron-core's ``GroupedMLP``; defers weight gradients while its store is active.
 
-    Versions from 0.17 on have none: their grouped experts are those of Transformer Engine.
+    megatron-core 0.17 and later have no ``GroupedMLP``; their grouped experts are layers of
+    Transformer Engine.
     """
 
     def forward(
@@ -346,10 +352,11 @@ class _DeferringGroupedExperts(Deferring):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """Compute ``[tokens, h]`` of tokens that are sorted by expert, and their probabilities."""
+        """Returns the output ``[tokens, h]`` for tokens that are sorted by expert."""
         store: Any = self.weight_gradient_store
         layer: Any = self
-        rows, shares = permuted_local_hidden_states, permuted_probs
+        rows = permuted_local_hidden_states
+        shares = permuted_probs
         if store is None or layer.activation_recompute or not is_deferring(store, layer.weight1):
             plain: tuple[torch.Tensor, None] = super().forward(  # type: ignore[misc]
                 rows, tokens_per_expert, shares
@@ -357,8 +364,10 @@ class _DeferringGroupedExperts(Deferring):
             return plain
         store.is_uneven = True
         if layer.config.moe_apply_probs_on_input:
-            rows, shares = (shares.unsqueeze(-1) * rows).to(rows.dtype), torch.ones_like(shares)
-        count, hidden = layer.num_local_experts, layer.config.hidden_size
+            rows = (shares.unsqueeze(-1) * rows).to(rows.dtype)
+            shares = torch.ones_like(shares)
+        count = layer.num_local_experts
+        hidden = layer.config.hidden_size
         wide = layer.weight1.numel() // (count * hidden)
         narrow = layer.weight2.numel() // (count * hidden)
         first = GroupedCall(layer.weight1, (count, hidden, wide), tokens_per_expert)
@@ -382,26 +391,26 @@ def _delaying(layer: type) -> type:
 
 
 def _engine_class(layer: type) -> Any:
-    """Return the class of Transformer Engine itself that a layer's is made of, ``None`` without."""
+    """Returns the Transformer Engine class that a layer's class derives from, ``None`` if none."""
     bases = (base for base in layer.__mro__ if base.__module__.startswith("transformer_engine"))
     return next(bases, None)
 
 
 def defer_layers(chunk: torch.nn.Module) -> list[str]:
-    """Let every layer of a chunk that can defer its weight gradient do so once it has a store.
+    """Makes the layers of a chunk defer their weight gradients once they have a store.
 
-    Changes the class of the instances; nothing else of them changes.
+    Changes only the class of the instances.
 
     Returns:
-        A clause for each other layer with a matrix, such as ``"layers.0.linear is a Linear, which
-        computes its weight gradient in its backward"``.
+        Reason for each layer with a matrix that cannot defer, such as ``"layers.0.linear is a
+        Linear, which computes its weight gradient in its backward"``.
     """
     whole: list[str] = []
     captured: tuple[str, ...] = ()
     for name, layer in chunk.named_modules():
         if hasattr(layer, "cudagraph_manager") or hasattr(layer, "cuda_graphs"):
             captured = (*captured, f"{name}.")
-        # An output layer may use the embedding's weight and have none of its own.
+        # An output layer may share the embedding's weight instead of having one.
         if isinstance(layer, Deferring) or not (type(layer) in _DEFERRING or _has_matrix(layer)):
             continue
         reason = _why_whole(layer)
@@ -421,7 +430,7 @@ def _has_matrix(layer: torch.nn.Module) -> bool:
 
 
 def _why_whole(layer: Any) -> str | None:
-    """Return what keeps a layer from deferring, ``None`` if nothing does."""
+    """Returns why a layer cannot defer its weight gradient, ``None`` if it can."""
     config = getattr(layer, "config", None)
     if getattr(config, "cpu_offloading", False):
         return "with CPU offloading, which takes away what its weight gradient needs"
@@ -442,15 +451,15 @@ _IN_ITS_BACKWARD = "which computes its weight gradient in its backward"
 
 
 def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Returns whether there are layers of Transformer Engine among the chunks'."""
+    """Returns whether the chunks contain layers of Transformer Engine."""
     return any(_engine_class(type(layer)) for chunk in chunks for layer in chunk.modules())
 
 
 def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
-    """Let the layers of a rank's chunks defer, see :func:`defer_layers`.
+    """Makes the layers of a rank's chunks defer (see :func:`defer_layers`).
 
     Returns:
-        Why none of them can, by the first one; ``None`` if one can or there is none.
+        Reason of the first layer if no layer can defer; ``None`` if one can or no layer needs to.
     """
     whole = [reason for chunk in chunks for reason in defer_layers(chunk)]
     layers = (layer for chunk in chunks for layer in chunk.modules())
@@ -458,10 +467,10 @@ def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
 
 
 def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> int:
-    """Give all deferring layers of a chunk their store, or take it away.
+    """Gives all deferring layers of a chunk a store, or removes it.
 
     Returns:
-        The number of layers that defer.
+        Number of layers that defer.
     """
     layers = [module for module in model.modules() if isinstance(module, Deferring)]
     for layer in layers:
@@ -470,10 +479,10 @@ def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> i
 
 
 def attach_stores(chunks: Sequence[torch.nn.Module]) -> list[WeightGradientStore]:
-    """Let the layers of each chunk defer, and give each chunk a store of its own.
+    """Makes the layers of each chunk defer, and gives each chunk a new store.
 
     Raises:
-        ConfigError: there are layers with weight gradients, and none of them can defer.
+        ConfigError: There are layers with weight gradients, and none of them can defer.
     """
     reason = why_not_split(chunks)
     if reason is not None:

@@ -1,8 +1,8 @@
-"""The diagnosis of a run while it trains: every some iterations, in a process of its own.
+"""Diagnoses a run while it trains, in another process every few iterations.
 
-The training process starts it and looks, between two iterations, whether it has ended with an
-answer: it reads no trace, waits for nothing, and goes on without answers where the other process
-fails. That one runs at the lowest priority, for a second or a few.
+The training process starts this process, and between two iterations it checks whether an answer is
+there. It reads no trace, never waits, and continues without an answer if the other process fails.
+The other process runs at the lowest priority for a few seconds.
 """
 
 from __future__ import annotations
@@ -20,24 +20,28 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[3]
 _DIAGNOSE = ("-m", "megatron.adaptive", "trace", "diagnose", "--json")
 _LAST_S = 10.0
+"""Time limit in seconds for the last diagnosis when the run ends."""
 
 
 class RunningDiagnosis:
-    """Reports each thing that slows the run, once.
+    """Reports each cause that slows the run, once.
 
-    It does nothing without a folder or an interval, or where the run ends before the first one.
+    Does nothing without a folder or an interval, or if the run ends before the first diagnosis.
 
     Args:
-        folder: where the ranks write their traces, ``None`` also on ranks that report nothing.
-        interval: iterations between two diagnoses, each of the iterations since the one before.
-        start_iteration: iterations done before this process began; its first one is left out.
-        report: takes the text of a finding.
-        note: takes each answer's ``findings``, each with ``headline``, ``gain``, the part of a step
-            that mending it would save, and ``do``, how. And what is known of a rank that is slow to
-            the end of what was looked at, each time it is: ``slow_rank``, its number; ``times``,
-            diagnoses in a row that found it; ``factor`` and ``cost_fraction``, see ``Finding``;
-            ``pace_ns`` of all ranks, see ``Diagnosis``.
-        total_iterations: of the run, as far as that is known.
+        folder: Folder of the traces, ``None`` for no trace and on ranks that do not report.
+        interval: Number of iterations between two diagnoses. Each diagnosis covers the iterations
+            since the one before.
+        start_iteration: Number of iterations done before this process began. Its first iteration is
+            not diagnosed.
+        report: Function that takes the text of a finding.
+        note: Function that takes the facts of an answer by keyword. ``findings`` has for each
+            finding its ``headline``, its ``gain`` (the fraction of a step that a repair would save)
+            and ``do`` (the advice). For each rank that is slow up to the last iteration it is also
+            called with ``slow_rank`` (the rank), ``times`` (the number of diagnoses in a row that
+            found it), ``factor`` and ``cost_fraction`` (see ``Finding``) and ``pace_ns`` of all
+            ranks (see ``Diagnosis``).
+        total_iterations: Number of iterations of the run, infinite if unknown.
     """
 
     def __init__(
@@ -49,8 +53,8 @@ class RunningDiagnosis:
         note: Callable[..., None] | None = None,
         total_iterations: float = math.inf,
     ) -> None:
-        is_wanted = 0 < interval < total_iterations - start_iteration
-        self._folder = folder if is_wanted else None
+        is_on = 0 < interval < total_iterations - start_iteration
+        self._folder = folder if is_on else None
         self._interval = interval
         self._next = start_iteration + 2
         self._report = report
@@ -60,7 +64,7 @@ class RunningDiagnosis:
         self._process: subprocess.Popen[bytes] | None = None
 
     def after_iteration(self, iteration: int) -> None:
-        """Ask where it is time to, and report what was answered. Takes a millisecond at most."""
+        """Starts a diagnosis if one is due, and reports an answer. Takes a millisecond at most."""
         if self._process is not None:
             if self._process.poll() is not None:
                 self._take(self._process)
@@ -68,13 +72,13 @@ class RunningDiagnosis:
             self._ask(self._folder, iteration)
 
     def close(self) -> None:
-        """Report what is still found of the last question; idempotent. Blocks for 10 s at most."""
+        """Reports the last diagnosis; idempotent. Blocks for 10 s at most."""
         self._folder = None
         if self._process is None:
             return
         try:
             self._process.wait(_LAST_S)
-        except subprocess.TimeoutExpired:  # whoever ends a job does not wait for advice
+        except subprocess.TimeoutExpired:  # the end of a job does not wait for advice
             self._process.kill()
             self._process.wait()
         self._take(self._process)
@@ -84,7 +88,7 @@ class RunningDiagnosis:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
-            self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe holds no long answer
+            self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - too long for a pipe
             self._process = subprocess.Popen(
                 [sys.executable, *_DIAGNOSE, folder, "--iterations", f"{self._next}-{last}"],
                 stdin=subprocess.DEVNULL,
@@ -94,11 +98,11 @@ class RunningDiagnosis:
             )
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
         except OSError:
-            return  # asked again after the next iteration
+            return  # tried again after the next iteration
         self._next = last + 1
 
     def _take(self, ended: subprocess.Popen[bytes]) -> None:
-        """Reports the answer of a process that has ended; one that failed gave none."""
+        """Reports the answer of a process that has ended, unless it failed."""
         self._process = None
         with self._answer as file:
             file.seek(0)
@@ -118,25 +122,26 @@ class RunningDiagnosis:
     def _note_findings(
         self, note: Callable[..., None], findings: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Notes what mending each thing would gain; a run of Weights & Biases gets it as well."""
-        found = [
+        """Notes the gain of each repair, and logs it to Weights & Biases if the user has a run."""
+        notes = [
             {
-                "headline": one["headline"],
-                "name": _name(one),
-                "gain": round(one["cost_fraction"], 4),
-                "do": one["advice"][0] if one["advice"] else "",
+                "headline": finding["headline"],
+                "name": _name(finding),
+                "gain": round(finding["cost_fraction"], 4),
+                "do": finding["advice"][0] if finding["advice"] else "",
             }
-            for one in findings
+            for finding in findings
         ]
-        note(findings=found)
-        run = getattr(sys.modules.get("wandb"), "run", None)  # the user's, where there is one
-        if run is not None and found:
-            # With the values of the user's own next call: a step's number is theirs to choose.
-            run.log({f"gain/{one['name']}": one["gain"] for one in found}, commit=False)
+        note(findings=notes)
+        run = getattr(sys.modules.get("wandb"), "run", None)  # the user's run, if any
+        if run is not None and notes:
+            # commit=False adds the values to the user's next call, which chooses the step number.
+            run.log({f"gain/{entry['name']}": entry["gain"] for entry in notes}, commit=False)
 
     def _note_slow(self, note: Callable[..., None], answer: Mapping[str, Any]) -> None:
-        """Notes the ranks that an answer names as slow to its end."""
-        before, self._slow = self._slow, {}
+        """Notes the ranks that are slow up to the last diagnosed iteration."""
+        before = self._slow
+        self._slow = {}
         for finding in answer["findings"]:
             if finding["cause"] != "slow rank" or finding["period"]["kind"] == "passed":
                 continue
@@ -152,5 +157,5 @@ class RunningDiagnosis:
 
 
 def _name(finding: Mapping[str, Any]) -> str:
-    """Names what a finding is about: the same when it is found again."""
+    """Returns a name for a finding, which stays the same if it is found again."""
     return " ".join(map(str, (finding["cause"], *finding["ranks"])))

@@ -1,17 +1,18 @@
 """Runs one step of one pipeline rank in the order that its policy picks.
 
-A static schedule and a run-time rule go through the same loop::
+Static schedules and run-time rules use the same loop::
 
-    policy picks ─> run the action on its chunk ─> hand the result to the channel
+    policy picks ─> run the action on its chunk ─> send the result to the channel
          ^                                                    │
          └── arrivals of other ranks <── completion queue <───┘
 
-A device runs behind the process that launches work on it. A run-time rule is therefore asked late,
-when all but the last few launched actions are done: it then knows what has arrived meanwhile.
+A device runs behind the process that launches its work. So a run-time rule is asked late, when all
+but the last few launched actions have finished: it then knows the inputs that have arrived in the
+meantime.
 
-The executor owns the state of the step, the tensors between stages and the clock; it knows neither
-megatron-core nor any process group. What a chunk computes is a :class:`Stages` object, how ranks of
-one decision group keep together is an ``Agreement``.
+The executor owns the state of the step, the tensors between stages and the clock. It does not use
+megatron-core or process groups: a :class:`Stages` object computes the chunks, and an ``Agreement``
+makes the ranks of a decision group run the same actions.
 """
 
 from __future__ import annotations
@@ -34,27 +35,34 @@ from megatron.adaptive.schedule.policy import Follow, Policy, actions_of, reason
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.trace.trace_format import KINDS, REASONS, Row
+from megatron.adaptive.trace.trace_format import KINDS, REASONS, SpanRow
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Notice, Transport
 
 _LAUNCH_AHEAD = 1
-"""Least actions that a run-time rule may have unfinished on the device when it is asked for the
-next one; 0 would leave the device idle while it decides."""
+"""Least number of unfinished actions on the device when a run-time rule is asked for the next one.
+
+With 0, the device would be idle during the decision.
+"""
 _AHEAD_NS = 300_000
-"""Work that the device has left when the rule is asked, in short actions: a thread that sleeps for
-a device wakes tens of microseconds later, and has to decide and to launch before the work ends."""
+"""Work in nanoseconds that the device should have left when a rule is asked, if actions are short.
+
+A thread that sleeps for a device wakes tens of microseconds late. It must decide and launch before
+the device runs out of work.
+"""
 _MOST_AHEAD = 8
+"""Most unfinished actions on the device when a rule is asked, apart from the least number."""
 
 
 class ActionInput(NamedTuple):
-    """The tensor that an action takes, and where it came from.
+    """Describes the input of an action and its origin.
 
     Attributes:
-        tensor: the tensor, ``None`` where the action takes none.
-        nbytes: its size, 0 where it did not leave the rank.
-        peer: global rank of its sender, -1 for this one.
-        arrived_ns: when it arrived, or was found to be there; 0 in a step that is not traced.
-        is_exact: whether it is the former.
+        tensor: Input tensor, ``None`` if the action has none.
+        nbytes: Size in bytes, 0 if the tensor comes from this rank.
+        peer: Global rank of the sender, -1 for this rank.
+        arrived_ns: Time of arrival in nanoseconds, or the time at which the executor first saw the
+            input; 0 in a step without a trace.
+        is_exact: True if ``arrived_ns`` is the time of arrival.
     """
 
     tensor: torch.Tensor | None = None
@@ -65,14 +73,15 @@ class ActionInput(NamedTuple):
 
 
 class LaunchedAction(NamedTuple):
-    """An action that was run, or launched on a device.
+    """Records an action that was run, or launched on a device.
 
     Attributes:
-        action: the action.
-        start, end: marks of the clock.
-        nbytes: bytes received and sent.
-        held_bytes: activations of the rank while it ran.
-        queue_depth: inputs of other actions that were there.
+        action: Action that was run.
+        start: Mark of the clock before the action.
+        end: Mark of the clock after the action.
+        nbytes: Number of bytes received and sent.
+        held_bytes: Bytes of activations that the rank held during the action.
+        queue_depth: Number of inputs of other actions that were waiting.
     """
 
     action: Action
@@ -85,67 +94,67 @@ class LaunchedAction(NamedTuple):
 
 _NO_INPUT = ActionInput()
 _OBSERVED = contextlib.nullcontext()
-# The same objects each time: to make one takes longer than to find it.
+# A cached object is found faster than a new one is made.
 _input_of = functools.lru_cache(maxsize=1 << 16)(Action)
 
 
 class Stages(Protocol):
-    """The chunks of one rank during one step."""
+    """Computes the chunks of one rank during one step."""
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Run the forward of a chunk.
+        """Runs the forward of a chunk.
 
         Args:
-            chunk: local chunk.
-            microbatch: microbatch; ascending per chunk.
-            received: output of the stage before, ``None`` on the first stage.
+            chunk: Index of the local chunk.
+            microbatch: Index of the microbatch, ascending per chunk.
+            received: Output of the stage before, ``None`` on the first stage.
 
         Returns:
-            The tensor for the next stage (the loss on the last).
+            Tensor for the next stage, or the loss on the last stage.
         """
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """The output of that forward is with the transport: its memory may go."""
+        """Lets the output of a forward be freed, after the transport has taken it."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        """Bytes that a microbatch's forward of the chunk keeps for its backward."""
+        """Returns the bytes that the forward of a microbatch keeps for its backward."""
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Bytes of them that a split backward leaves for the weight gradient."""
+        """Returns how many of these bytes a split backward keeps for the weight gradient."""
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Run the backward of a chunk: the whole one, or by inputs only if backwards are split.
+        """Runs the backward of a chunk: the whole one, or by inputs only if backwards are split.
 
         Args:
-            chunk: local chunk.
-            microbatch: microbatch; ascending per chunk.
-            gradient: gradient of the chunk's output, ``None`` on the last stage.
+            chunk: Index of the local chunk.
+            microbatch: Index of the microbatch, ascending per chunk.
+            gradient: Gradient of the chunk's output, ``None`` on the last stage.
 
         Returns:
-            The gradient for the stage before, ``None`` on the first stage.
+            Gradient for the stage before, ``None`` on the first stage.
         """
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Compute a part of the weight gradients that a split backward left.
+        """Computes a part of the weight gradients that a split backward deferred.
 
         Args:
-            chunk: local chunk.
-            microbatch: microbatch; ascending per chunk.
-            piece: which part, ascending from 0.
-            pieces: number of parts.
+            chunk: Index of the local chunk.
+            microbatch: Index of the microbatch, ascending per chunk.
+            piece: Index of the part, ascending from 0.
+            pieces: Number of parts.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Times of one rank in one step.
+    """Records the times of one rank in one step.
 
     Attributes:
-        busy_s: seconds within actions.
-        span_s: seconds from its first action's start to its last one's end.
-        actions: what ran, in order, with its nanoseconds.
+        busy_s: Seconds within actions.
+        span_s: Seconds from the start of the first action to the end of the last one.
+        actions: Actions in the order they ran, each with its duration in nanoseconds.
     """
 
     busy_s: float
@@ -157,16 +166,15 @@ class Executor:
     """Runs the steps of one pipeline rank.
 
     Args:
-        placement: where stages live.
-        pp_rank: this rank's position in the pipeline.
-        route: global rank and microbatch there, of a position in the pipeline and a microbatch
-            here; the same two where left out.
-        transport: channels to the other ranks, ``None`` for a pipeline of one rank.
-        agreement: keeps the ranks of a decision group on one order; a rank alone where left
-            out.
-        clock: takes the times of the trace; the host's where left out.
-        recorder: where spans go, ``None`` for no trace.
-        timeout_s: limit of every wait for an input.
+        placement: Placement of the stages on ranks.
+        pp_rank: Position of this rank in the pipeline.
+        transport: Channels to the other ranks, ``None`` for a pipeline of one rank.
+        timeout_s: Time limit of every wait for an input, in seconds.
+        agreement: Agreement of the decision group, ``None`` for a rank that decides alone.
+        clock: Clock that takes the times of the trace, ``None`` for the clock of the host.
+        recorder: Recorder of the trace, ``None`` for no trace.
+        route: Function that turns a position in the pipeline and a microbatch of this rank into the
+            global rank there and the microbatch as that rank counts it. ``None`` if both are equal.
     """
 
     def __init__(
@@ -211,30 +219,35 @@ class Executor:
 
     @property
     def last_codes(self) -> tuple[int, ...]:
-        """The actions of the last step in the order they were started, as ``codes_of`` says them.
+        """Returns the codes of the last step's actions in the order they started.
 
-        Microbatches and pieces ascend within a chunk, so that codes say everything.
+        See ``codes_of``. Microbatches and pieces ascend within a chunk, so the codes determine the
+        actions.
         """
         return tuple(self._codes)
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns what this rank does in its step, for another thread; costs the step nothing.
+        """Returns the present activity of this rank.
+
+        Other threads may call it without delaying the step.
 
         Returns:
-            Fields of ``trace.status_files.Now``, none between two steps.
+            Fields of ``trace.status_files.Now``, empty between two steps.
         """
-        codes, launched = tuple(self._codes), tuple(self._launched)
+        codes = tuple(self._codes)
+        launched = tuple(self._launched)
         if not self._is_running:
             return {}
         finished = len(launched)
         if launched and not self._clock.is_passed(launched[-1].end):
-            finished -= 1  # the device is at it
-        kinds, chunks = tuple(ActionKind), self._num_chunks
+            finished -= 1  # the device still runs it
+        kinds = tuple(ActionKind)
+        chunks = self._num_chunks
         fields: dict[str, Any] = {"doing": "wait", "held_bytes": self._held_bytes}
         if len(codes) > finished:
             number, chunk = divmod(codes[-1], chunks)
             fields |= {"doing": kinds[number].value, "chunk": chunk}
-            if kinds[number] is not ActionKind.W:  # that one comes in pieces
+            if kinds[number] is not ActionKind.W:  # a W may have several pieces
                 fields["microbatch"] = codes.count(codes[-1]) - 1
         else:
             fields["cause"] = "" if self._log is None else self._log.wait_cause()
@@ -242,44 +255,53 @@ class Executor:
         return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
 
     def evidence(self) -> dict[str, Any]:
-        """Returns more of the same for who looks why a job stands still, see ``trace.hang_watch``.
+        """Returns the state of the executor for a hang report (see ``trace.hang_watch``).
 
         Returns:
-            ``snapshot()``, and ``step``; ``finished``, actions by kind and chunk; ``needs``, the
-            messages that would let this rank go on, each as global rank of the sender and kind,
-            chunk and microbatch of its action. Between two steps nothing but the next step.
+            Fields of ``snapshot()``, and three more. ``step`` is the number of the step.
+            ``finished`` is the number of finished actions by kind and chunk. ``needs`` lists the
+            messages that this rank waits for: global rank of the sender, and kind, chunk and
+            microbatch of the sender's action. Between two steps there is only ``step``, the number
+            of the next step.
         """
-        fields, state, policy = self.snapshot(), self._state, self._policy
+        fields = self.snapshot()
+        state = self._state
+        policy = self._policy
         if not fields or state is None:
             return {"step": self._step + 1}
-        codes, chunks, kinds = tuple(self._codes), self._num_chunks, tuple(ActionKind)
+        codes = tuple(self._codes)
+        chunks = self._num_chunks
+        kinds = tuple(ActionKind)
         names = [f"{kind.value}{chunk}" for kind in kinds for chunk in range(chunks)]
         finished = {name: codes.count(code) for code, name in enumerate(names) if code in codes}
         if fields["doing"] != "wait" and codes and names[codes[-1]] in finished:
             finished[names[codes[-1]]] -= 1
-        next_one = policy.order[len(codes) :][:1] if isinstance(policy, Follow) else None
-        needs = [
-            [(at := self._route(source[0], action.microbatch))[0], action.kind, source[1], at[1]]
-            for action in state.lacking()
-            if next_one is None or action in next_one
-            if action not in self._inputs  # it lacks on another member of the decision group
-            if (source := self._placement.source_of(action.kind, self._pp_rank, action.chunk))
-            and source[0] != self._pp_rank
-        ]
+        due = policy.order[len(codes) :][:1] if isinstance(policy, Follow) else None
+        needs: list[list[Any]] = []
+        for action in state.lacking():
+            if due is not None and action not in due:
+                continue
+            if action in self._inputs:  # another member of the decision group lacks it
+                continue
+            source = self._placement.source_of(action.kind, self._pp_rank, action.chunk)
+            if source is None or source[0] == self._pp_rank:
+                continue
+            sender, microbatch = self._route(source[0], action.microbatch)
+            needs.append([sender, action.kind, source[1], microbatch])
         return {**fields, "step": self._step, "finished": finished, "needs": needs}
 
     def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Run one step: every action of ``state`` once, in the order ``policy`` picks.
+        """Runs one step: every action of ``state`` once, in the order that ``policy`` picks.
 
         Args:
-            stages: the rank's chunks.
-            policy: picks the order; ranks of one decision group must pass equal ones.
-            state: a fresh state of this rank.
+            stages: Chunks of the rank.
+            policy: Policy that picks the order, the same one on all ranks of a decision group.
+            state: Fresh state of this rank.
 
         Raises:
-            DeadlineError: an input did not arrive within the time limit.
-            PeerLostError: a neighbour is gone.
-            ScheduleError: the policy picked an action that is not ready.
+            DeadlineError: An input did not arrive within the time limit.
+            PeerLostError: A neighbour is gone.
+            ScheduleError: The policy picked an action that is not ready.
         """
         self._step += 1
         self._inputs.clear()
@@ -287,7 +309,8 @@ class Executor:
         self._codes.clear()
         self._away_ns = {}
         self._held_bytes = 0
-        self._state, self._policy = state, policy
+        self._state = state
+        self._policy = policy
         self._is_running = True
         recorder = self._recorder
         is_traced = recorder is not None and recorder.is_recording and not state.forward_only
@@ -296,7 +319,8 @@ class Executor:
         self._agreement.begin(self._step, is_static=is_static)
         self._asks_late = state.beside or not is_static
         self._decides = self._agreement.decides
-        early, self._early = self._early, []
+        early = self._early
+        self._early = []
         for item in early:
             self._accept(item, state)
         if state.beside:
@@ -312,7 +336,7 @@ class Executor:
         self._is_running = False
 
     def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Run a step whose actions may start beside others that communicate."""
+        """Runs a step in which an action may start while another one communicates."""
         lanes = Lanes(
             functools.partial(self._decide, policy, state),
             lambda action: self._perform(action, stages, state),
@@ -320,13 +344,16 @@ class Executor:
         )
         lanes.run(lambda: state.done)
         self._away_ns = lanes.away_ns
-        # Reasons and records list actions as they began.
-        begun = actions_of(self._codes, self._num_chunks, state.weight_pieces)
-        places = {action: place for place, action in enumerate(begun)}
-        self._launched.sort(key=lambda one: places[one.action])
+        # Reasons and records list actions in the order they started.
+        started = actions_of(self._codes, self._num_chunks, state.weight_pieces)
+        index_of = {action: index for index, action in enumerate(started)}
+        self._launched.sort(key=lambda launched: index_of[launched.action])
 
     def _decide(self, policy: Policy, state: RankState, may_pass: bool = False) -> Action | None:
-        """Starts the next action; ``None`` where there is none, or one under way goes on."""
+        """Starts and returns the next action.
+
+        Returns ``None`` if there is none, or if an action that communicates continues instead.
+        """
         launched = self._launched
         if self._asks_late and not may_pass and len(launched) > (ahead := self._ahead()):
             self._clock.wait(launched[-1 - ahead].end)  # the device catches up
@@ -337,11 +364,12 @@ class Executor:
         return action
 
     def _ahead(self) -> int:
-        """Returns how many launched actions may be unfinished when the policy is asked again.
+        """Returns the number of launched actions that may be unfinished when the policy is asked.
 
-        These are as many as fill ``_AHEAD_NS``, by their times in the last step.
+        They take about ``_AHEAD_NS`` together, by their times in the last step.
         """
-        ahead, left_ns = _LAUNCH_AHEAD, _AHEAD_NS
+        ahead = _LAUNCH_AHEAD
+        left_ns = _AHEAD_NS
         for launched in self._launched[: -1 - _MOST_AHEAD : -1]:
             action = launched.action
             left_ns -= self._mean_ns.get((action.kind, action.chunk), _AHEAD_NS)
@@ -351,32 +379,36 @@ class Executor:
         return ahead
 
     def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
-        """Wait for an arrival, before an action that was decided on but is not ready here."""
+        """Waits for an arrival, because the leader chose an action that is not ready here yet."""
         if self._decides or not state.is_possible(action):
             raise ScheduleError(
                 f"policy {policy.name} picked {action} on rank {self._pp_rank} of the "
                 f"pipeline, which cannot start: {state.why_not(action)}; "
                 f"{state.describe()}"
             )
-        self._await_arrival(state)  # the leader knows that it has arrived
+        self._await_arrival(state)  # the leader chose it because its input has arrived here
 
     def finish_step(self) -> RankTimes:
-        """Hand the spans of the last step to the recorder. Blocks until the device has finished it.
+        """Passes the spans of the last step to the recorder.
+
+        Blocks until the device has finished the step.
 
         Returns:
-            How long the rank worked and how long the step took it.
+            Times of the rank in this step.
         """
         resolve = self._clock.resolve_ns
         if self._launched:
             self._clock.wait(self._launched[-1].end)
-        times = [(resolve(one.start), resolve(one.end)) for one in self._launched]
+        times = [(resolve(launched.start), resolve(launched.end)) for launched in self._launched]
         durations = [end - start for start, end in times]
         if self._away_ns:
-            away = [self._away_ns.get(one.action, 0) for one in self._launched]
+            away = [self._away_ns.get(launched.action, 0) for launched in self._launched]
             durations = [max(0, whole - part) for whole, part in zip(durations, away, strict=True)]
-        actions = tuple(zip((one.action for one in self._launched), durations, strict=True))
+        launched_actions = (launched.action for launched in self._launched)
+        actions = tuple(zip(launched_actions, durations, strict=True))
         self._mean_ns = _mean_by_chunk(actions)
-        log, self._log = self._log, None
+        log = self._log
+        self._log = None
         if self._recorder is not None and log is not None:
             self._recorder.extend(log.rows(self._launched, times, self._codes))
         self._launched.clear()
@@ -394,7 +426,9 @@ class Executor:
         try:
             action = self._agreement.next_action(policy, state, self._timeout_s, may_pass=may_pass)
         except TransportError as error:
-            self._drain(state)  # a channel that failed says more than the group's silence
+            self._drain(
+                state
+            )  # raises the error of a failed channel, which explains more than a silent group
             if isinstance(error, DeadlineError):
                 raise DeadlineError(
                     f"{error}; rank {self._pp_rank} of the pipeline, in step {self._step}, itself "
@@ -406,13 +440,16 @@ class Executor:
         return action
 
     def _perform(self, action: Action, stages: Stages, state: RankState) -> None:
-        given = self._inputs.pop(action, _NO_INPUT)
+        action_input = self._inputs.pop(action, _NO_INPUT)
         if self._log is not None:
-            self._log.begins(action, given)
-        received, nbytes = given.tensor, given.nbytes
+            self._log.begins(action, action_input)
+        received = action_input.tensor
+        nbytes = action_input.nbytes
         depth = len(self._inputs)
         start = self._clock.mark()
-        kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
+        kind = action.kind
+        chunk = action.chunk
+        microbatch = action.microbatch
         self._codes.append(NUMBER[kind] * self._num_chunks + chunk)
         held = self._held_bytes
         if kind is ActionKind.F:
@@ -439,30 +476,34 @@ class Executor:
             LaunchedAction(action, start, self._clock.mark(), nbytes, held, depth)
         )
 
-    def _hand(self, of: Action, tensor: torch.Tensor | None, state: RankState) -> int:
-        """Gives the result of ``of`` to the stage that takes it; returns bytes that leave here."""
-        kind = of.kind
-        target = self._targets[kind][of.chunk]
+    def _hand(self, action: Action, tensor: torch.Tensor | None, state: RankState) -> int:
+        """Passes an action's result to the stage that needs it.
+
+        Returns the bytes that leave the rank.
+        """
+        kind = action.kind
+        target = self._targets[kind][action.chunk]
         if target is None:
-            return 0  # the loss, whose backward starts from here, or the first stage's backward
+            return 0  # the loss on the last stage, or the backward of the first stage
         if tensor is None:
             raise ScheduleError(
-                f"{of} on rank {self._pp_rank} of the pipeline gave no gradient for the stage "
+                f"{action} on rank {self._pp_rank} of the pipeline gave no gradient for the stage "
                 "before it; does its input require one?"
             )
         rank, chunk = target
         if rank == self._pp_rank:
-            self._inputs[_input_of(kind, chunk, of.microbatch)] = ActionInput(tensor.detach())
-            state.arrive(kind, chunk, of.microbatch)
+            self._inputs[_input_of(kind, chunk, action.microbatch)] = ActionInput(tensor.detach())
+            state.arrive(kind, chunk, action.microbatch)
             return 0
         assert self._transport is not None
-        peer, microbatch = self._route(rank, of.microbatch)
-        action = _input_of(kind, chunk, microbatch)
-        log, nbytes = self._log, tensor.nbytes
+        peer, microbatch = self._route(rank, action.microbatch)
+        receiving = _input_of(kind, chunk, microbatch)
+        log = self._log
+        nbytes = tensor.nbytes
         start_ns = 0 if log is None else log.now_ns()
-        self._transport.send(peer, Label(self._step, action), tensor)
+        self._transport.send(peer, Label(self._step, receiving), tensor)
         if log is not None:
-            log.sent(action, peer, nbytes, start_ns)
+            log.sent(receiving, peer, nbytes, start_ns)
         return nbytes
 
     def _drain(self, state: RankState) -> None:
@@ -492,9 +533,10 @@ class Executor:
         self._accept(item, state, is_awaited=True)
 
     def _accept(self, item: Item, state: RankState, *, is_awaited: bool = False) -> None:
-        step, action = item.label.step, item.label.action
+        step = item.label.step
+        action = item.label.action
         if step > self._step:
-            # Evaluation has no barrier between steps: the first stage may be steps ahead.
+            # Evaluation has no barrier between steps, so the first stage may be some steps ahead.
             self._early.append(item)
             return
         if isinstance(item, Arrival):
@@ -504,20 +546,21 @@ class Executor:
                     f"pipeline, which is in step {self._step}; the ranks ran different numbers of "
                     "steps"
                 )
-            arrived_ns, is_exact = 0, True
+            arrived_ns = 0
+            is_exact = True
             if self._log is not None:
                 arrived_ns, is_exact = self._log.arrival(item, is_awaited=is_awaited)
             self._inputs[action] = ActionInput(
                 item.take(), item.nbytes, item.peer, arrived_ns, is_exact
             )
         elif step != self._step:
-            return  # word about a step that ended: nobody waits for it
+            return  # a notice about an earlier step, for which nobody waits any more
         if self._agreement.is_everywhere(item):
             state.arrive(action.kind, action.chunk, action.microbatch)
 
 
 def _mean_by_chunk(actions: Iterable[tuple[Action, int]]) -> dict[tuple[ActionKind, int], int]:
-    """Returns the mean time of each kind of action of each chunk, in nanoseconds."""
+    """Returns the mean duration of each kind of action of each chunk, in nanoseconds."""
     times: dict[tuple[ActionKind, int], list[int]] = {}
     for action, duration_ns in actions:
         times.setdefault((action.kind, action.chunk), []).append(duration_ns)
@@ -528,47 +571,49 @@ _TRACE_NUMBER = {kind: KINDS.index(kind.value) for kind in ActionKind}
 _WAIT, _SEND, _RECEIVE = (KINDS.index(kind) for kind in ("wait", "send", "receive"))
 _REASON = {word: number for number, word in enumerate(REASONS)}
 _INPUT, _MEMORY, _ORDER, _GROUP = (_REASON[word] for word in ("input", "memory", "order", "group"))
-_SEEN, _FOUND = _REASON["seen"], _REASON["found"]
+_SEEN = _REASON["seen"]
+_FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""A follower gets every decision from its leader; from here on that is a wait."""
+"""Least time in nanoseconds for a decision of the leader that counts as a wait of the follower."""
 
 
 class StepLog:
-    """Notes waits, messages and reasons of one step that is traced.
+    """Records waits, messages and reasons of one traced step.
 
-    All times are the host's, of :meth:`now_ns`: on a device the start of the action that takes a
-    message is the moment it is launched.
+    All times are times of the host, from :meth:`now_ns`. With a device, an action starts when it is
+    launched.
 
     Args:
-        policy: picks the actions.
-        num_chunks: chunks of the rank.
+        policy: Policy that picks the actions.
+        num_chunks: Number of chunks of the rank.
     """
 
     def __init__(self, policy: Policy, num_chunks: int) -> None:
         self._policy = policy
         self._num_chunks = num_chunks
-        self._rows: list[Row] = []
-        self._since_ns = 0  # of the present wait, 0 if there is none
+        self._rows: list[SpanRow] = []
+        self._since_ns = 0  # start of the present wait, 0 if there is none
         self._until_ns = 0
         self._cause = _INPUT
         self._waker = -1
-        self._by_group = False  # a member's word ended it
+        self._by_group = False  # True if another member ended the wait
 
     def now_ns(self) -> int:
-        """Returns this moment."""
+        """Returns the present time in nanoseconds, of the monotonic clock."""
         return time.monotonic_ns()
 
     def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
-        """Returns when an input arrived, or was found, and whether it is the former.
+        """Returns the time of an arrival in nanoseconds, and whether it is exact.
 
-        Not every transport gives that time; what was waited for arrives as it is taken.
+        Some transports do not report this time. Then it is the present time, which is exact if the
+        executor was waiting for the input.
         """
-        given_ns = item.arrived_ns
-        return given_ns or time.monotonic_ns(), is_awaited or given_ns is not None
+        reported_ns = item.arrived_ns
+        return reported_ns or time.monotonic_ns(), is_awaited or reported_ns is not None
 
     def wait_begins(self, now_ns: int, state: RankState) -> None:
-        """Notes that nothing can start; a wait that nothing came of goes on."""
+        """Records that no action can start; continues a wait that has not led to a start."""
         if self._since_ns:
             return
         self._since_ns = now_ns
@@ -579,55 +624,86 @@ class StepLog:
             self._cause = _ORDER if fits else _MEMORY
 
     def wait_ends(self, item: Item) -> None:
-        """Notes an arrival, which may let an action start."""
+        """Records an arrival, after which an action may start."""
         self._until_ns = self.now_ns()
         self._waker = item.peer
         self._by_group = isinstance(item, Notice)
 
     def decision(self, asked_ns: int, state: RankState) -> None:
-        """Notes that the leader's decision came."""
+        """Records that the decision of the leader has arrived."""
         now_ns = self.now_ns()
         if now_ns - asked_ns < SHORT_NS:
             return
         self.wait_begins(asked_ns, state)
         if self._cause == _ORDER:
-            self._cause = _GROUP  # this rank could have gone on
+            self._cause = _GROUP  # this rank itself could have started an action
         self._until_ns = now_ns
         self._waker = -1
         self._by_group = True
 
     def wait_cause(self) -> str:
-        """Returns the cause of the wait that goes on, empty if none does or it is not known."""
+        """Returns the cause of the present wait, empty if there is no wait."""
         return REASONS[self._cause] if self._since_ns else ""
 
-    def begins(self, action: Action, given: ActionInput) -> None:
-        """Notes the start of an action with its input."""
-        now_ns, peer, arrived_ns = self.now_ns(), given.peer, given.arrived_ns
-        kind, chunk, microbatch = _TRACE_NUMBER[action.kind], action.chunk, action.microbatch
+    def begins(self, action: Action, action_input: ActionInput) -> None:
+        """Records the start of an action and its input."""
+        now_ns = self.now_ns()
+        peer = action_input.peer
+        arrived_ns = action_input.arrived_ns
+        kind = _TRACE_NUMBER[action.kind]
+        chunk = action.chunk
+        microbatch = action.microbatch
         if self._since_ns:
-            times, cause, waker = (self._since_ns, self._until_ns), self._cause, peer
+            cause = self._cause
+            waker = peer
             if self._by_group and peer >= 0 and arrived_ns <= self._since_ns:
-                cause = _GROUP  # the input had been here, but not on all members
+                cause = _GROUP  # the input was here before, but not on all members
             if peer < 0 or cause == _GROUP:
                 waker = self._waker
             self._rows.append(
-                (_WAIT, chunk, microbatch, action.piece, *times, 0, 0, 0, waker, kind, cause)
+                SpanRow(
+                    kind=_WAIT,
+                    chunk=chunk,
+                    microbatch=microbatch,
+                    piece=action.piece,
+                    start_ns=self._since_ns,
+                    end_ns=self._until_ns,
+                    peer=waker,
+                    of=kind,
+                    reason=cause,
+                )
             )
             self._since_ns = 0
         if peer >= 0:
-            reason = _SEEN if given.is_exact else _FOUND
+            reason = _SEEN if action_input.is_exact else _FOUND
             self._rows.append(
-                (
-                    *(_RECEIVE, chunk, microbatch, 0, arrived_ns, now_ns),
-                    *(given.nbytes, 0, 0, peer, kind, reason),
+                SpanRow(
+                    kind=_RECEIVE,
+                    chunk=chunk,
+                    microbatch=microbatch,
+                    start_ns=arrived_ns,
+                    end_ns=now_ns,
+                    bytes=action_input.nbytes,
+                    peer=peer,
+                    of=kind,
+                    reason=reason,
                 )
             )
 
-    def sent(self, of: Action, peer: int, nbytes: int, start_ns: int) -> None:
-        """Notes that the transport took a message, the input of ``of`` on ``peer``."""
-        kind, end_ns = _TRACE_NUMBER[of.kind], self.now_ns()
+    def sent(self, action: Action, peer: int, nbytes: int, start_ns: int) -> None:
+        """Records that the transport took a message, the input of ``action`` on ``peer``."""
+        end_ns = self.now_ns()
         self._rows.append(
-            (_SEND, of.chunk, of.microbatch, 0, start_ns, end_ns, nbytes, 0, 0, peer, kind, 0)
+            SpanRow(
+                kind=_SEND,
+                chunk=action.chunk,
+                microbatch=action.microbatch,
+                start_ns=start_ns,
+                end_ns=end_ns,
+                bytes=nbytes,
+                peer=peer,
+                of=_TRACE_NUMBER[action.kind],
+            )
         )
 
     def rows(
@@ -635,60 +711,67 @@ class StepLog:
         launched: Sequence[LaunchedAction],
         times: Sequence[tuple[int, int]],
         codes: Sequence[int],
-    ) -> list[Row]:
-        """Returns all that was noted, and every action, as rows of ``trace.trace_format``.
+    ) -> list[SpanRow]:
+        """Returns all records, and every action, as rows of ``trace.trace_format``.
 
         Args:
-            launched: the actions.
-            times: start and end of each, in nanoseconds.
-            codes: the actions as ``reasons_of`` takes them.
+            launched: Actions of the step in the order they started.
+            times: Start and end of each action, in nanoseconds.
+            codes: Codes of the actions (see ``codes_of``).
         """
-        words = reasons_of(self._policy, codes, self._num_chunks)
-        for one, span, word in zip(launched, times, words, strict=True):
-            action = one.action
+        reasons = reasons_of(self._policy, codes, self._num_chunks)
+        for entry, (start_ns, end_ns), reason in zip(launched, times, reasons, strict=True):
+            action = entry.action
             self._rows.append(
-                (
-                    *(_TRACE_NUMBER[action.kind], action.chunk, action.microbatch, action.piece),
-                    *(*span, one.nbytes, one.held_bytes, one.queue_depth),
-                    *(-1, -1, _REASON[word]),
+                SpanRow(
+                    kind=_TRACE_NUMBER[action.kind],
+                    chunk=action.chunk,
+                    microbatch=action.microbatch,
+                    piece=action.piece,
+                    start_ns=start_ns,
+                    end_ns=end_ns,
+                    bytes=entry.nbytes,
+                    in_flight_bytes=entry.held_bytes,
+                    queue_depth=entry.queue_depth,
+                    reason=_REASON[reason],
                 )
             )
         return self._rows
 
 
 class ActivationMeter:
-    """Measures what one forward of each chunk keeps for its backward.
+    """Measures the memory that one forward of each chunk keeps for its backward.
 
-    Counts the distinct storages that autograd saves during the first forward of a chunk, without
-    those of parameters. Later forwards run unobserved.
+    Counts the distinct storages that autograd saves during the first forward of a chunk, except
+    those of parameters. Later forwards are not observed.
     """
 
     def __init__(self) -> None:
         self._bytes: dict[int, int] = {}
 
     def bytes_of(self, chunk: int) -> int:
-        """Bytes of one microbatch of the chunk, 0 before its first forward."""
+        """Returns the bytes of one microbatch of the chunk, 0 before its first forward."""
         return self._bytes.get(chunk, 0)
 
     def measure(
         self, chunk: int, held: Iterable[torch.Tensor]
     ) -> contextlib.AbstractContextManager[None]:
-        """Observes a forward of ``chunk`` unless one was observed before.
+        """Observes a forward of a chunk, unless one was observed before.
 
         Args:
-            chunk: local chunk.
-            held: tensors that are there anyway, such as parameters; they do not count.
+            chunk: Index of the local chunk.
+            held: Tensors that do not count, such as parameters, because they exist anyway.
         """
         return _OBSERVED if chunk in self._bytes else self._observe(chunk, held)
 
     @contextlib.contextmanager
     def _observe(self, chunk: int, held: Iterable[torch.Tensor]) -> Iterator[None]:
-        own = {tensor.untyped_storage().data_ptr() for tensor in held}
+        excluded = {tensor.untyped_storage().data_ptr() for tensor in held}
         seen: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
+            if storage.data_ptr() not in excluded:
                 seen[storage.data_ptr()] = storage.nbytes()
             return tensor
 

@@ -1,7 +1,7 @@
-"""Puts a rank's executor and trace together from the process groups of megatron-core.
+"""Builds a rank's executor and trace from the process groups of megatron-core.
 
-Every rank of the job calls :func:`build_executor` at the same point: channels and process groups
-are made by all ranks together, in one order.
+Every rank of the job calls :func:`build_executor` at the same point, because all ranks together
+make channels and process groups, in one order.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from megatron.adaptive.transport.liveness import describe, here
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """Connects a rank with the others; closed at the end of the run.
+    """Connects a rank with the others, until the end of the run.
 
     Attributes:
-        executor: the engine.
-        transport: its channels, ``None`` for a pipeline of one rank.
-        agreement: its decision group's decisions.
-        groups: process groups that were made for it.
+        executor: Executor of the rank.
+        transport: Channels of the executor, ``None`` for a pipeline of one rank.
+        agreement: Agreement of the rank's decision group.
+        groups: Process groups that were made for the executor.
     """
 
     executor: Executor
@@ -54,7 +54,7 @@ class Wiring:
     groups: Sequence[Any]
 
     def close(self) -> None:
-        """Close channels and decisions; all ranks of the pipeline must do so."""
+        """Closes the agreement and the channels; all ranks of the pipeline must call it."""
         self.agreement.close()
         if self.transport is not None:
             self.transport.close()
@@ -76,44 +76,44 @@ def build_executor(
     pp_ranks: Sequence[int] | None = None,
     model: Any = None,
 ) -> Wiring:
-    """Make this rank's executor with its channels and agreement.
+    """Builds this rank's executor with its channels and its agreement.
 
     Collective over all ranks of the job, after megatron-core's parallel state is initialized.
 
     Args:
-        placement: where stages live.
-        accelerator: this rank's device.
-        places: where every rank runs, see :func:`gather_places`.
-        payload_shape: shape of the tensors between stages when they are all alike, else of the
-            largest.
-        payload_dtype: their element type.
-        payload_varies: they are not all alike.
-        timeout_s: limit of every wait of the executor.
-        tracing: where spans go, and who looks at what the executor does.
-        transport: how to connect the ranks; chosen for each pair where ``None``.
-        in_flight: most inputs that a rank keeps at a time, see ``Orders``.
-        widths: of the stages where they are unequal.
-        pp_ranks: this rank's pipeline in the order of the placement; megatron-core's where
-            ``None``.
-        model: megatron-core's configuration of the model, which says whom its layers talk to
-            besides tensor- and context-parallel ranks; nobody where ``None``.
+        placement: Placement of the stages on ranks.
+        accelerator: Device of this rank.
+        places: Host and process of every rank (see :func:`gather_places`).
+        payload_shape: Shape of the tensors between stages, or of the largest if shapes vary.
+        payload_dtype: Element type of these tensors.
+        payload_varies: Whether the shapes vary.
+        timeout_s: Time limit of every wait of the executor, in seconds.
+        tracing: Trace of this rank, which also watches the executor; ``None`` for no trace.
+        transport: Settings of the connections; ``None`` to choose a transport for each pair.
+        in_flight: Most inputs that a rank keeps at a time (see ``Orders``).
+        widths: Widths of the stages if they are unequal, else ``None``.
+        pp_ranks: Ranks of this pipeline in the order of the placement; ``None`` for the order of
+            megatron-core.
+        model: Configuration of the model in megatron-core. A model with experts also communicates
+            with other ranks than tensor- and context-parallel ones. ``None`` if it does not.
     """
     if pp_ranks is None:
         pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    rank, before = dist.get_rank(), process_groups()
+    rank = dist.get_rank()
+    groups_before = process_groups()
     pp_rank = pp_ranks.index(rank)
     if widths is None:
         members = list(pp_ranks)
-        peers = [pp_ranks[place] for place in placement.neighbours_of(pp_ranks.index(rank))]
+        peers = [pp_ranks[position] for position in placement.neighbours_of(pp_rank)]
 
         def route(position: int, microbatch: int) -> tuple[int, int]:
             return pp_ranks[position], microbatch
     else:
-        members, peers = list(range(widths.num_ranks)), list(widths.neighbours_of(rank))
+        members = list(range(widths.num_ranks))
+        peers = list(widths.neighbours_of(rank))
         route = partial(widths.route, rank)
     channels = None
     if len(members) > 1:
-        options = transport or TransportConfig()
         connector = Connector(
             members=members,
             gather=gather,
@@ -124,8 +124,9 @@ def build_executor(
             describe=partial(describe, places),
             timeout_s=timeout_s,
         )
-        own = connector.own_end(places, options, _store_host())
-        channels = connector.connect(own, peers, options, _say)
+        options = transport or TransportConfig()
+        end = connector.own_end(places, options, _store_host())
+        channels = connector.connect(end, peers, options, _say)
     agreement = _build_agreement(model, places, channels, timeout_s)
     executor = Executor(
         placement=placement,
@@ -139,12 +140,15 @@ def build_executor(
     )
     if tracing is not None:
         tracing.watch(executor.snapshot)
-    made = [group for group in process_groups() if group not in before]
-    return Wiring(executor=executor, transport=channels, agreement=agreement, groups=made)
+    groups = [group for group in process_groups() if group not in groups_before]
+    return Wiring(executor=executor, transport=channels, agreement=agreement, groups=groups)
 
 
 def gather_places() -> list[dict[str, Any]]:
-    """Return where every rank runs, by global rank; see ``liveness.here``. Collective."""
+    """Returns host and process of every rank, by global rank (see ``liveness.here``).
+
+    Collective.
+    """
     return gather(here(parallel_state.get_pipeline_model_parallel_rank()))
 
 
@@ -159,26 +163,26 @@ def open_trace(
     work: Sequence[float] = (),
     pp_rank: int | None = None,
 ) -> Tracing:
-    """Opens this rank's trace, in a folder without those of an earlier start.
+    """Opens this rank's trace, and moves traces of an earlier start out of the folder.
 
     Collective over all ranks, after megatron-core's parallel state is initialized.
 
     Args:
-        folder: for the files of all ranks, ``None`` for no trace.
-        job: this process within the job.
-        placement: where stages live.
-        schedule: its name.
-        num_microbatches: of a step, as far as it is known.
-        layers: of each stage, where they are known.
-        work: what each stage should have to do, in any unit; likewise.
-        pp_rank: this rank's position in the placement; megatron-core's where ``None``.
+        folder: Folder for the traces of all ranks, ``None`` for no trace.
+        job: This process within the job.
+        placement: Placement of the stages on ranks.
+        schedule: Name of the schedule.
+        num_microbatches: Number of microbatches of a step, 0 if unknown.
+        layers: Number of layers of each stage, empty if unknown.
+        work: Expected work of each stage in any unit, empty if unknown.
+        pp_rank: Position of this rank in the placement; ``None`` for that of megatron-core.
 
     Raises:
-        TraceError: the file cannot be written.
+        TraceError: The file cannot be written.
     """
     if folder is None:
         return Tracing()
-    machines = [place["machine"] for place in job.places]
+    machines = [entry["machine"] for entry in job.places]
     if machines.index(machines[job.rank]) == job.rank:
         set_aside(folder)
     dist.barrier(group=job.control_group)
@@ -210,30 +214,30 @@ def open_trace(
 
 
 def require_equal_settings(settings: Mapping[str, str]) -> None:
-    """Refuses ranks with different settings, on all ranks alike. Collective over all ranks.
+    """Checks that all ranks have the same settings; raises on all ranks if not. Collective.
 
-    Ranks that differ would wait for each other for ever, or add up what does not belong together.
+    Ranks with different settings would wait for each other forever, or sum unrelated tensors.
 
     Args:
-        settings: by name, as users write them.
+        settings: Settings by name, in the form that users write.
 
     Raises:
-        ConfigError: names a setting, with both values and a rank of each.
+        ConfigError: A setting differs; the message has both values and a rank of each.
     """
     first = from_first(settings)
     differing = next((name for name in settings if settings[name] != first.get(name)), None)
-    found = gather(None if differing is None else (settings[differing], first.get(differing)))
-    for rank, pair in enumerate(found):
+    pairs = gather(None if differing is None else (settings[differing], first.get(differing)))
+    for rank, pair in enumerate(pairs):
         if pair is not None:
-            own, theirs = (text or "nothing in its place" for text in pair)
+            here_text, first_text = (text or "nothing in its place" for text in pair)
             raise ConfigError(
-                f"{own} on rank {rank}, but {theirs} on rank 0: ranks of a job share their "
-                "settings; start all of them with the same ones"
+                f"{here_text} on rank {rank}, but {first_text} on rank 0: ranks of a job share "
+                "their settings; start all of them with the same ones"
             )
 
 
 def _store_host() -> str | None:
-    """Return the host that serves the job's store, ``None`` where it is none of the network."""
+    """Returns the host of the job's store, ``None`` if the store is not a network service."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -241,14 +245,14 @@ def _store_host() -> str | None:
 
 
 def decision_group(model: Any = None) -> list[int]:
-    """Returns the ranks that take one decision with this one, in ascending order.
+    """Returns the ranks that must run the same actions as this one, in ascending order.
 
-    They meet inside forwards and backwards, directly or through others: tensor- and
-    context-parallel ranks, and with experts the replicas of the stage that trade tokens, or all of
-    them where a loss balances experts over the whole batch. Collective over all ranks.
+    They communicate inside forwards and backwards, directly or through others: tensor- and
+    context-parallel ranks and, with experts, the replicas of the stage that exchange tokens. If a
+    loss balances experts over the whole batch, they are all replicas. Collective over all ranks.
 
     Args:
-        model: megatron-core's configuration of the model, ``None`` for one without experts.
+        model: Configuration of the model in megatron-core, ``None`` for a model without experts.
     """
     groups = [parallel_state.get_tensor_and_context_parallel_group()]
     if getattr(model, "num_moe_experts", None):
@@ -256,10 +260,10 @@ def decision_group(model: Any = None) -> list[int]:
         if "global_aux_loss" in getattr(model, "moe_router_load_balancing_type", ""):
             groups.append(parallel_state.get_tensor_and_data_parallel_group(True))
     meets = gather({rank for group in groups for rank in dist.get_process_group_ranks(group)})
-    found = {dist.get_rank()}
-    while (more := found.union(*(meets[rank] for rank in found))) != found:
-        found = more
-    return sorted(found)
+    members = {dist.get_rank()}
+    while (more := members.union(*(meets[rank] for rank in members))) != members:
+        members = more
+    return sorted(members)
 
 
 def _say(line: str) -> None:
@@ -269,16 +273,22 @@ def _say(line: str) -> None:
 def _build_agreement(
     model: Any, places: list[dict[str, Any]], transport: Transport | None, timeout_s: float
 ) -> Agreement:
-    """Connect this rank with its decision group. Collective over all ranks."""
+    """Connects this rank with its decision group. Collective over all ranks."""
     if transport is None:
         return Agreement()
     members = decision_group(model)
-    if len(members) == 1:  # on all ranks alike
+    if len(members) == 1:  # the same on all ranks
         return Agreement()
     group = gloo_group(members, gather)
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1
     module = extension.load()
     usable = all(gather(module is not None and on_one_host, group))
-    own, names = dist.get_rank(), partial(describe, places)
-    module = module if usable else None
-    return connect(group, members, own, transport.completions, timeout_s, names, module)
+    return connect(
+        group,
+        members,
+        dist.get_rank(),
+        transport.completions,
+        timeout_s,
+        partial(describe, places),
+        module if usable else None,
+    )

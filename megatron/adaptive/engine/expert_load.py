@@ -1,13 +1,13 @@
-"""Measures what mixtures of experts do in a step: tokens of each expert, and time in exchanges.
+"""Measures the load of experts in a step: the tokens of each expert, and the time in exchanges.
 
-An exchange is a collective of the expert-parallel ranks within a forward or a backward: tokens on
-their way to experts and back (all-to-all, or all-gather and reduce-scatter), and how many they are.
-Its time is what the action stands in it; where it hands its turn over (``lanes``) that is only what
-is left when its turn is back. Ranks whose experts have more tokens than others come late to the
-exchange behind them, so that the others' times say what the load costs.
+An exchange is a collective of the expert-parallel ranks within a forward or a backward. It moves
+tokens to experts and back (all-to-all, or all-gather and reduce-scatter), or their number. Its time
+is the time that the action waits for it. If the action lets another one run meanwhile (see
+``lanes``), only the wait after that counts. Ranks whose experts have more tokens arrive late at the
+next exchange, so the times of the other ranks show the cost of an unequal load.
 
-Nothing is measured without experts, nor where nobody asks: a count adds a short vector per layer
-and forward, on the device.
+Nothing is measured without experts, or unless a trace or monitor asks for it. A count adds a short
+vector per layer and forward, on the device.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ _PREDICTING = re.compile(r"\bmtp\.layers\.(\d+)")
 def measured_experts(
     chunks: Sequence[torch.nn.Module], accelerator: Accelerator
 ) -> ExpertLoad | None:
-    """Returns what measures the experts of this rank's chunks, ``None`` for a model without."""
+    """Returns the meter of this rank's experts, ``None`` for a model without experts."""
     if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):
         return None
     return ExpertLoad(chunks, accelerator.clock())
 
 
 class ExpertLoad:
-    """The tokens of this rank's experts, and the time of their exchanges, step by step.
+    """Measures the tokens of this rank's experts and the time of their exchanges, step by step.
 
     Args:
-        chunks: this rank's model chunks; counts are taken from now on, in forwards that gradients
-            are wanted of.
-        clock: of the device.
+        chunks: Model chunks of this rank. Tokens are counted from now on, in forwards that need
+            gradients.
+        clock: Clock of the device.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], clock: Any) -> None:
         self._clock = clock
-        self._places: list[tuple[int, int]] = []  # of each layer of experts: its number, the first
+        # Each layer of experts has its number in the model and its first expert on this rank.
+        self._layers: list[tuple[int, int]] = []
         self._tokens: list[torch.Tensor | None] = []
         self._marks: list[tuple[Any, Any]] = []
         self._watching = ExitStack()
@@ -64,20 +65,20 @@ class ExpertLoad:
                         if predicting is None
                         else config.num_layers + int(predicting[1])
                     )
-                    counter = self._counter(len(self._places))
+                    counter = self._counter(len(self._layers))
                     self._hooks.append(layer.experts.register_forward_pre_hook(counter))
-                    self._places.append((number, layer.local_expert_indices[0]))
+                    self._layers.append((number, layer.local_expert_indices[0]))
                     self._tokens.append(None)
 
     def begin(self, *, is_traced: bool) -> None:
-        """Begin a step: counts start at 0, and exchanges are timed if it is traced."""
+        """Begins a step: counts start at 0, and exchanges are timed if the step is traced."""
         self._watching.close()
-        self._tokens = [None] * len(self._places)
-        if is_traced and self._places:
+        self._tokens = [None] * len(self._layers)
+        if is_traced and self._layers:
             self._watching.enter_context(self._watching_exchanges())
 
     def close(self) -> None:
-        """Measure no more."""
+        """Ends all measurements."""
         self._watching.close()
         for hook in self._hooks:
             hook.remove()
@@ -86,36 +87,38 @@ class ExpertLoad:
         """Returns the counts of the step; waits for the device.
 
         Returns:
-            Of each layer of experts: its number in the model from 0, predicting layers behind the
-            others; its first expert on this rank; the tokens of each expert on this rank.
+            For each layer of experts, its number in the model from 0 (multi-token prediction layers
+            come last), its first expert on this rank, and the tokens of each expert on this rank.
         """
         return tuple(
-            (*place, *map(int, counts.tolist()))
-            for place, counts in zip(self._places, self._tokens, strict=True)
+            (*layer, *map(int, counts.tolist()))
+            for layer, counts in zip(self._layers, self._tokens, strict=True)
             if counts is not None
         )
 
     def exchange_ns(self) -> int:
-        """Returns the time of the step's exchanges, once; waits for the device."""
+        """Returns the nanoseconds of the step's exchanges, once per step; waits for the device."""
         self._watching.close()
-        marks, self._marks = self._marks, []
+        marks = self._marks
+        self._marks = []
         for _, end in marks:
             self._clock.wait(end)
         resolve = self._clock.resolve_ns
         return sum(max(0, int(resolve(end) - resolve(start))) for start, end in marks)
 
-    def _counter(self, place: int) -> Callable[..., None]:
-        def count(_: torch.nn.Module, given: tuple[Any, ...]) -> None:
-            # Neither in an evaluation nor in a forward that is done again.
-            if torch.is_grad_enabled() and len(given) > 1:
-                counts, before = given[1].detach(), self._tokens[place]
-                self._tokens[place] = counts.clone() if before is None else before + counts
+    def _counter(self, index: int) -> Callable[..., None]:
+        def count(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+            # Gradients are off in an evaluation, and in the first forward of a recomputed layer.
+            if torch.is_grad_enabled() and len(arguments) > 1:
+                counts = arguments[1].detach()
+                before = self._tokens[index]
+                self._tokens[index] = counts.clone() if before is None else before + counts
 
         return count
 
     @contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """Takes the time of the groups' collectives while it lasts."""
+        """Times the collectives of expert-parallel groups while the context is open."""
         groups = {
             id(group)
             for group in (
@@ -127,11 +130,11 @@ class ExpertLoad:
         }
 
         def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-            def exchange(output: Any, given: Any, *more: Any, **named: Any) -> Any:
-                if not any(id(one) in groups for one in (*more, *named.values())):
-                    return function(output, given, *more, **named)
+            def exchange(output: Any, sent: Any, *more: Any, **named: Any) -> Any:
+                if not any(id(argument) in groups for argument in (*more, *named.values())):
+                    return function(output, sent, *more, **named)
                 start = self._clock.mark()
-                work = function(output, given, *more, **named)
+                work = function(output, sent, *more, **named)
                 if work is not None:
                     return _TimedWork(work, self._clock, self._marks)
                 self._marks.append((start, self._clock.mark()))
@@ -139,25 +142,28 @@ class ExpertLoad:
 
             return exchange
 
-        places = (
-            *((dist, "all_to_all_single"), (mappings, "dist_all_gather_func")),
+        collectives = (
+            (dist, "all_to_all_single"),
+            (mappings, "dist_all_gather_func"),
             (mappings, "dist_reduce_scatter_func"),
         )
-        plain = [getattr(module, name) for module, name in places]
-        for (module, name), function in zip(places, plain, strict=True):
+        plain = [getattr(module, name) for module, name in collectives]
+        for (module, name), function in zip(collectives, plain, strict=True):
             setattr(module, name, timed(function))
         try:
             yield
         finally:
-            for (module, name), function in zip(places, plain, strict=True):
+            for (module, name), function in zip(collectives, plain, strict=True):
                 setattr(module, name, function)
 
 
 class _TimedWork:
-    """An exchange under way, whose wait is timed."""
+    """Wraps an exchange under way and times the wait for it."""
 
     def __init__(self, work: Any, clock: Any, marks: list[tuple[Any, Any]]) -> None:
-        self._work, self._clock, self._marks = work, clock, marks
+        self._work = work
+        self._clock = clock
+        self._marks = marks
 
     def wait(self) -> Any:
         """Waits for the exchange."""

@@ -1,19 +1,21 @@
-"""Grants one job the right to write a folder: a numbered claim, kept up by a counter beside it.
+"""Grants one job the right to write a folder, by a numbered claim and a counter next to it.
 
 ::
 
-    <folder>/.lease/claim-3.json      who holds it: host, process, job, since when
-    <folder>/.lease/beat-3            counted up every two seconds; "ended" at an orderly end
-    <folder>/.lease/private-3.json    address and secret of a manager, for its user alone
+    <folder>/.lease/claim-3.json      the holder: host, process, job, start of the claim
+    <folder>/.lease/beat-3            a counter that rises every two seconds; "ended" at an orderly
+    end <folder>/.lease/private-3.json    address and secret of a manager, readable by its user only
 
-A claim is made by linking a finished file, which only one process can do on any file system.
-Whoever wants to take over watches the counter by its own clock: clocks that differ do no harm.
-Then it removes the counter, and with it the right: the former holder may stand still for as long
-as it likes, and finds the file gone. To open a file asks the server where others are cached, as
-listings and attributes are on NFS.
+A claim is made by linking a finished file, which only one process can do on any file system. A job
+that wants to take over watches the counter by its own clock, so clocks may differ. Then it removes
+the counter, and the right ends with it: a former holder that was stopped for any time finds the
+    file
+gone. The holder checks this by opening the file, because NFS caches listings and attributes but
+asks the server for an open.
 
-What is published is renamed from a name that bears the claim's number, and who takes over removes
-all lower ones first: also a holder that stood still after it had looked publishes nothing.
+A checkpoint is published by a rename from a name with the claim's number. The new holder first
+removes all such names with lower numbers. So a former holder publishes nothing, even if it was
+stopped between its check and its rename.
 """
 
 from __future__ import annotations
@@ -36,13 +38,15 @@ from megatron.adaptive.errors import SetupError
 from megatron.adaptive.handshake import write_private
 
 BEAT_S = 2.0
+"""Seconds between two counts of the holder."""
 STALE_S = 10.0
+"""Seconds without a count after which another job takes over."""
 _LOOK_S = 0.2
 _ENDED = "ended"
 _FOLDER = ".lease"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 _GONE = (errno.ENOENT, errno.ESTALE)
-_SUM = "sum"  # key of a claim's checksum over its other keys; claims of former versions lack it
+_SUM = "sum"  # key of the checksum over the other keys; claims of earlier versions lack it
 _YEAR_3000_S = 32_503_680_000
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "ticks", "boot", "job", "run", "address", "secret"), (str,)),
@@ -50,11 +54,11 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "since_unix_s": (int, float),
 }
 _LONGEST_BYTES = 1 << 20
-_KEPT = 8  # claims below one's own whose files are removed by name; each claim removes them
+_KEPT = 8  # number of earlier claims whose files each new claim removes
 
 
 class LeaseTakenError(SetupError):
-    """Says that another job has the folder; :attr:`owner` describes it."""
+    """Raised if another job holds the folder; :attr:`owner` describes it."""
 
     def __init__(self, message: str, owner: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -62,14 +66,14 @@ class LeaseTakenError(SetupError):
 
 
 class Lease:
-    """Holds the right to write a folder, or shares it with the process of the job that does.
+    """Holds the right to write a folder, or shares the right of another process of this job.
 
     Args:
-        folder: that is written; made if it is missing.
+        folder: Folder to write, made if it is missing.
 
     Attributes:
-        number: of the claim, 0 without one.
-        former: describes the holder before, empty where there was none.
+        number: Number of the claim, 0 without a claim.
+        former: Facts about the holder before, empty if there was none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,29 +81,29 @@ class Lease:
         self._files = folder / _FOLDER
         self.number = 0
         self.former: Mapping[str, Any] = {}
-        self._own: dict[str, Any] = {}  # empty where another process holds it
+        self._claimed: dict[str, Any] = {}  # facts of this claim, empty if another process holds it
         self._private: Mapping[str, Any] = {}
         self._count = 0
         self._is_failing = False
         self._over = threading.Event()
 
     def claim(self, **facts: Any) -> int:
-        """Takes the right, at once from a job that ended, was killed here or was restarted.
+        """Takes the right, at once from a job that ended, was killed on this machine or restarted.
 
-        Blocks until it is known that nobody else has it, ten seconds at most.
+        Blocks for up to ten seconds until it is known that no other job holds the folder.
 
         Args:
-            facts: about the job: ``job``, its ID where it has one, with ``restarts`` so far; or
-                ``run``, by which a manager's ranks know it.
+            **facts: Facts about the job: its ID ``job`` and the number of its ``restarts``, or
+                ``run``, by which the ranks of a manager recognise it.
 
         Returns:
-            The number of the claim.
+            Number of the claim.
 
         Raises:
-            LeaseTakenError: another job holds it.
-            OSError: the folder cannot be written.
+            LeaseTakenError: Another job holds the folder.
+            OSError: The folder cannot be written.
         """
-        self._own = {**_here(), "since_unix_s": time.time(), **facts}
+        self._claimed = {**_here(), "since_unix_s": time.time(), **facts}
         self._make_folder()
         number = self._last()
         while not (number and self._is_alive(number)):
@@ -117,8 +121,8 @@ class Lease:
         """Shares the right of the manager that started this process, if it holds this folder.
 
         Args:
-            number: of the claim, ``None`` where no manager has given one.
-            job: ID of the job that this process was given.
+            number: Number of the claim, ``None`` if there is no manager.
+            job: ID of the job that this process belongs to.
         """
         run = None if number is None else self._facts(number).get("run")
         if number is None or run is None or run != job.rpartition("-")[0]:
@@ -127,13 +131,13 @@ class Lease:
         return True
 
     def advance(self) -> bool:
-        """Takes the next number: processes that joined before have the right no more.
+        """Takes the next number, so that processes that joined before lose the right.
 
         Returns:
-            Whether the right was held.
+            True if this process still held the right.
 
         Raises:
-            OSError: the folder cannot be written; the number is as it was.
+            OSError: The folder cannot be written; the number did not change.
         """
         if not self._take(self.number + 1):
             return False
@@ -142,19 +146,19 @@ class Lease:
         return True
 
     def publish(self, facts: Mapping[str, Any]) -> None:
-        """Publishes more about the holder, for processes of the same user.
+        """Publishes more facts about the holder, for processes of the same user.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: The folder cannot be written.
         """
         self._private = facts
         write_private(self._path("private"), json.dumps(facts))
 
     def beat(self) -> bool:
-        """Counts up; returns whether the right is still held.
+        """Raises the counter by one; returns whether the right is still held.
 
         Raises:
-            OSError: the counter cannot be written.
+            OSError: The counter cannot be written.
         """
         self._count += 1
         try:
@@ -164,16 +168,19 @@ class Lease:
                 raise
             if self._files.exists():
                 return False
-            # Who removes the whole folder of checkpoints gives it to nobody else.
+            # If the whole folder was deleted, no other job has taken it: claim it again.
             self._make_folder()
             return self._take(self.number)
         return True
 
     def is_held(self, say: Callable[[str], None]) -> bool:
-        """Counts up; returns whether the right is still held, as far as can be known.
+        """Raises the counter by one; returns whether the right is still held.
+
+        If the folder cannot be written, this is unknown; the result is then True.
 
         Args:
-            say: prints a line about why it is not, or once that the folder cannot be written.
+            say: Function that prints a line: why the right is lost, or once that the folder cannot
+                be written.
         """
         try:
             if self.beat():
@@ -188,7 +195,7 @@ class Lease:
         return False
 
     def keep_up(self, say: Callable[[str], None]) -> None:
-        """Counts up in a thread of its own until :meth:`end`; see :meth:`is_held`."""
+        """Starts a thread that raises the counter until :meth:`end` (see :meth:`is_held`)."""
 
         def count() -> None:
             while not self._over.wait(BEAT_S) and self.is_held(say):
@@ -200,8 +207,8 @@ class Lease:
         """Checks that the right is still held.
 
         Raises:
-            LeaseTakenError: another job took it over.
-            OSError: that cannot be known.
+            LeaseTakenError: Another job took the folder over.
+            OSError: It is unknown whether another job did.
         """
         try:
             os.close(os.open(self._path("beat"), os.O_RDONLY))
@@ -212,25 +219,29 @@ class Lease:
                 raise self.taken(over=True) from None
 
     def end(self) -> None:
-        """Gives the right back, if this process holds it; others need not wait then."""
+        """Gives the right back if this process holds it, so that other jobs need not wait."""
         self._over.set()
-        if self._own and self.number:
-            with contextlib.suppress(OSError):  # taken over
+        if self._claimed and self.number:
+            with contextlib.suppress(OSError):  # another job took it over
                 self._write_beat(_ENDED, 0)
 
     def taken(self, number: int | None = None, *, over: bool = False) -> LeaseTakenError:
-        """Makes the error of a folder that another job has.
+        """Returns the error for a folder that another job holds.
 
         Args:
-            number: of its claim; by default the newest.
-            over: whether it was this job's before.
+            number: Number of the other claim, ``None`` for the newest.
+            over: True if this job held the folder before.
         """
         owner = self._facts(self._last() if number is None else number)
-        is_managed, who = "run" in owner, _text(owner)
-        text = f"is {'managed' if is_managed else 'written'} by {who}: two jobs would spoil each"
+        is_managed = "run" in owner
+        holder = _text(owner)
+        text = f"is {'managed' if is_managed else 'written'} by {holder}: two jobs would spoil each"
         text += " other's checkpoints"
         if over:
-            text = f"was taken over by {who} while this job stood still, which writes nothing there"
+            text = (
+                f"was taken over by {holder} while this job was stopped, so this job writes nothing"
+            )
+            text += " there"
         see = f"see python -m megatron.adaptive run --status {self._folder}, " if is_managed else ""
         return LeaseTakenError(
             f"{self._folder} {text}; {see}end that job, or name another folder", owner
@@ -240,20 +251,22 @@ class Lease:
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self._files.mkdir()
-            with contextlib.suppress(OSError):  # whoever may write the folder may take it over
+            with contextlib.suppress(
+                OSError
+            ):  # all users who may write the folder may take it over
                 self._files.chmod(self._folder.stat().st_mode & 0o777)
 
     def _take(self, number: int) -> bool:
-        """Makes the claim of a number; returns false where another process has it."""
+        """Makes the claim with this number; returns False if another process has it."""
         claim = self._path("claim", number)
         draft = claim.with_name(f".claim-{secrets.token_hex(8)}")
         try:
-            claim_text = json.dumps({**self._own, _SUM: _sum(self._own)})
+            claim_text = json.dumps({**self._claimed, _SUM: _sum(self._claimed)})
             draft.write_text(claim_text)
             try:
                 os.link(draft, claim)
             except FileExistsError:
-                if draft.stat().st_nlink == 1:  # else NFS did it and lost its answer
+                if draft.stat().st_nlink == 1:  # else NFS made the link and lost its answer
                     return False
             except OSError as error:
                 if error.errno not in _NO_LINKS:
@@ -265,7 +278,8 @@ class Lease:
                     return False
         finally:
             draft.unlink(missing_ok=True)
-        former, self.number = self.number, number
+        former = self.number
+        self.number = number
         try:
             self._write_beat(str(self._count), os.O_CREAT)
         except OSError:
@@ -280,8 +294,8 @@ class Lease:
         return True
 
     def _write_beat(self, text: str, flags: int) -> None:
-        # In place: on a full disk a file that was cut to nothing would stay so, and be taken for
-        # that of a job which is gone.
+        # Overwrite in place: on a full disk a truncated file would stay empty, and the job would
+        # look dead.
         file = os.open(self._path("beat"), os.O_WRONLY | flags, 0o644)
         try:
             os.write(file, text.encode())
@@ -290,13 +304,14 @@ class Lease:
             os.close(file)
 
     def _is_alive(self, number: int) -> bool:
-        owner, first = self._facts(number), _read(self._path("beat", number))
-        own = self._own
-        is_same = bool(owner.get("job")) and owner.get("job") == own.get("job")
-        is_restart = is_same and owner.get("restarts", 0) < own["restarts"]
+        owner = self._facts(number)
+        first = _read(self._path("beat", number))
+        claimed = self._claimed
+        is_same = bool(owner.get("job")) and owner.get("job") == claimed.get("job")
+        is_restart = is_same and owner.get("restarts", 0) < claimed["restarts"]
         if first == _ENDED or _is_gone(owner) or is_restart:
             return False
-        # Looks, not seconds: where storage stands still nobody can count up.
+        # Count looks, not seconds: while the storage hangs, the holder cannot count either.
         for _ in range(round(STALE_S / _LOOK_S)):
             if self._path("claim", number + 1).exists():
                 return False
@@ -307,11 +322,11 @@ class Lease:
         return False
 
     def _facts(self, number: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         for name in ("claim", "private"):
             with contextlib.suppress(ValueError):
-                found.update(_checked(parse_json(_read(self._path(name, number)) or "{}")))
-        return found
+                facts.update(_checked(parse_json(_read(self._path(name, number)) or "{}")))
+        return facts
 
     def _last(self) -> int:
         names = (path.stem.removeprefix("claim-") for path in self._files.glob("claim-*.json"))
@@ -349,25 +364,26 @@ def _read(path: Path) -> str:
 
 
 def _here() -> dict[str, Any]:
-    """Identifies this process, and its machine since it was started, each container by itself."""
+    """Returns facts that identify this process, and the boot of its machine and its container."""
     try:
-        own = os.readlink("/proc/self/ns/pid")
+        namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        own = ""
-    boot = f"{_read(Path('/proc/sys/kernel/random/boot_id')).strip()} {own}"
+        namespace = ""
+    boot = f"{_read(Path('/proc/sys/kernel/random/boot_id')).strip()} {namespace}"
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "ticks": _state(pid)[1], "boot": boot}
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """Returns a process's state and its start in ticks since the machine's, empty if unknown."""
-    words = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    return (words[0], words[19]) if len(words) > 19 else ("", "")
+    """Returns the state of a process and its start in ticks since boot, empty if unknown."""
+    columns = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return (columns[0], columns[19]) if len(columns) > 19 else ("", "")
 
 
 def _is_gone(owner: Mapping[str, Any]) -> bool:
-    """Returns whether a holder was of this machine and is no more, or is this very process."""
-    here, pid = _here(), owner.get("pid")
+    """Returns whether a holder was on this machine and has ended, or is this process."""
+    here = _here()
+    pid = owner.get("pid")
     if owner.get("boot") != here["boot"] or not isinstance(pid, int) or pid < 1:
         return False
     if pid == here["pid"]:
@@ -377,7 +393,7 @@ def _is_gone(owner: Mapping[str, Any]) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # of another user
+        return False  # another user's process is running
     state, ticks = _state(pid)
     return state == "Z" or ticks not in ("", owner.get("ticks"))
 

@@ -1,11 +1,10 @@
-"""Keeps a rank's part of the watch for jobs that stand still; ``trace/hang_watch.py`` is the other
-one.
+"""Reports the state of a rank to the process that watches for hangs (``trace/hang_watch.py``).
 
-Owns a thread that writes each second what the rank does, a signal on which ``faulthandler`` writes
-its stacks (which works also where C code holds the interpreter's lock), and on the first rank of a
-machine the process that watches. Between machines the words of those processes go through the job's
-store, carried by the threads in turn, so that a rank that hangs is not needed. Nothing of it is in
-the way of a step.
+Owns a thread that writes the activity of the rank every second. Owns a signal on which
+``faulthandler`` writes the stacks of the rank, which works even if C code holds the GIL. The first
+rank of a machine also starts the watching process. Reports of these processes travel between
+machines through the job's store. The threads of the ranks of a machine do this in turn, so that a
+hanging rank is not needed. None of this delays a step.
 """
 
 from __future__ import annotations
@@ -35,23 +34,25 @@ from megatron.adaptive.transport.liveness import describe
 
 SIGNAL = signal.SIGRTMIN + 9
 PERIOD_S = 1.0
-_STILL_S = 2.5  # from here on a machine asks for the words of others
+_STILL_S = 2.5  # a machine that hangs for this time reads the reports of others
 
 
 class HangGuard:
-    """Lets the watch of this machine know what this rank does, until :meth:`close`.
+    """Reports the activity of this rank to the hang watch of its machine, until :meth:`close`.
 
-    Every rank of the job makes one at the same point. It does nothing where ``after_s`` is 0, or
-    where no private folder can be made.
+    Every rank of the job makes one at the same point. It does nothing if ``after_s`` is 0 or if no
+    private folder can be made.
 
     Args:
-        job: this process within the job.
-        after_s: as ``--hang-after-s`` has it.
+        job: This process within the job.
+        after_s: Seconds without progress that count as a hang (see ``--hang-after-s``); 0 for no
+            watch, ``None`` to choose the time from the durations of steps.
         on_hang: ``report`` or ``end``.
-        page_folder: where pages go, the folder of temporary files where ``None``.
+        page_folder: Folder for hang reports, ``None`` for the folder of temporary files.
 
     Attributes:
-        snapshot: returns what the rank does, called from the thread; may be replaced at any time.
+        snapshot: Function that returns the activity of the rank. The thread calls it; it may be
+            replaced at any time.
     """
 
     def __init__(
@@ -62,34 +63,35 @@ class HangGuard:
         on_hang: str,
         page_folder: str | os.PathLike[str] | None,
     ) -> None:
-        places, rank = job.places, job.rank
+        places = job.places
+        rank = job.rank
         self.snapshot: Callable[[], Mapping[str, Any]] = dict
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        machines = [str(place["machine"]) for place in places]
+        machines = [str(entry["machine"]) for entry in places]
         self._machines = list(dict.fromkeys(machines))
         self._machine = self._machines.index(machines[rank])
-        local = [peer for peer, one in enumerate(machines) if one == machines[rank]]
+        local = [peer for peer, machine in enumerate(machines) if machine == machines[rank]]
         self._turn = local.index(rank), len(local)
         self._store = dist.distributed_c10d._get_default_store()
         shared = Path("/dev/shm")
         base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-        # All ranks of a machine find it without a word to each other. Containers may share the
-        # memory of their host, but not the numbers of their processes.
-        among = hashlib.sha256(machines[rank].encode()).hexdigest()[:12]
-        mine = f"megatron-adaptive-{os.geteuid()}-{among}-"
-        self._folder = base / f"{mine}{places[local[0]]['pid']}"
+        # All ranks of a machine derive the same name without a message. It contains the machine,
+        # because containers may share the memory of their host but not its process numbers.
+        digest = hashlib.sha256(machines[rank].encode()).hexdigest()[:12]
+        prefix = f"megatron-adaptive-{os.geteuid()}-{digest}-"
+        self._folder = base / f"{prefix}{places[local[0]]['pid']}"
         if after_s == 0 or len(places) < 2:
             return
         if rank == local[0]:
-            for former in base.glob(f"{mine}*"):  # of jobs that were killed
-                if not Path("/proc", former.name.removeprefix(mine)).exists():
+            for former in base.glob(f"{prefix}*"):  # folders of jobs that were killed
+                if not Path("/proc", former.name.removeprefix(prefix)).exists():
                     shutil.rmtree(former, ignore_errors=True)
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             if self._folder.is_symlink() or self._folder.stat().st_uid != os.geteuid():
-                return  # somebody else's
+                return  # the folder belongs to another user
             self._stacks = (self._folder / f"stack_{rank}.txt").open("ab")
             if rank == local[0]:
                 self._process = self._start(places, local, after_s, on_hang, page_folder)
@@ -102,16 +104,17 @@ class HangGuard:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch of this rank; idempotent."""
+        """Ends the reports of this rank; idempotent."""
         self._stop.set()
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is None:
             return
         thread.join(PERIOD_S)
         faulthandler.unregister(SIGNAL)
         self._stacks.close()
         self._file.end(self._read)
-        if self._process is not None:  # the first rank ends it for all of its machine
+        if self._process is not None:  # the first rank ends the watch of its machine
             self._process.kill()
             self._process.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -135,7 +138,8 @@ class HangGuard:
             "machine": self._machine,
             "machines": len(self._machines),
             "machine_of": {
-                rank: self._machines.index(str(at["machine"])) for rank, at in enumerate(places)
+                rank: self._machines.index(str(entry["machine"]))
+                for rank, entry in enumerate(places)
             },
             "signal": int(SIGNAL),
             "py_spy": str(near) if near.exists() else shutil.which("py-spy"),
@@ -152,7 +156,8 @@ class HangGuard:
         )
 
     def _run(self) -> None:
-        store, periods = None, 0
+        store = None
+        periods = 0
         while True:
             with contextlib.suppress(OSError):
                 self._file.write(self._read())
@@ -161,8 +166,8 @@ class HangGuard:
             periods += 1
             if len(self._machines) < 2:
                 continue
-            turn, of = self._turn
-            if periods % of == turn:
+            turn, num_turns = self._turn
+            if periods % num_turns == turn:
                 with contextlib.suppress(RuntimeError, OSError):
                     store = store or self._connect()
                     self._carry(store)
@@ -170,20 +175,21 @@ class HangGuard:
     def _read(self) -> dict[str, Any]:
         try:
             fields = dict(self.snapshot())
-        except Exception:  # the run is taken down, say
+        except Exception:  # for example because the run is being closed
             fields = {}
         return {**fields, "pid": os.getpid(), "collectives": _collectives()}
 
     def _connect(self) -> Any:
-        # A connection of its own: calls that wait on the job's would hold it up.
+        # Use another connection, because calls that wait on the job's connection would block this
+        # one.
         store = self._store.clone() if hasattr(self._store, "clone") else self._store
         return dist.PrefixStore("hang", store)
 
     def _carry(self, store: Any) -> None:
-        """Puts the word of this machine into the store, and takes those of others from it."""
-        own = read_whole(self._folder / "machine.json")
-        store.set(str(self._machine), own)
-        if parse_json(own, strict=False)["still_s"] < _STILL_S:
+        """Puts the report of this machine into the store, and reads those of other machines."""
+        report = read_whole(self._folder / "machine.json")
+        store.set(str(self._machine), report)
+        if parse_json(report, strict=False)["still_s"] < _STILL_S:
             return
         for machine in range(len(self._machines)):
             if machine != self._machine and store.check([str(machine)]):
@@ -194,11 +200,14 @@ class HangGuard:
 
 
 def _collectives() -> dict[str, tuple[int, list[int]]]:
-    """Returns of each group how many collectives this rank has begun, and its members."""
-    found = {}
+    """Returns for each group the number of collectives begun by this rank, and its members."""
+    collectives = {}
     for group in process_groups():
-        with contextlib.suppress(Exception):  # no backend counts them, or the group is going away
+        with contextlib.suppress(
+            Exception
+        ):  # the backend does not count, or the group is being destroyed
             members = dist.get_process_group_ranks(group)
             if len(members) > 1:
-                found[group.group_name] = (group._get_sequence_number_for_group(), members)
-    return found
+                number = group._get_sequence_number_for_group()
+                collectives[group.group_name] = (number, members)
+    return collectives

@@ -1,22 +1,24 @@
 """Runs a forward and a backward of a rank in turns: one computes while the other communicates.
 
-An action has a lane, which is a thread. One lane at a time computes. It begins an exchange of
-tokens, lets the other lane go on, and waits for the rest of the exchange when its turn is back::
+An action runs in a lane, which is a thread. One lane at a time computes. It begins an exchange of
+tokens, gives the turn to the other lane, and when the turn is back waits for the rest of the
+exchange::
 
     lane 0   F [attention]~~~~~~~~~ [expert]~~~~~~~~~~ [attention]      [..] computes
     lane 1                [expert B]~~~~~~~~ [attention B]~~~~~~        ~~~~ communicates
 
-Where the other lane is empty, what starts in it is a decision as every other: an action of another
-kind, a weight gradient, which fills the exchange and ends, or nothing.
+If the other lane is empty, the policy decides what starts in it: an action of another kind, a
+    weight
+gradient, which ends before the turn goes back, or nothing.
 
-Turns change at exchanges and at ends of actions alone, never by time. So all members of a decision
-group issue all collectives, those of one action and those of the other, in one order, and both
-actions may share their communicators. That cannot deadlock: whatever a lane waits for is an
-exchange that every member began at the same place of that order, with nothing before it that waits
-for anything later.
+Turns change only at exchanges and at the end of actions, never by time. So all members of a
+decision group issue the collectives of both actions in the same order, and both actions may share
+communicators. This cannot deadlock: an exchange that a lane waits for was begun by every member at
+the same position of this order, and nothing before it waits for anything after it.
 
-A device needs nothing else: the process group runs an exchange on a stream of its own, the other
-lane's kernels are launched meanwhile, and the wait puts no more than the kernels after it off.
+The same code serves devices: the process group runs an exchange on a separate stream, the kernels
+    of
+the other lane are launched meanwhile, and the wait delays only the kernels launched after it.
 """
 
 from __future__ import annotations
@@ -35,20 +37,21 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 _JOIN_S = 30.0
 
 
-class _Abandoned(Exception):  # noqa: N818 - ends a lane, whose step failed elsewhere
-    """Unwinds an action whose step has failed in the other lane."""
+class _Abandoned(Exception):  # noqa: N818 - ends a lane if the other one failed
+    """Raised in an action to unwind it after the step has failed in the other lane."""
 
 
 class Lanes:
-    """The two lanes of a step; the calling thread is the first of them.
+    """Runs the actions of a step in two lanes; the calling thread is the first lane.
 
     Args:
-        decide: returns what starts now; given whether an action under way goes on otherwise.
-        perform: runs an action, which was noted as started, to its end.
-        await_arrival: blocks until there may be something to start.
+        decide: Function that starts and returns the next action, or returns ``None``. Its argument
+            is True if an action that communicates can continue instead.
+        perform: Function that runs a started action to its end.
+        await_arrival: Function that blocks until an action may be able to start.
 
     Attributes:
-        away_ns: of actions that handed their turn over, how long others had it.
+        away_ns: Nanoseconds for which each action gave its turn to other actions.
     """
 
     def __init__(
@@ -65,14 +68,14 @@ class Lanes:
         self._lanes: list[Action | None] = [None, None]
         self._communicates = [False, False]
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
-        self._next: Action | None = None  # what the second lane is to start
+        self._next: Action | None = None  # action that the second lane starts next
         self._error: BaseException | None = None
 
     def run(self, is_done: Callable[[], bool]) -> None:
-        """Runs actions until the step is done; exchanges within them hand the turn over.
+        """Runs actions until the step is done; exchanges within them pass the turn on.
 
         Raises:
-            Exception: what an action of either lane raised.
+            Exception: An action of either lane raised it.
         """
         second = threading.Thread(target=self._second, args=(_stream(),), name="lane", daemon=True)
         second.start()
@@ -91,25 +94,30 @@ class Lanes:
             self._error = self._error or _Abandoned()
             raise
         finally:
-            self._turns[1].release(2)  # once for an action that is abandoned, once for the end
+            self._turns[1].release(2)  # one for an abandoned action, one for the end
             second.join(_JOIN_S)
 
     def hand_over(self) -> None:
-        """Lets others compute while the action whose turn it is communicates; back at its turn."""
-        own, since_ns = self._turn, time.monotonic_ns()
-        self._communicates[own] = True
-        if own or self._communicates[1]:
-            self._hand_turn_to(1 - own)
+        """Lets other actions compute while the present action communicates.
+
+        Returns at its next turn.
+        """
+        lane = self._turn
+        since_ns = time.monotonic_ns()
+        self._communicates[lane] = True
+        if lane or self._communicates[1]:
+            self._hand_turn_to(1 - lane)
         elif (action := self._decide(True)) is not None:
             if action.kind is ActionKind.W:
                 self._perform(action)
             else:
                 self._next = action
                 self._hand_turn_to(1)
-        self._communicates[own] = False
-        of = self._lanes[own]
-        assert of is not None
-        self.away_ns[of] = self.away_ns.get(of, 0) + time.monotonic_ns() - since_ns
+        self._communicates[lane] = False
+        communicating = self._lanes[lane]
+        assert communicating is not None
+        away_ns = time.monotonic_ns() - since_ns
+        self.away_ns[communicating] = self.away_ns.get(communicating, 0) + away_ns
 
     def _run_here(self, action: Action) -> None:
         self._lanes[self._turn] = action
@@ -123,17 +131,18 @@ class Lanes:
             raise self._error
 
     def _second(self, stream: Any) -> None:
-        """Body of the second lane's thread: starts what the first one is given beside its own."""
+        """Runs in the thread of the second lane: performs the actions that are started in it."""
         if stream is not None:
             torch.cuda.set_stream(stream)
         while True:
             self._turns[1].acquire()
-            action, self._next = self._next, None
+            action = self._next
+            self._next = None
             if action is None:
                 return
             try:
                 self._run_here(action)
-                # A weight gradient fills one exchange, then the turn goes back.
+                # A weight gradient fills one exchange, then the first lane gets its turn.
                 while self._communicates[0] and action.kind is not ActionKind.W:
                     action = self._decide(True)
                     if action is None:
@@ -146,9 +155,10 @@ class Lanes:
 
     @contextlib.contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """Has every exchange of rows hand the turn over, forward and backward, while it lasts.
+        """Makes every exchange of rows pass the turn on while the context is open.
 
-        Rows are what takes long; that of a number per row follows at once.
+        This applies to forwards and backwards. Exchanges of rows take long. Exchanges of one number
+        per row do not, and keep the turn.
         """
         plain = dist.all_to_all_single
 
@@ -160,12 +170,12 @@ class Lanes:
             group: Any = None,
             async_op: bool = False,
         ) -> Any:
-            given = (output, input, output_split_sizes, input_split_sizes, group)
+            arguments = (output, input, output_split_sizes, input_split_sizes, group)
             if async_op or input.dim() < 2:
-                return plain(*given, async_op)
-            work = plain(*given, async_op=True)
+                return plain(*arguments, async_op)
+            work = plain(*arguments, async_op=True)
             self.hand_over()
-            if work is not None:  # of a group without this rank
+            if work is not None:  # None if this rank is not in the group
                 work.wait()
             return None
 
@@ -177,5 +187,5 @@ class Lanes:
 
 
 def _stream() -> Any:
-    """Returns the calling thread's stream of kernels, ``None`` without a device."""
+    """Returns the CUDA stream of the calling thread, ``None`` without a device."""
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -1,7 +1,6 @@
-"""Chooses the order of work of one rank: its policy, the state that it looks at, its cap.
+"""Makes the policy of one rank, the state that it reads, and its cap.
 
-Every program on the engine takes these from here: megatron-core's GPT, plain modules, and a user's
-Megatron-LM.
+All programs on the engine use it: megatron-core's GPT, plain modules, and a user's Megatron-LM.
 """
 
 from __future__ import annotations
@@ -26,30 +25,32 @@ from megatron.adaptive.schedule.unequal_widths import Widths
 
 
 class Orders:
-    """Makes policies and states of one rank, one policy per number of microbatches.
+    """Makes the policies and states of one rank, one policy per number of microbatches.
 
     Args:
-        schedule: name of a schedule or rule; ``auto`` is ``adaptive`` until something is measured.
-        placement: where stages live.
-        pp_rank: position of this rank in the pipeline.
-        cap: most activations a rank may hold, in whole-rank microbatches; chosen from the shape of
-            the pipeline where ``None``.
-        splits: backwards leave weight gradients.
-        pieces: parts of each of them under a rule, which fills short waits with them; a fixed order
-            does each in one go.
-        schedule_file: the order to follow where ``schedule`` is ``file``.
-        group_size: microbatches that a chunk runs in a row under ``interleaved``; the size of the
-            pipeline where ``None``.
-        widths: of the stages where they are unequal.
+        schedule: Name of a schedule or rule; ``auto`` runs ``adaptive`` until times are measured.
+        placement: Placement of the stages on ranks.
+        pp_rank: Position of this rank in the pipeline.
+        cap: Most activations that a rank may hold, in whole-rank microbatches; ``None`` to derive
+            it from the shape of the pipeline.
+        splits: Whether backwards are split, so that weight gradients are separate actions.
+        pieces: Number of parts of each weight gradient under a rule, which fills short waits with
+            them. A fixed order has one part.
+        schedule_file: Path of the schedule file if ``schedule`` is ``file``.
+        group_size: Number of microbatches that a chunk runs in a row under ``interleaved``;
+            ``None`` for the number of ranks of the pipeline.
+        widths: Widths of the stages if they are unequal, else ``None``.
         auto_candidates: Names of further schedules that ``auto`` tries.
-        beside: in training steps an action may start while another, of another kind, trades tokens.
+        beside: Whether an action of a training step may start while another one, of another kind,
+            exchanges tokens.
 
     Attributes:
-        replay: recorded orders to take in training steps; the caller says which step begins.
+        replay: Recorded orders to follow in training steps, ``None`` for none. The caller sets the
+            step (``Replay.begin``).
 
     Raises:
-        ConfigError: the given order is for another pipeline, or needs split backwards.
-        ScheduleError: the file has no order, or there is no such schedule.
+        ConfigError: The schedule file is for another pipeline, or needs split backwards.
+        ScheduleError: The file contains no order, or the schedule does not exist.
     """
 
     def __init__(
@@ -72,14 +73,14 @@ class Orders:
         self.widths = widths
         self.beside = beside
         self.auto_candidates = tuple(auto_candidates)
-        self._given: Schedule | None = None
+        self._from_file: Schedule | None = None
         weight_pieces = 0
         if schedule_file is not None:
-            self._given = _given_schedule(schedule_file, placement, splits=splits)
-            weight_pieces = self._given.weight_pieces
+            self._from_file = _load_schedule(schedule_file, placement, splits=splits)
+            weight_pieces = self._from_file.weight_pieces
         elif splits:
             weight_pieces = pieces if is_rule(_simulated_name(schedule)) else 1
-        # Under the name that was asked for; without a cap the default one is meant.
+        # It has the name that the user chose; a cap of None stands for the default one.
         self._chosen = Candidate(
             name=schedule, placement=placement, weight_pieces=weight_pieces, cap=cap
         )
@@ -89,25 +90,25 @@ class Orders:
 
     @property
     def schedule(self) -> str:
-        """Name of the schedule or rule."""
+        """Returns the name of the schedule or rule."""
         return self._chosen.name
 
     @property
     def _spec(self) -> ScheduleSpec | None:
-        """Description of the schedule, ``None`` for an order that ``auto`` made."""
+        """Returns the description of the schedule, ``None`` for an order that ``auto`` made."""
         return None if self.schedule == ANNEALED else schedule_spec(self.schedule)
 
     @property
     def weight_pieces(self) -> int:
-        """Parts of each weight gradient, 0 for whole backwards."""
+        """Returns the number of parts of each weight gradient, 0 for whole backwards."""
         return self._chosen.weight_pieces
 
     def policy(self, num_microbatches: int, *, forward_only: bool) -> Policy:
-        """Returns the rule or order of a step.
+        """Returns the policy of a step.
 
         Raises:
-            ConfigError: the given or recorded order has another number of microbatches.
-            ScheduleError: the schedule refuses that number.
+            ConfigError: The order of the file or record has another number of microbatches.
+            ScheduleError: The schedule does not suit this number.
         """
         if self.replay is not None and not forward_only:
             return self.replay.policy(num_microbatches)
@@ -119,14 +120,14 @@ class Orders:
     def state(
         self, num_microbatches: int, *, forward_only: bool, sizes: Sequence[float] | None = None
     ) -> RankState:
-        """Returns a fresh state of a step.
+        """Returns a fresh state for a step.
 
         Args:
-            num_microbatches: of this rank.
-            forward_only: evaluation.
-            sizes: positions of each microbatch, which their activations are in proportion to;
-                ``None`` where all are alike. The cap then counts these: so many times their mean,
-                and never less than the largest, which else could not start.
+            num_microbatches: Number of microbatches of this rank.
+            forward_only: Whether the step is an evaluation.
+            sizes: Number of positions of each microbatch, to which its activations are
+                proportional; ``None`` if all are equal. The cap then counts positions, in units of
+                their mean. It is at least the largest size, so that every microbatch can start.
         """
         cap = None if forward_only else self._cap_for(num_microbatches)
         if sizes is not None and cap is not None:
@@ -145,12 +146,15 @@ class Orders:
         )
 
     def use(self, candidate: Candidate) -> None:
-        """Takes another schedule or rule from the next step on; all ranks must do so alike."""
+        """Switches to another schedule or rule from the next step on.
+
+        All ranks must do the same.
+        """
         self._chosen = candidate
         self._policies.clear()
 
     def candidate(self, num_microbatches: int) -> Candidate:
-        """Returns what runs in steps of so many microbatches, in the words of the simulator."""
+        """Returns the candidate to simulate for steps with this number of microbatches."""
         name = _simulated_name(self.schedule)
         cap = self._cap_for(num_microbatches) if is_rule(name) else None
         return replace(self._chosen, name=name, cap=cap)
@@ -159,24 +163,28 @@ class Orders:
         """Returns the most inputs that a rank keeps at a time, for the size of its channels.
 
         Args:
-            num_microbatches: microbatches of a step; of the whole job where stages are unequal.
-            smallest: size of those that fill the cap with the most inputs, in mean ones.
+            num_microbatches: Number of microbatches of a step; of the whole job if stages are
+                unequal.
+            smallest: Size of the smallest microbatch, relative to the mean. The cap has room for
+                more inputs of this size than of any other.
         """
         keeps_all = self._spec is not None and (
             self._spec.keeps_all or (self._spec.is_own and not self._spec.is_rule)
         )
         if (widths := self.widths) is not None:
-            # Channels are alike on both sides: the most that any rank keeps.
-            own = [widths.own_microbatches(s, num_microbatches) for s in range(widths.num_stages)]
+            # Both ends of a channel need the same size, so take the most of any rank.
+            counts = [
+                widths.own_microbatches(s, num_microbatches) for s in range(widths.num_stages)
+            ]
             if keeps_all:
-                return max(own)
+                return max(counts)
             caps = [
                 unequal_widths.default_cap(widths, stage, count)
                 if self._chosen.cap is None
                 else self._chosen.cap
-                for stage, count in enumerate(own)
+                for stage, count in enumerate(counts)
             ]
-            return max(min(count, math.ceil(cap)) for count, cap in zip(own, caps, strict=True))
+            return max(min(count, math.ceil(cap)) for count, cap in zip(counts, caps, strict=True))
         everything = num_microbatches * self.placement.num_chunks
         if keeps_all:
             return everything
@@ -199,14 +207,14 @@ class Orders:
                 self.schedule, self.placement, num_microbatches, group_size=self._group_size
             )
             return Follow(schedule.orders[self.pp_rank], schedule.name)
-        if self._given is not None and not forward_only:
-            given = self._given
-            if given.num_microbatches != num_microbatches:
+        if self._from_file is not None and not forward_only:
+            schedule = self._from_file
+            if schedule.num_microbatches != num_microbatches:
                 raise ConfigError(
-                    f"schedule {given.name} is one of {given.num_microbatches} microbatches and "
+                    f"schedule {schedule.name} is for {schedule.num_microbatches} microbatches and "
                     f"this step has {num_microbatches}; set --global-batch-size to match it"
                 )
-            return Follow(given.orders[self.pp_rank], given.name)
+            return Follow(schedule.orders[self.pp_rank], schedule.name)
         name = "forward-only" if forward_only else _simulated_name(self.schedule)
         if self.widths is not None:
             return unequal_widths.make_policy(name, self.widths, self.pp_rank, num_microbatches)
@@ -214,10 +222,10 @@ class Orders:
         return replace(self._chosen, name=name, cap=cap).policies(num_microbatches)[self.pp_rank]
 
 
-def _given_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule:
-    """Reads the order of ``--schedule-file`` and holds it against the run."""
-    given = load(Path(path))
-    its = given.placement
+def _load_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule:
+    """Loads the schedule of ``--schedule-file`` and checks that it suits the run."""
+    schedule = load(Path(path))
+    its = schedule.placement
     if its != placement:
         raise ConfigError(
             f"--schedule-file {path} is for {its.num_ranks} pipeline ranks with {its.num_chunks} "
@@ -225,14 +233,14 @@ def _given_schedule(path: str, placement: Placement, *, splits: bool) -> Schedul
             f"{placement.num_chunks} in a {placement.kind}: set --pipeline-model-parallel-size, "
             "--num-virtual-stages-per-pipeline-rank and --pipeline-placement to match"
         )
-    if given.weight_pieces and not splits:
+    if schedule.weight_pieces and not splits:
         raise ConfigError(
-            f"--schedule-file {path} has weight gradients as work of their own, which this run's "
-            "layers do within the backward: give --split-backward True"
+            f"--schedule-file {path} has weight gradients as separate actions, but this run "
+            "computes them within the backward: give --split-backward True"
         )
-    return given
+    return schedule
 
 
 def _simulated_name(schedule: str) -> str:
-    """Returns what runs under a schedule's name as long as nothing is measured."""
+    """Returns the schedule that runs until times are measured; differs only for ``auto``."""
     return "adaptive" if schedule == "auto" else schedule

@@ -1,4 +1,4 @@
-"""A process within its job: device, host-side messages between all ranks, the job's end."""
+"""Describes a process within its job: device, messages between all hosts, end of the job."""
 
 from __future__ import annotations
 
@@ -21,16 +21,22 @@ from megatron.adaptive.errors import AdaptiveError, PeerLostError
 T = TypeVar("T")
 
 
-def gather(mine: T, group: Any = None) -> list[T]:
-    """Returns what every rank of a group gave, by rank. Collective; over all ranks by default."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
+def gather(value: T, group: Any = None) -> list[T]:
+    """Returns the values of all ranks of a group, by rank.
+
+    Collective over the group, by default over all ranks.
+    """
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def from_first(mine: T, group: Any = None) -> T:
-    """Returns what the first rank of a group gave. Collective; over all ranks by default."""
-    box = [mine]
+def from_first(value: T, group: Any = None) -> T:
+    """Returns the value of the first rank of a group.
+
+    Collective over the group, by default over all ranks.
+    """
+    box = [value]
     first = 0 if group is None else dist.get_process_group_ranks(group)[0]
     dist.broadcast_object_list(box, src=first, group=group)
     return box[0]
@@ -51,8 +57,8 @@ def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
         if (reason := _broken_connection(cause)) is not None:
             return PeerLostError(
                 f"rank {rank} lost its connection with another rank ({reason}), which ended, hangs "
-                "or cannot be reached; the job cannot go on without it, start again from the last "
-                "checkpoint"
+                "or cannot be reached; the job cannot continue without it, start again from "
+                "the last checkpoint"
             )
         cause = cause.__cause__
     return None
@@ -61,8 +67,8 @@ def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
 def _broken_connection(error: BaseException) -> str | None:
     """Returns a library's reason for a broken connection, ``None`` for any other error."""
     text = str(error)
-    if isinstance(error, RuntimeError) and (found := _GLOO.search(text)) is not None:
-        return found[1]
+    if isinstance(error, RuntimeError) and (match := _GLOO.search(text)) is not None:
+        return match[1]
     if isinstance(error, dist.DistNetworkError) or "ncclRemoteError" in text:
         return (text.splitlines() or [type(error).__name__])[0]
     return None
@@ -88,18 +94,19 @@ def naming_lost_peers() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """This process among all of the job.
+    """Describes this process and its job.
 
     Attributes:
-        environment: what the launcher said, with rank and world size as they are.
-        accelerator: this process's device.
-        control_group: gloo group of all ranks for small host-side messages.
-        places: where every rank runs, by global rank; see ``liveness.here``.
-        timeout: limit of waits for other ranks.
-        owns_process_group: torch's default process group was made for this job and ends with it.
-        groups_before: process groups that were there before the job.
-        groups: those that end with :meth:`close`; all that came since while it is empty.
-        leases: rights to write folders of checkpoints, by path; they end with the job.
+        environment: Settings of the launcher, with the rank and world size of the process group.
+        accelerator: Device of this process.
+        control_group: Gloo group of all ranks for small messages between hosts.
+        places: Host and process of every rank, by global rank (see ``liveness.here``).
+        timeout: Time limit of waits for other ranks.
+        owns_process_group: True if torch's default process group was made for this job and ends
+            with it.
+        groups_before: Process groups that existed before the job.
+        groups: Process groups that :meth:`close` destroys; empty for all that were made since.
+        leases: Rights to write folders of checkpoints, by path; they end with the job.
     """
 
     environment: Environment
@@ -114,27 +121,27 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """Global rank."""
+        """Returns the global rank of this process."""
         return self.environment.rank
 
     @property
     def is_first(self) -> bool:
-        """Whether this is global rank 0."""
+        """Returns whether this process is global rank 0."""
         return self.environment.rank == 0
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Returns what every rank gave, by rank. Collective over all ranks."""
-        return gather(mine, self.control_group)
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, by rank. Collective over all ranks."""
+        return gather(value, self.control_group)
 
-    def from_first(self, mine: Any) -> Any:
-        """Returns what rank 0 gave. Collective over all ranks."""
-        return from_first(mine, self.control_group)
+    def from_first(self, value: Any) -> Any:
+        """Returns the value of rank 0. Collective over all ranks."""
+        return from_first(value, self.control_group)
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Returns what ``action`` gives on rank 0. Collective over all ranks.
+        """Calls ``action`` on rank 0 and returns its result on all ranks. Collective.
 
         Raises:
-            AdaptiveError: what it raised there, on all ranks.
+            AdaptiveError: ``action`` raised it on rank 0; all ranks raise it.
         """
         answer: Any = None
         if self.is_first:
@@ -145,44 +152,47 @@ class Job:
         answer = self.from_first(answer)
         if isinstance(answer, AdaptiveError):
             raise answer
-        found: T = answer
-        return found
+        result: T = answer
+        return result
 
     def settle(self) -> None:
-        """Takes the process groups that are there as the job's: later ones are the user's."""
+        """Records the present process groups as those of the job; later ones belong to the user."""
         self.groups[:] = [group for group in process_groups() if group not in self.groups_before]
 
     def end_leases(self) -> None:
-        """Lets other jobs write where this one has saved; idempotent."""
+        """Gives back the rights to write folders; idempotent."""
         for lease in self.leases.values():
             lease.end()
 
     def close(self) -> None:
-        """Ends the job, or its process groups where it was joined. Collective over all ranks."""
+        """Ends the job, or only its process groups if torch was initialized before it.
+
+        Collective.
+        """
         self.end_leases()
         if self.owns_process_group:
             dist.destroy_process_group()
             return
         if not self.groups:
             self.settle()
-        dist.barrier()  # nobody waits in one of them any more
+        dist.barrier()  # after it, no rank waits in one of these groups
         destroy_groups(self.groups)
 
 
 def environment_of_rank() -> Environment:
-    """Returns what the launcher said, with rank and world size of the process group."""
+    """Returns the settings of the launcher, with rank and world size of the process group."""
     return dataclasses.replace(
         Environment.read(), rank=dist.get_rank(), world_size=dist.get_world_size()
     )
 
 
 def process_groups() -> list[Any]:
-    """Returns this process's groups in the order they were made in, which all members share."""
+    """Returns this process's groups in the order they were made, the same on all members."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def destroy_groups(groups: Iterable[Any]) -> None:
-    """Destroys those of ``groups`` that are still there; each has threads. Collective."""
+    """Destroys the groups that still exist, which ends their threads. Collective."""
     for group in list(groups):
         if group in process_groups():
             dist.destroy_process_group(group)

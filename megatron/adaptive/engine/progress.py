@@ -1,17 +1,17 @@
-"""Writes how far a run is, for programs that look on: ``progress.jsonl`` in its folder.
+"""Writes the progress of a run for other programs to read: ``progress.jsonl`` in its folder.
 
-One rank appends a line of JSON per iteration, two a second at most, and of every iteration that the
-log reports::
+One rank appends a line of JSON for every iteration that the log reports, and for others at most two
+lines per second::
 
     {"total_iterations": 200, "start_iteration": 0, "world_size": 4, ...}        at each start
     {"iteration": 7, "unix_ns": ..., "step_ms": 41.2, "tokens_per_s": 24850.1, "loss": 6.91, ...}
-    {"loaded_s": 0.21, "unix_ns": ...}                        where a checkpoint was loaded
+    {"loaded_s": 0.21, "unix_ns": ...}                        after a checkpoint was loaded
     {"saved": 50, "seconds": 0.31, "unix_ns": ...}            when a checkpoint is complete
     {"slow_rank": 2, "times": 1, "factor": 1.5, "cost_fraction": 0.2, "pace_ns": [...], ...}
     {"findings": [{"headline": "slow rank: ...", "gain": 0.11, "do": "move layers, ..."}], ...}
     {"ended": "all iterations are done", "unix_ns": ...}                           at an orderly end
 
-A number that is not finite is ``null``. While the disk is full lines are missing.
+A number that is not finite is ``null``. Lines are missing for the time that the disk is full.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 COMPLETE = "all iterations are done"
-"""Reason of a training's end that did all that it was to do."""
+"""Reason for the end of a training that has done all iterations."""
 
 PERIOD_S = 0.5
 
@@ -35,23 +35,25 @@ Value = float | int | str | list[float] | list[dict[str, Any]] | None
 
 
 def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = False) -> str:
-    """The line of the log about a checkpoint.
+    """Returns the line of the log about a checkpoint.
 
     Args:
-        iteration: that it is of.
-        path: where it is.
-        seconds: that training waited for it.
-        is_behind: whether it was written behind training.
+        iteration: Number of its iteration.
+        path: Path of the checkpoint.
+        seconds: Seconds that training waited for it.
+        is_behind: Whether it was written in the background.
     """
     waited = f"training waited {seconds:.2f} s" if is_behind else f"{seconds:.2f} s"
     return f"  successfully saved checkpoint from iteration {iteration:7d} to {path} ({waited})"
 
 
 class ProgressFile:
-    """Appends to the file of a run; a failure is reported once and costs lines, not the job.
+    """Appends to the progress file of a run.
+
+    A failure to write is reported once; lines are lost, but the job continues.
 
     Args:
-        folder: of the traces; made if it is missing. ``None`` to write nothing.
+        folder: Folder of the traces, made if it is missing; ``None`` to write nothing.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -68,12 +70,13 @@ class ProgressFile:
             Outage(path, "lines").begins(error)
 
     def begins(self, start_iteration: int, total_iterations: int, **more: Value) -> None:
-        """Write how many iterations were done before, and how many the whole training has.
+        """Writes the line of a start.
 
         Args:
-            start_iteration: iterations done before.
-            total_iterations: of the whole training.
-            more: parallel sizes; ``moved`` where ranks that train already write here from now on.
+            start_iteration: Number of iterations done before.
+            total_iterations: Number of iterations of the whole training.
+            **more: Parallel sizes, and ``moved`` if ranks that were training already write here
+                from now on.
         """
         sizes = {"total_iterations": total_iterations, "start_iteration": start_iteration}
         self._start = _line({**sizes, **more})
@@ -81,12 +84,12 @@ class ProgressFile:
             self._file.begin()
 
     def iteration(self, iteration: int, values: Mapping[str, Value], *, is_logged: bool) -> None:
-        """Report an iteration, unless another was reported just now.
+        """Reports an iteration, unless another one was reported less than 0.5 s ago.
 
         Args:
-            iteration: its number.
-            values: what is known of it.
-            is_logged: whether the log has a line about it.
+            iteration: Number of the iteration.
+            values: Measurements of the iteration, by name.
+            is_logged: True if the log has a line about it; it is then reported in any case.
         """
         now_s = time.monotonic()
         self._pending = {"iteration": iteration, **values}
@@ -95,19 +98,21 @@ class ProgressFile:
             self._flush()
 
     def report(self, values: Mapping[str, Value]) -> None:
-        """Report something besides iterations: a checkpoint, or why training ``ended``."""
+        """Reports an event other than an iteration, such as a checkpoint or the end of training."""
         self._flush()
         self._write(values)
 
     def close(self) -> None:
-        """Report the last iteration and close the file; idempotent."""
+        """Reports the last iteration and closes the file; idempotent."""
         self._flush()
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             file.close()
 
     def _flush(self) -> None:
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             self._write(pending)
 

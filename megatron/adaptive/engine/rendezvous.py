@@ -1,8 +1,7 @@
-"""Brings the ranks of a launcher together in a store, within a limited time.
+"""Connects the ranks of a launcher to one store, within a time limit.
 
 torch itself waits without a limit if another program listens at the port and does not answer. It
-retries a name that does not resolve for minutes, and ranks with different ports wait for each
-other.
+retries for minutes if a name does not resolve, and ranks with different ports wait for each other.
 """
 
 from __future__ import annotations
@@ -27,30 +26,32 @@ _AGAIN_S = 0.2
 _LOOK_S = 0.02
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
-"""A store that runs answers within milliseconds."""
+"""Time limit in seconds for an answer of the store, which takes milliseconds if it runs."""
 _NAMED = 8
-_ARRIVED, _COMPLETE = "arrived", "complete"
+"""Most missing ranks that a message lists."""
+_ARRIVED = "arrived"
+_COMPLETE = "complete"
 
 
 class MeetingError(Exception):
-    """Says briefly why ranks do not meet; :func:`no_rendezvous` makes a whole message of it."""
+    """Raised with a short reason why ranks cannot connect; see :func:`no_rendezvous`."""
 
 
 def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
     """Returns the store in which the ranks of a launcher meet. Collective over all ranks.
 
-    A process without a launcher gets a store of its own. If rank 0 serves the store and
+    A process without a launcher gets a store for itself. If rank 0 serves the store and
     ``MASTER_ADDR`` is an address of its machine, the store listens at that address only: torch
-    itself would listen at all addresses, and it lets anybody in. Blocks until all ranks are there,
-    ``environment.meeting_s`` at most.
+    itself would listen at all addresses and accept any client. Blocks until all ranks are there,
+    for ``environment.meeting_s`` at most.
 
     Args:
         environment: Variables of this rank.
-        timeout: Limit of later waits for other ranks.
+        timeout: Time limit of later waits for other ranks.
 
     Raises:
         SetupError: This process may not open as many files as a rank needs.
-        DistError, ValueError, MeetingError: they do not meet; see :func:`no_rendezvous`.
+        DistError, ValueError, MeetingError: The ranks cannot connect (see :func:`no_rendezvous`).
     """
     if environment.world_size == 1 and not environment.is_launched:
         return dist.HashStore()
@@ -80,15 +81,15 @@ def no_rendezvous(environment: Environment, error: Exception) -> Exception:
 
 
 def within(limit_s: float, action: Callable[[], T], late: str) -> T:
-    """Runs a call that may never return in a thread, and stops waiting after a time.
+    """Runs a call that may never return in a thread, and waits for it up to a time limit.
 
     Args:
-        limit_s: Time in seconds.
+        limit_s: Time limit in seconds.
         action: Function to call; its exceptions are raised here.
-        late: Text of the error if the time passes.
+        late: Text of the error after the time limit.
 
     Raises:
-        MeetingError: The time has passed; the thread continues and ends with the process.
+        MeetingError: The time limit has passed; the thread continues until the process ends.
     """
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -110,18 +111,19 @@ def within(limit_s: float, action: Callable[[], T], late: str) -> T:
 
 
 def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> None:
-    """Waits until somebody listens at an address.
+    """Waits until a program listens at an address.
 
     Args:
-        host: Name or address.
-        port: Port.
+        host: Name or address of the host.
+        port: Port number.
         end_s: End of the wait, in seconds of ``time.monotonic``.
-        only_look_up: Whether to wait only until the name resolves.
+        only_look_up: True to wait only until the name resolves.
 
     Raises:
-        MeetingError: Until then nobody listened there, or the name did not resolve.
+        MeetingError: No program listened there in time, or the name did not resolve.
     """
-    begin_s, why = time.monotonic(), ""
+    begin_s = time.monotonic()
+    reason = ""
 
     def attempt() -> None:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -131,14 +133,14 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
     while True:
         left_s = end_s - time.monotonic()
         if left_s <= 0:
-            raise MeetingError(f"after {time.monotonic() - begin_s:.0f} s: {why or 'no answer'}")
+            raise MeetingError(f"after {time.monotonic() - begin_s:.0f} s: {reason or 'no answer'}")
         try:
-            within(left_s, attempt, why or f"{host} was not looked up within {left_s:.0f} s")
+            within(left_s, attempt, reason or f"{host} was not looked up within {left_s:.0f} s")
             return
         except socket.gaierror as error:
-            why = f"the name does not resolve: {error.strerror}"
+            reason = f"the name does not resolve: {error.strerror}"
         except OSError as error:
-            why = f"nobody listens there: {error.strerror or error}"
+            reason = f"nobody listens there: {error.strerror or error}"
         time.sleep(min(_AGAIN_S, max(0.0, left_s)))
 
 
@@ -146,7 +148,7 @@ def connect(host: str, port: int, end_s: float) -> Any:
     """Returns a connection to the store that another process serves.
 
     Raises:
-        MeetingError: Nobody listens there, or the listener is not a store.
+        MeetingError: No program listens there, or it is not a store.
     """
     reach(host, port, end_s)
     return within(
@@ -158,15 +160,17 @@ def connect(host: str, port: int, end_s: float) -> Any:
             timeout=datetime.timedelta(seconds=_ANSWER_S),
             wait_for_workers=False,
         ),
-        f"what listens there gave no answer within {_ANSWER_S:.0f} s: it is no store of torch",
+        f"the program that listens there gave no answer within {_ANSWER_S:.0f} s: it is not a torch"
+        " store",
     )
 
 
 def _serve(environment: Environment, end_s: float) -> Any:
-    address, port = environment.master_addr, environment.master_port
+    address = environment.master_addr
+    port = environment.master_port
     left_s = max(1.0, end_s - time.monotonic())
     if port is not None:
-        with contextlib.suppress(OSError):  # a wrong port is reported later by the connection
+        with contextlib.suppress(OSError):  # the connection reports a wrong port later
             reach(address, port, end_s, only_look_up=True)
             listener = bind(address, port)
             return dist.TCPStore(
@@ -192,8 +196,9 @@ def _join(environment: Environment, end_s: float) -> Any:
 
 
 def _wait_for_all(store: Any, environment: Environment, end_s: float) -> None:
-    """Waits until every rank has come to the store; names those that have not."""
-    begin_s, size = time.monotonic(), environment.world_size
+    """Waits until every rank is connected to the store; the error lists missing ranks."""
+    begin_s = time.monotonic()
+    size = environment.world_size
     try:
         store.set(f"{environment.rank}", "")
         if store.add(_ARRIVED, 1) >= size:

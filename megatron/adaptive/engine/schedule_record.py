@@ -1,22 +1,24 @@
-"""The orders that a run took, in one file, and a policy that takes them again.
+"""Records the orders of a run in one file, and replays them.
 
-A run-time rule looks at what has arrived, so that two runs seldom take the same order. A record
-makes an order repeatable: to look for a fault, to compare, to profile. Numbers do not depend on it:
-each stage takes its forwards, its backwards and its weight gradients in ascending order of the
-microbatches, whatever it takes in between. That is why one replica's orders are enough, though
-under a run-time rule every data-parallel replica has its own: replayed by all of them, they give
-the same losses and gradients bit by bit.
+A run-time rule depends on the arrival of inputs, so two runs seldom have the same order. A record
+makes an order repeatable: for finding a fault, for a comparison, or for a profile. Losses and
+gradients do not depend on the order, because each stage runs its forwards, its backwards and its
+weight gradients in ascending order of microbatches, whatever it runs in between. So the orders of
+one replica suffice, though under a run-time rule each data-parallel replica has a different order:
+if all replicas replay them, losses and gradients are the same bit by bit.
 
-Only training steps are recorded; an evaluation has one order. The file is JSON; ``orders`` are
-codes as of ``schedule.policy.codes_of``, each listed once, and a step names one per rank::
+Only training steps are recorded; an evaluation always has the same order. The file is JSON.
+``orders`` lists each different order once, as codes of ``schedule.policy.codes_of``. A step refers
+to one order per rank::
 
     {"format": "megatron-adaptive schedule", "version": 1,
      "shape": {"ranks": 2, "chunks": 1, "placement": "loop", "weight_pieces": 0, "replicas": 0},
      "orders": [[0, 0, 1, 1], [0, 1, 0, 1]],
      "steps": {"1": [0, 1], "2": [0, 1]}}
 
-Where microbatches are dealt to replicas, sums depend on who got which. Then a step names an order
-for each rank of each replica, and ``dealt`` the microbatches of each replica::
+If microbatches are dealt to replicas, sums depend on the replica of each microbatch. Then a step
+refers to an order for each rank of each replica, and ``dealt`` lists the microbatches of each
+replica::
 
      "dealt": {"1": [[0, 3], [1, 2]]}
 """
@@ -42,21 +44,25 @@ _VERSION = 1
 _HINT = "name a file that --record-schedule wrote"
 
 Codes = tuple[int, ...]
+"""Order of one rank, as codes."""
 Shares = tuple[tuple[int, ...], ...]
+"""Microbatches of each replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordShape:
-    """Describes what two runs must share for one to take the other's orders.
+    """Describes the shape that two runs must share for one to replay the orders of the other.
 
-    Microbatches are not among it: they may grow from step to step, and an order gives their number.
+    The number of microbatches is not part of it: it may change from step to step, and each order
+    determines it.
 
     Attributes:
-        ranks: pipeline-parallel ranks.
-        chunks: chunks per rank.
-        placement: kind of placement.
-        weight_pieces: parts of each weight gradient, 0 for whole backwards.
-        replicas: that microbatches are dealt to, 0 where they have them in turns.
+        ranks: Number of pipeline-parallel ranks.
+        chunks: Number of chunks per rank.
+        placement: Kind of placement.
+        weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
+        replicas: Number of replicas that microbatches are dealt to, 0 if replicas take them in
+            turns.
     """
 
     ranks: int
@@ -67,12 +73,12 @@ class RecordShape:
 
     @property
     def num_orders(self) -> int:
-        """Orders of a step."""
+        """Returns the number of orders of a step."""
         return self.ranks * max(1, self.replicas)
 
     @staticmethod
     def of(placement: Placement, weight_pieces: int, replicas: int = 0) -> RecordShape:
-        """Return the shape of a run."""
+        """Returns the shape of a run."""
         return RecordShape(
             ranks=placement.num_ranks,
             chunks=placement.num_chunks,
@@ -92,41 +98,43 @@ _REMEDIES = {
 
 
 class ScheduleRecord:
-    """The orders of all ranks of a pipeline, by step.
+    """Contains the orders of all ranks of a pipeline, by step.
 
     Args:
-        shape: of the pipeline.
-        source: where it comes from, for messages.
+        shape: Shape of the pipeline.
+        source: Path of the record, for messages.
     """
 
     def __init__(self, shape: RecordShape, source: str = "the record") -> None:
         self.shape = shape
         self._source = source
-        self._orders: dict[Codes, Codes] = {}  # each once
+        self._orders: dict[Codes, Codes] = {}  # each different order once
         self._steps: dict[int, tuple[Codes, ...]] = {}
         self._dealt: dict[int, Shares] = {}
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps, ascending."""
+        """Returns the recorded steps, ascending."""
         return tuple(sorted(self._steps))
 
     def add(self, step: int, orders: Sequence[Sequence[int]], dealt: Shares | None = None) -> None:
-        """Keep a step's orders, one per rank; in the place of earlier ones of that step."""
-        own = self._orders
+        """Stores the orders of a step, one per rank; replaces earlier ones of this step."""
+        known_orders = self._orders
         if dealt is not None:
             self._dealt[step] = dealt
-        self._steps[step] = tuple(own.setdefault(order, order) for order in map(tuple, orders))
+        self._steps[step] = tuple(
+            known_orders.setdefault(order, order) for order in map(tuple, orders)
+        )
 
     def drop_after(self, step: int) -> None:
-        """Forget all steps after ``step``."""
-        self._steps = {number: found for number, found in self._steps.items() if number <= step}
+        """Removes all steps after ``step``."""
+        self._steps = {number: orders for number, orders in self._steps.items() if number <= step}
 
     def save(self, path: str | Path) -> None:
-        """Write the record, whole or not at all.
+        """Writes the record atomically.
 
         Raises:
-            TraceError: it cannot be written there.
+            TraceError: The file cannot be written.
         """
         numbers = {order: number for number, order in enumerate(self._orders)}
         content: dict[str, Any] = {
@@ -145,10 +153,10 @@ class ScheduleRecord:
 
     @staticmethod
     def load(path: str | Path) -> ScheduleRecord:
-        """Read a record.
+        """Reads a record.
 
         Raises:
-            ConfigError: there is none, it is damaged or of a newer version.
+            ConfigError: The file does not exist, is damaged, or has a newer version.
         """
         content = read_json(Path(path), _HINT)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -156,7 +164,7 @@ class ScheduleRecord:
         if content.get("version") != _VERSION:
             raise ConfigError(
                 f"{path} has version {content.get('version')!r} of the format, this program reads "
-                f"{_VERSION}; record the schedule anew"
+                f"{_VERSION}; record the schedule again"
             )
         try:
             return _parse(content, str(path))
@@ -165,16 +173,17 @@ class ScheduleRecord:
             raise _damaged(path, reason) from error
 
     def require_shape(self, shape: RecordShape) -> None:
-        """Refuse a run of another shape.
+        """Checks that a run has the shape of this record.
 
         Raises:
-            ConfigError: names each field that differs, with both values.
+            ConfigError: A field differs; the message lists all that do, with both values.
         """
-        ours, theirs = asdict(shape), asdict(self.shape)
-        differing = [name for name in ours if ours[name] != theirs[name]]
+        present = asdict(shape)
+        recorded = asdict(self.shape)
+        differing = [name for name in present if present[name] != recorded[name]]
         if differing:
             pairs = ", ".join(
-                f"{name} {theirs[name]} there, {ours[name]} here" for name in differing
+                f"{name} {recorded[name]} there, {present[name]} here" for name in differing
             )
             flags = ", ".join(_REMEDIES[name] for name in differing)
             raise ConfigError(
@@ -183,41 +192,45 @@ class ScheduleRecord:
             )
 
     def require_steps(self, first: int, last: int) -> None:
-        """Refuse to replay steps that are not there.
+        """Checks that the record contains a range of steps.
 
         Raises:
-            ConfigError: names the steps that are there and those that are missing.
+            ConfigError: Steps are missing; the message lists them and those that are there.
         """
         missing = [step for step in range(first, last + 1) if step not in self._steps]
         if missing:
             raise ConfigError(
-                f"{self._source} holds steps {describe_numbers(self.steps)}, and lacks "
+                f"{self._source} contains steps {describe_numbers(self.steps)}, but not "
                 f"{describe_numbers(missing)} of those to be replayed; train other iterations, or "
                 "record more"
             )
 
-    def codes(self, step: int, place: int, num_microbatches: int) -> Codes:
-        """Return the order that a rank took in a step.
+    def codes(self, step: int, index: int, num_microbatches: int) -> Codes:
+        """Returns the order of a rank in a step.
 
         Args:
-            step: the step.
-            place: of the rank among those of the step.
-            num_microbatches: of the rank, in this run.
+            step: Number of the step.
+            index: Index of the rank's order among those of the step.
+            num_microbatches: Number of microbatches of the rank in this run.
 
         Raises:
-            ConfigError: the step is not there, or had another number of microbatches.
+            ConfigError: The step is missing, or had another number of microbatches.
         """
         self.require_steps(step, step)
-        codes = self._steps[step][place]
+        codes = self._steps[step][index]
         lanes = 3 * self.shape.chunks
         self._require_count(step, sum(code % lanes == 0 for code in codes), num_microbatches)
         return codes
 
     def dealt(self, step: int, num_microbatches: int) -> Shares:
-        """Return the microbatches that each replica had in a step, of so many.
+        """Returns the microbatches of each replica in a step.
+
+        Args:
+            step: Number of the step.
+            num_microbatches: Number of microbatches of all replicas in this run.
 
         Raises:
-            ConfigError: the step is not there, or had another number of microbatches.
+            ConfigError: The step is missing, or had another number of microbatches.
         """
         self.require_steps(step, step)
         self._require_count(step, sum(map(len, self._dealt[step])), num_microbatches)
@@ -232,20 +245,20 @@ class ScheduleRecord:
 
 
 class Recording:
-    """Writes down what this rank does, and now and then the whole pipeline's file.
+    """Records the orders of this rank, and writes the file of the whole pipeline from time to time.
 
     Args:
-        path: the file.
-        shape: of the pipeline.
-        place: of this rank's order among those of a step: position in the pipeline, those of a
-            further replica after those of the one before. ``None`` outside the first tensor- and
-            context-parallel rank, and in further replicas unless microbatches are dealt to them:
-            such a rank keeps nothing.
-        is_writer: whether this is the first rank of the group of :meth:`write`.
-        after_step: last step of an earlier start of the job, whose file is continued.
+        path: Path of the file.
+        shape: Shape of the pipeline.
+        order_index: Index of this rank's order among those of a step: its position in the pipeline,
+            plus the ranks of earlier replicas. ``None`` if the rank records nothing: if it is not
+            the first tensor- and context-parallel rank, or if it belongs to a later replica and
+            microbatches are not dealt.
+        is_writer: True for the first rank of the group of :meth:`write`.
+        after_step: Last step of an earlier start of the job, whose file is continued; 0 for none.
 
     Raises:
-        ConfigError: the file to be continued is damaged or of another shape.
+        ConfigError: The file to be continued is damaged or of another shape.
     """
 
     def __init__(
@@ -253,13 +266,13 @@ class Recording:
         path: str | Path,
         shape: RecordShape,
         *,
-        place: int | None,
+        order_index: int | None,
         is_writer: bool,
         after_step: int = 0,
     ) -> None:
         self._path = Path(path)
         self._shape = shape
-        self._place = place
+        self._order_index = order_index
         self._pending: dict[int, tuple[Codes, Shares | None]] = {}
         self._outage = Outage(path, "writes, all of which is in this one")
         self._record = ScheduleRecord(shape)
@@ -269,30 +282,32 @@ class Recording:
             self._record.drop_after(after_step)
 
     def append(self, step: int, codes: Iterable[int], dealt: Shares | None = None) -> None:
-        """Keep the order of a training step, as ``Executor.last_codes`` gives it."""
-        if self._place is not None:
+        """Records the order of a training step, from ``Executor.last_codes``."""
+        if self._order_index is not None:
             self._pending[step] = tuple(codes), dealt
 
     def write(self, group: Any) -> None:
-        """Gather what is new and write the file, if it can be. Collective over ``group``.
+        """Gathers new orders and writes the file, or warns if that fails.
+
+        Collective over ``group``.
 
         Args:
-            group: a gloo group that holds the recording ranks and maybe others, such as all ranks.
+            group: Gloo group that contains the recording ranks, for example all ranks.
         """
         import torch.distributed as dist  # reading a record needs no torch
 
         first = dist.get_process_group_ranks(group)[0]
         is_first = dist.get_rank() == first
         gathered: list[Any] | None = [None] * group.size() if is_first else None
-        mine = None if self._place is None else (self._place, self._pending)
-        dist.gather_object(mine, gathered, dst=first, group=group)
+        recorded = None if self._order_index is None else (self._order_index, self._pending)
+        dist.gather_object(recorded, gathered, dst=first, group=group)
         self._pending = {}
         if gathered is not None:
-            by_place = dict(one for one in gathered if one is not None)
-            places = range(self._shape.num_orders)
-            assert sorted(by_place) == list(places), sorted(by_place)
-            for step, (_, dealt) in by_place[0].items():
-                self._record.add(step, [by_place[place][step][0] for place in places], dealt)
+            by_index = dict(entry for entry in gathered if entry is not None)
+            indices = range(self._shape.num_orders)
+            assert sorted(by_index) == list(indices), sorted(by_index)
+            for step, (_, dealt) in by_index[0].items():
+                self._record.add(step, [by_index[index][step][0] for index in indices], dealt)
             try:
                 self._record.save(self._path)
                 self._outage.ends()
@@ -301,38 +316,38 @@ class Recording:
 
 
 class Replay:
-    """Takes the orders of a record on one rank.
+    """Replays the orders of a record on one rank.
 
     Args:
-        record: of a pipeline of this shape.
-        shape: of this run.
-        place: of this rank's order among those of a step, as of :class:`Recording`.
+        record: Record of a pipeline of the same shape.
+        shape: Shape of this run.
+        order_index: Index of this rank's order among those of a step (see :class:`Recording`).
 
     Attributes:
-        record: as given.
+        record: Record that is replayed.
 
     Raises:
-        ConfigError: the record is of another shape.
+        ConfigError: The record is of another shape.
     """
 
-    def __init__(self, record: ScheduleRecord, shape: RecordShape, place: int) -> None:
+    def __init__(self, record: ScheduleRecord, shape: RecordShape, order_index: int) -> None:
         record.require_shape(shape)
         self.record = record
-        self._place = place
+        self._order_index = order_index
         self._step = 0
         self._policies: dict[Codes, Follow] = {}
 
     def begin(self, step: int) -> None:
-        """Say which training step comes next."""
+        """Sets the training step that comes next."""
         self._step = step
 
     def policy(self, num_microbatches: int) -> Follow:
-        """Return the policy of the step that was begun: a static order, for the agreement too.
+        """Returns the policy of the present step, which is static for the agreement as well.
 
         Raises:
-            ConfigError: the record lacks the step, or had other microbatches in it.
+            ConfigError: The step is missing, or had another number of microbatches.
         """
-        codes = self.record.codes(self._step, self._place, num_microbatches)
+        codes = self.record.codes(self._step, self._order_index, num_microbatches)
         if codes not in self._policies:
             shape = self.record.shape
             order = actions_of(codes, shape.chunks, shape.weight_pieces)
@@ -341,10 +356,10 @@ class Replay:
 
 
 def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
-    """Return the record in a file's content; raises plain errors where it is damaged."""
+    """Returns the record in a file's content; raises ``ValueError`` and such if it is damaged."""
     names = [field.name for field in fields(RecordShape)]
-    given = {"replicas": 0, **content["shape"]}
-    record = ScheduleRecord(RecordShape(**{name: given[name] for name in names}), source)
+    shape_values = {"replicas": 0, **content["shape"]}
+    record = ScheduleRecord(RecordShape(**{name: shape_values[name] for name in names}), source)
     shape = record.shape
     for name in ("ranks", "chunks", "weight_pieces", "replicas"):
         if not _is_count(getattr(shape, name)):
@@ -353,15 +368,15 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
     for order in orders:
         _require_whole(order, shape)
     for step, numbers in content["steps"].items():
-        known = all(_is_count(number) and number < len(orders) for number in numbers)
-        if len(numbers) != shape.num_orders or not known:
+        exist = all(_is_count(number) and number < len(orders) for number in numbers)
+        if len(numbers) != shape.num_orders or not exist:
             raise ValueError(
                 f"step {step} does not name an order for each of {shape.num_orders} ranks"
             )
         dealt = None
         if shape.replicas:
-            dealt = tuple(tuple(one) for one in content["dealt"][step])
-            every = sorted(number for one in dealt for number in one)
+            dealt = tuple(tuple(microbatches) for microbatches in content["dealt"][step])
+            every = sorted(number for microbatches in dealt for number in microbatches)
             if every != list(range(len(every))):
                 raise ValueError(f"step {step} does not deal each microbatch once")
         record.add(int(step), [orders[number] for number in numbers], dealt)
@@ -369,9 +384,9 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
 
 
 def _require_whole(order: Codes, shape: RecordShape) -> None:
-    """Refuse an order that has not every action once."""
+    """Checks that an order contains every action once."""
     if not all(_is_count(code) for code in order):
-        raise ValueError("an order holds something else than codes")
+        raise ValueError("an order contains something other than codes")
     lanes = 3 * shape.chunks
     counts = Counter(code % lanes for code in order)
     expected = {
@@ -381,7 +396,7 @@ def _require_whole(order: Codes, shape: RecordShape) -> None:
         if pieces
     }
     if not order or counts != expected:
-        raise ValueError("an order does not hold each action once")
+        raise ValueError("an order does not contain each action once")
 
 
 def _is_count(value: object) -> bool:

@@ -1,13 +1,13 @@
-"""The chunks of a rank as megatron-core sees them: its forward and backward steps, unchanged.
+"""Computes the chunks of a rank with megatron-core's forward and backward steps, unchanged.
 
 This is the only module of the pipeline that calls ``megatron.core.pipeline_parallel.schedules``.
-It keeps, per chunk and microbatch, what megatron-core's own loops keep in lists, and switches the
-gradient synchronization of data parallelism on for the last microbatch of each chunk. Where
-backwards are split, weight gradients go through the chunk's
+megatron-core's loops keep the inputs and outputs of forwards in lists; this module keeps them by
+chunk and microbatch. It switches gradient synchronization of data parallelism on for the last
+microbatch of each chunk. If backwards are split, weight gradients go through the chunk's
 :class:`~megatron.adaptive.engine.weight_gradient.WeightGradientStore`.
 
-:class:`ForwardBackward` replaces what megatron-core's ``get_forward_backward_func()`` returns: same
-signature, same return value; the order of work is that of its ``Orders``.
+:class:`ForwardBackward` replaces the function that megatron-core's ``get_forward_backward_func()``
+returns. It has the same arguments and result, and the order of work of its ``Orders``.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def default_process_groups() -> ProcessGroupCollection:
-    """Return the groups that megatron-core's schedules take from its global state."""
+    """Returns the process groups that megatron-core's schedules use by default."""
     names = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp", "dp", "tp_dp_cp"]
     return ProcessGroupCollection.use_mpu_process_groups(names)
 
 
 class GradientSync:
-    """Holds data-parallel gradient reduction back until a chunk's last microbatch.
+    """Delays the data-parallel reduction of gradients until a chunk's last microbatch.
 
-    Of one rank's chunks the last backward comes in descending order under every schedule (a
-    chunk's backward needs that of the next chunk), so replicas enqueue their reductions alike. The
-    last weight gradient of a split backward comes in whatever order the rank picks: a chunk's
-    reduction then waits for those of all later chunks.
+    All replicas must start their reductions in the same order. The last backwards of a rank's
+    chunks come in descending order under every schedule, because the backward of a chunk needs that
+    of the next chunk. The last weight gradients of split backwards come in any order, so the
+    reduction of a chunk then waits for those of all later chunks.
 
     Args:
-        config: megatron-core's configuration of the chunks.
-        chunks: the rank's model chunks.
+        config: Configuration of the chunks in megatron-core.
+        chunks: Model chunks of the rank.
     """
 
     def __init__(self, config: Any, chunks: Sequence[torch.nn.Module]) -> None:
@@ -67,7 +67,7 @@ class GradientSync:
         self._next_start = len(chunks) - 1
 
     def hold(self) -> None:
-        """Accumulate gradients locally from here on."""
+        """Accumulates gradients locally from now on."""
         for chunk, hold in enumerate(self._hold):
             if hold is not None and self._held[chunk] is None:
                 context = hold()
@@ -75,23 +75,23 @@ class GradientSync:
                 self._held[chunk] = context
 
     def before_last_backward(self, chunk: int) -> None:
-        """The chunk's next backward completes its gradients."""
+        """Prepares for the backward that completes the gradients of a chunk."""
         if self._start[chunk] is None:
             self._let_go(chunk)
 
     def after_last_backward(self, chunk: int) -> None:
-        """The chunk's gradients are complete: reduce them where that is explicit."""
+        """Reduces the complete gradients of a chunk, if it has a ``grad_sync_func``."""
         if self._start[chunk] is not None:
             self._reduce(chunk)
 
     def after_last_weights(self, chunk: int) -> None:
-        """The chunk's gradients are complete, its backwards having been split.
+        """Reduces the complete gradients of a chunk after split backwards.
 
-        Starts the reduction of every chunk whose turn has come, in descending order, that of a
-        chunk with ``no_sync`` alone included: no backward is left to start it.
+        Starts the reductions that are due, in descending order of chunks. This includes chunks that
+        only have a ``no_sync_func``, because no backward is left to start their reduction.
 
         Raises:
-            ConfigError: gradients were held back that nothing can reduce.
+            ConfigError: A chunk has a ``no_sync_func`` but no function that reduces its gradients.
         """
         self._complete.add(chunk)
         while self._next_start in self._complete:
@@ -99,12 +99,13 @@ class GradientSync:
             self._next_start -= 1
 
     def release(self) -> None:
-        """Leave nothing held back, whatever happened in the step."""
+        """Ends all delays, also after an error in the step."""
         for chunk in range(len(self._held)):
             self._let_go(chunk)
 
     def _reduce(self, chunk: int) -> None:
-        held, start = self._held[chunk], self._start[chunk]
+        held = self._held[chunk]
+        start = self._start[chunk]
         self._let_go(chunk)
         if start is not None:
             start(self._chunks[chunk].parameters())
@@ -118,7 +119,8 @@ class GradientSync:
             start()
 
     def _let_go(self, chunk: int) -> None:
-        context, self._held[chunk] = self._held[chunk], None
+        context = self._held[chunk]
+        self._held[chunk] = None
         if context is not None:
             context.__exit__(None, None, None)
 
@@ -136,30 +138,29 @@ def _as_list(value: Any, length: int) -> list[Any]:
 
 @dataclass(kw_only=True, eq=False)
 class MegatronStages(SplitStages):
-    """The ``Stages`` of one step: a rank's megatron-core chunks.
+    """Computes the megatron-core chunks of a rank in one step.
 
     Attributes:
-        forward_step_func: megatron-core's user function ``(data_iterator, model) -> (output,
-            loss_func)``.
-        data_iterators: one per chunk.
-        chunks: the rank's model chunks, in order.
-        placement: where stages live.
-        pp_rank: position of this rank.
-        num_microbatches: microbatches of the step.
-        groups: process groups of the step.
-        meter: measures activations once.
-        forward_only: evaluation: nothing is kept for a backward.
-        collect_non_loss_data: as in megatron-core.
-        first_val_step: as in megatron-core.
-        stores: one per chunk, attached to its layers, where backwards leave weight gradients to
-            :meth:`weights`; ``None`` for whole ones. Not used in evaluation.
-        loss_parts: microbatches that the step's loss is the mean of; those of this rank where
-            ``None``.
-        sizes: of each microbatch, in those of the one that was measured; ``None`` where all are
-            alike.
-        config: megatron-core's configuration of the chunks.
-        reduced_losses: what the loss function returned for logging, by microbatch.
-        num_tokens: of the loss, on the last stage.
+        forward_step_func: User function of megatron-core,
+            ``(data_iterator, model) -> (output, loss_func)``.
+        data_iterators: Data iterators, one per chunk.
+        chunks: Model chunks of the rank, in order.
+        placement: Placement of the stages on ranks.
+        pp_rank: Position of this rank in the pipeline.
+        num_microbatches: Number of microbatches of the step.
+        groups: Process groups of the step.
+        meter: Meter of activations.
+        forward_only: True in an evaluation, which keeps nothing for a backward.
+        collect_non_loss_data: Same as in megatron-core.
+        first_val_step: Same as in megatron-core.
+        stores: Stores of split backwards, one per chunk, attached to its layers; ``None`` for whole
+            backwards. Not used in an evaluation.
+        loss_parts: Number of microbatches over which the loss of the step is averaged; ``None`` for
+            those of this rank.
+        sizes: Size of each microbatch relative to the measured one; ``None`` if all are equal.
+        config: Configuration of the chunks in megatron-core.
+        reduced_losses: Results of the loss function for logging, by microbatch.
+        num_tokens: Number of tokens of the loss, on the last stage.
     """
 
     forward_step_func: Callable[..., Any]
@@ -181,9 +182,12 @@ class MegatronStages(SplitStages):
         self.reduced_losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
         self.config = get_model_config(self.chunks[0])
-        last, chunks = self.placement.num_stages - 1, range(len(self.chunks))
-        self._is_last = [self.placement.stage_of(self.pp_rank, one) == last for one in chunks]
-        # Input and output of forwards whose backward is to come, by chunk and microbatch.
+        last = self.placement.num_stages - 1
+        self._is_last = [
+            self.placement.stage_of(self.pp_rank, chunk) == last
+            for chunk in range(len(self.chunks))
+        ]
+        # Inputs and outputs of forwards whose backward has not run, by chunk and microbatch.
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         kind = (get_model_type(self.chunks[0]),) if _TAKES_TYPE else ()
         self._backward_rest = (*kind, self.config)
@@ -217,7 +221,7 @@ class MegatronStages(SplitStages):
                 vp_stage=chunk if len(self.chunks) > 1 else None,
                 is_last_stage=self._is_last[chunk],
             )
-        if self._is_last[chunk]:  # elsewhere there are none
+        if self._is_last[chunk]:
             self.num_tokens += num_tokens
         if trains:
             self._kept[chunk, microbatch] = received, output
@@ -226,8 +230,8 @@ class MegatronStages(SplitStages):
     def release(self, chunk: int, microbatch: int) -> None:
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`.
 
-        Only the graph of an output is needed from here on. Its storage lives as long as the
-        transport holds it.
+        Only the graph of the output is needed from now on. The transport keeps its storage as long
+        as it needs it.
         """
         if not self._is_last[chunk] and self.config.deallocate_pipeline_outputs:
             kept = self._kept.get((chunk, microbatch))
@@ -238,14 +242,14 @@ class MegatronStages(SplitStages):
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         received, output = self._kept.pop((chunk, microbatch))
-        given = (received, output, gradient, *self._backward_rest)
+        arguments = (received, output, gradient, *self._backward_rest)
         if self._stores is not None:
             with self._stores[chunk].collect(microbatch):
-                return backward_step(*given)  # type: ignore[no-any-return]
+                return backward_step(*arguments)  # type: ignore[no-any-return]
         last = microbatch == self.num_microbatches - 1
         if last:
             self._sync.before_last_backward(chunk)
-        answer = backward_step(*given)
+        answer = backward_step(*arguments)
         if last:
             self._sync.after_last_backward(chunk)
         return answer  # type: ignore[no-any-return]
@@ -253,8 +257,8 @@ class MegatronStages(SplitStages):
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`.
 
-        After the last part of the last microbatch the chunk's gradients are reduced over
-        data-parallel ranks as soon as those of all later chunks are.
+        After the last part of the last microbatch, the chunk's gradients are reduced over
+        data-parallel ranks, but not before those of all later chunks.
         """
         super().weights(chunk, microbatch, piece, pieces)
         if microbatch == self.num_microbatches - 1 and piece == pieces - 1:
@@ -267,24 +271,25 @@ class MegatronStages(SplitStages):
         return nbytes if self.sizes is None else round(nbytes * self.sizes[microbatch])
 
     def finish(self) -> None:
-        """End the step, normally or after an error."""
+        """Ends the step, normally or after an error."""
         self._sync.release()
         super().finish()
 
 
 class ForwardBackward:
-    """Runs forward and backward passes of a step; call it like megatron-core's function.
+    """Runs the forwards and backwards of a step; call it like megatron-core's function.
 
     Args:
-        executor: the engine of this rank.
-        orders: of this rank's work. Where stages are unequal the loss is the mean over the whole
-            step, and gradients are to be summed, not averaged, over the ranks of a stage.
-        stores: where the chunks' layers leave their weight gradients, for split backwards.
-        span: traces a block as a span of a kind; called with ``reduce``, ``None`` where the caller
-            traces that.
+        executor: Executor of this rank.
+        orders: Policies and states of this rank. If stages are unequal, the loss is the mean over
+            the whole step, and the caller must sum gradients over the ranks of a stage instead of
+            averaging them.
+        stores: Stores of the chunks for split backwards, ``None`` for whole backwards.
+        span: Function that returns a context which traces a span of a kind, here ``reduce``;
+            ``None`` if the caller traces it.
 
     Attributes:
-        orders: as given.
+        orders: Policies and states of this rank.
     """
 
     def __init__(
@@ -300,8 +305,8 @@ class ForwardBackward:
         self._stores = stores
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
-        self._measured_size = 0.0  # positions of the microbatch that was measured
-        self._mean_size = 1.0  # of the last step, in measured ones
+        self._measured_size = 0.0  # number of positions of the measured microbatch
+        self._mean_size = 1.0  # mean size in the last step, relative to the measured one
 
     def __call__(
         self,
@@ -323,49 +328,44 @@ class ForwardBackward:
         loss_parts: int | None = None,
         sizes: Sequence[float] | None = None,
     ) -> list[Any]:
-        """Run one step; see megatron-core for the arguments.
+        """Runs one step. See megatron-core for arguments that are not listed here.
 
         Args:
-            loss_parts: microbatches of all replicas, where their numbers differ and gradients are
-                to be summed over replicas, not averaged.
-            sizes: positions of each microbatch of this rank, ``None`` where all are alike.
+            loss_parts: Number of microbatches of all replicas, if their numbers differ and the
+                caller sums gradients over replicas instead of averaging them.
+            sizes: Number of positions of each microbatch of this rank, ``None`` if all are equal.
 
         Returns:
-            What ``loss_func`` returned for logging, one entry per microbatch in ascending order, on
-            the last stage; an empty list elsewhere.
+            Results of ``loss_func`` for logging on the last stage, one per microbatch in ascending
+            order; an empty list on other stages.
 
         Raises:
-            ConfigError: an argument asks for what this executor does not do.
-            TransportError: another rank is gone or silent.
+            ConfigError: The executor does not support an argument.
+            TransportError: Another rank is gone or silent.
         """
         if adjust_tensor_shapes_fn is not None:
             raise ConfigError(
                 "adjust_tensor_shapes_fn was given, but channels here carry each tensor's own "
                 "shape; leave it out"
             )
-        orders, placement, widths = self.orders, self.orders.placement, self.orders.widths
+        orders = self.orders
+        widths = orders.widths
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        if not len(chunks) == len(iterators) == placement.num_chunks:
+        if not len(chunks) == len(iterators) == orders.placement.num_chunks:
             raise ConfigError(
                 f"{len(chunks)} model chunks and {len(iterators)} data iterators were given to a "
-                f"pipeline of {placement.num_chunks} chunks per rank; give one of each per "
+                f"pipeline of {orders.placement.num_chunks} chunks per rank; give one of each per "
                 "chunk"
             )
-        groups = pg_collection or default_process_groups()
-        relative = None
-        if sizes is not None and not forward_only:
-            self._measured_size = self._measured_size or sizes[0]
-            relative = [size / self._measured_size for size in sizes]
-            self._mean_size = sum(relative) / len(relative)
         stages = MegatronStages(
             forward_step_func=forward_step_func,
             data_iterators=iterators,
             chunks=chunks,
-            placement=placement,
+            placement=orders.placement,
             pp_rank=orders.pp_rank,
             num_microbatches=num_microbatches,
-            groups=groups,
+            groups=pg_collection or default_process_groups(),
             meter=self._meter,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
@@ -373,51 +373,66 @@ class ForwardBackward:
             stores=self._stores if orders.weight_pieces else None,
             loss_parts=loss_parts
             or num_microbatches * (widths.sizes[orders.pp_rank] if widths else 1),
-            sizes=relative,
+            sizes=None if forward_only else self._relative_sizes(sizes),
         )
         timers = stages.config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(
                 barrier=stages.config.barrier_with_L1_time
             )
-        try:
-            with torch.set_grad_enabled(not forward_only and torch.is_grad_enabled()):
-                self._executor.run(
-                    stages,
-                    orders.policy(num_microbatches, forward_only=forward_only),
-                    orders.state(num_microbatches, forward_only=forward_only, sizes=sizes),
-                )
-        finally:
-            stages.finish()
+        self._run(stages, sizes)
         if not forward_only and stages.config.finalize_model_grads_func is not None:
             with self._span("reduce"):
                 stages.config.finalize_model_grads_func(
                     chunks,
                     stages.num_tokens if stages.config.calculate_per_token_loss else None,
-                    pg_collection=groups,
-                    # megatron-core 0.15 does not know it.
+                    pg_collection=stages.groups,
+                    # megatron-core 0.15 does not have this argument.
                     **({"force_all_reduce": True} if force_all_reduce else {}),
                 )
         if timers is not None:
             timers("forward-backward").stop()
         return stages.reduced_losses
 
+    def _relative_sizes(self, sizes: Sequence[float] | None) -> list[float] | None:
+        """Returns the sizes relative to the microbatch whose activations were measured."""
+        if sizes is None:
+            return None
+        self._measured_size = self._measured_size or sizes[0]
+        relative = [size / self._measured_size for size in sizes]
+        self._mean_size = sum(relative) / len(relative)
+        return relative
+
+    def _run(self, stages: MegatronStages, sizes: Sequence[float] | None) -> None:
+        """Runs all actions of the step, and ends it also after an error."""
+        num_microbatches = stages.num_microbatches
+        forward_only = stages.forward_only
+        try:
+            with torch.set_grad_enabled(not forward_only and torch.is_grad_enabled()):
+                self._executor.run(
+                    stages,
+                    self.orders.policy(num_microbatches, forward_only=forward_only),
+                    self.orders.state(num_microbatches, forward_only=forward_only, sizes=sizes),
+                )
+        finally:
+            stages.finish()
+
     def use(self, candidate: Candidate) -> None:
-        """Take another schedule or rule from the next step on; all ranks must do so alike.
+        """Switches to another schedule or rule from the next step on; all ranks must do the same.
 
         Raises:
-            ConfigError: it needs another placement, or stores that this object was not made with.
+            ConfigError: It needs another placement, or stores that this object does not have.
         """
         placement = self.orders.placement
         if candidate.placement != placement or (candidate.weight_pieces and not self._stores):
             raise ConfigError(
-                f"{candidate} cannot run on chunks that lie in a {placement.kind} with "
+                f"{candidate} cannot run on chunks placed in a {placement.kind} with "
                 f"{'split' if self._stores else 'whole'} backwards; build the model for it"
             )
         self.orders.use(candidate)
 
     def activation_bytes(self) -> tuple[int, ...]:
-        """Bytes that a mean microbatch keeps in each chunk of this rank, 0 before the first."""
+        """Returns the bytes that a mean microbatch keeps in each chunk, 0 before the first one."""
         return tuple(
             round(self._meter.bytes_of(chunk) * self._mean_size)
             for chunk in range(self.orders.placement.num_chunks)
@@ -425,9 +440,9 @@ class ForwardBackward:
 
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # Its router asks for this name, which it imports only with Transformer Engine.
+    # The router of megatron-core uses this name, but imports it only with Transformer Engine.
     moe_utils.te_general_gemm = None
 
 _NOTHING = contextlib.nullcontext()
-# Since megatron-core 0.17 it does not ask for the model's type.
+# megatron-core 0.17 removed the model's type from the arguments.
 _TAKES_TYPE = "model_type" in inspect.signature(backward_step).parameters

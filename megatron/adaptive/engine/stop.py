@@ -5,10 +5,10 @@
     rank 0   iteration 7 ── start all-reduce 7 ──────────┐  iteration 8 ── start 8, read 7: stop
     rank 1   iteration 7 ── SIGTERM, start all-reduce 7 ─┘  iteration 8 ── start 8, read 7: stop
 
-The answer to one boundary is read at the next, so asking costs no waiting. It owns the handlers of
-SIGTERM, SIGINT, SIGUSR1 and SIGHUP while it is open. If SIGHUP is ignored, as under ``nohup``, it
-stays ignored. It deliberately saves nothing and ends nothing: the loop does. If a peer is lost, the
-liveness watcher ends the process whatever was asked.
+The answer to one boundary is read at the next, so no rank waits for it. While a
+:class:`StopRequest` is open, it owns the handlers of SIGTERM, SIGINT, SIGUSR1 and SIGHUP. If SIGHUP
+is ignored, as under ``nohup``, it stays ignored. The training loop saves and ends the run; this
+module does not. If a peer is lost, the liveness watcher ends the process in any case.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StopRequest:
     ``KeyboardInterrupt`` at once.
 
     Args:
-        limit_minutes: stop this long after opening, on whichever rank it passes first; ``None``
-            for no limit.
+        limit_minutes: Minutes after opening at which the run stops, by the first rank whose time is
+            over; ``None`` for no limit.
     """
 
     def __init__(self, limit_minutes: float | None = None) -> None:
@@ -55,7 +55,7 @@ class StopRequest:
             for number in _SIGNALS
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
-        # A launcher may have kept a signal back until somebody handles it.
+        # A launcher may have blocked these signals until they have handlers.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def __enter__(self) -> StopRequest:
@@ -66,31 +66,31 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Reason that all ranks agreed on, such as ``signal SIGTERM``; ``None`` before they did."""
+        """Returns the agreed reason, such as ``signal SIGTERM``, ``None`` before an agreement."""
         return self._agreed
 
     def agreed(self, group: dist.ProcessGroup | None) -> bool:
-        """Say whether to stop now; every rank calls it at the same iteration boundaries.
+        """Returns whether to stop now; every rank calls it at the same iteration boundaries.
 
         Args:
-            group: a gloo group of all ranks, used by nothing else meanwhile; ``None`` for a single
+            group: Gloo group of all ranks, used for nothing else meanwhile; ``None`` for a single
                 process, whose requests count at once.
 
         Returns:
-            The same on every rank: whether one of them was asked to before its previous call.
-            Once true it stays true.
+            True on every rank if a rank received a request before its previous call. Once true it
+            stays true.
 
         Raises:
-            PeerLostError: a member of the group is gone.
+            PeerLostError: A member of the group is gone.
         """
         if self._agreed is not None:
             return True
         if group is None or group.size() == 1:
-            self._settle(self._mine())
+            self._settle(self._requests())
             return self._agreed is not None
         if self.finish():
             return True
-        self._flags = torch.tensor(self._mine(), dtype=torch.int32)
+        self._flags = torch.tensor(self._requests(), dtype=torch.int32)
         try:
             self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=group, async_op=True)
         except RuntimeError as error:
@@ -98,15 +98,16 @@ class StopRequest:
         return False
 
     def finish(self) -> bool:
-        """Wait for the answer that is still out; call it before the group goes away.
+        """Waits for the pending answer; call it before the group is destroyed.
 
         Returns:
-            Whether a stop is agreed now.
+            True if all ranks have agreed to stop.
 
         Raises:
-            PeerLostError: a member of the group is gone.
+            PeerLostError: A member of the group is gone.
         """
-        work, self._work = self._work, None
+        work = self._work
+        self._work = None
         if work is not None:
             assert self._flags is not None
             try:
@@ -117,12 +118,12 @@ class StopRequest:
         return self._agreed is not None
 
     def close(self) -> None:
-        """Give the signals back to their former handlers. Idempotent."""
+        """Restores the former handlers of the signals. Idempotent."""
         while self._old:
             number, handler = self._old.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def _mine(self) -> list[bool]:
+    def _requests(self) -> list[bool]:
         flags = [number in self._received for number in _SIGNALS]
         limit = self._limit_minutes
         over = limit is not None and time.monotonic() - self._start_s >= limit * 60

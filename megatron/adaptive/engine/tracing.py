@@ -1,18 +1,18 @@
-"""Traces what happens around the actions of a step: iterations, spans, and a loop that is not ours.
+"""Traces iterations and spans around the actions of a step, and loops of other programs.
 
 Without a trace, and in iterations that are not traced, every call returns at once.
 
-megatron-core's own loop is timed from outside. It is given another ``forward_step_func``, which
-times the forward of each microbatch and leaves a hook on its output: autograd calls it when the
-backward of that output begins, and once more when it is through. Waits and messages between them
-are not seen::
+megatron-core's own loop is timed from outside. It gets another ``forward_step_func``, which times
+the forward of each microbatch and registers a hook on its output. Autograd calls the hook when the
+backward of this output begins, and a callback when the backward has ended. Waits and messages
+between them are not traced::
 
     loop:  forward_step_func ── F ──┐    recv, send    autograd: hook ── B ── callback
                                     └─ output.register_hook
 
-A loss that the loop computes from the output is part of neither.
+If the loop itself computes a loss from the output, that is part of neither.
 
-A loop in which nothing of ours runs is recorded by torch.profiler, see :func:`record_trace`.
+Loops that do not use this package are recorded with torch.profiler (see :func:`record_trace`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,31 +36,51 @@ from torch.utils._pytree import tree_leaves
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.trace.trace_format import KINDS, Lengths, Row
+from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 
-if TYPE_CHECKING:  # needs megatron-core, which a trace of another program does without
+if TYPE_CHECKING:  # it imports megatron-core, which is not needed to trace another program
     from megatron.adaptive.engine.expert_load import ExpertLoad
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_DATA, _STEP = KINDS.index("data"), KINDS.index("step")
+_DATA = KINDS.index("data")
+_STEP = KINDS.index("step")
+
+
+@dataclass(frozen=True, slots=True)
+class _Iteration:
+    """Identifies an iteration for the recorder."""
+
+    number: int = 0
+    num_microbatches: int = 0
+
+
+class _DeviceSpan(NamedTuple):
+    """Records a span on the device that may not have ended."""
+
+    iteration: _Iteration
+    kind: int
+    chunk: int
+    microbatch: int
+    start: Any
+    end: Any
 
 
 class Tracing:
-    """The trace of this process.
+    """Traces this process.
 
-    Spans of work on the device are taken by its clock and resolved once it has passed them, which
-    may be in a later iteration: nothing waits for it. All methods but :meth:`data_read` belong to
-    one thread.
+    Spans on the device are marked by its clock. Their times are read after the device has passed
+    the marks, perhaps in a later iteration, so nothing waits for the device. One thread calls all
+    methods except :meth:`data_read`.
 
     Args:
-        recorder: where spans go, ``None`` for no trace.
-        clock: of the device.
-        sync: compares this rank's clock with others, closed with this.
+        recorder: Recorder of the spans, ``None`` for no trace.
+        clock: Clock of the device, ``None`` for the clock of the host.
+        sync: Thread and channels that compare this rank's clock with others, closed with the trace.
 
     Attributes:
-        experts: measures the rank's experts, ``None`` where nobody asks or there are none.
+        experts: Meter of the rank's experts; ``None`` if there are none or nothing needs it.
     """
 
     def __init__(
@@ -72,38 +93,46 @@ class Tracing:
         self._clock: Any = clock or CpuClock()
         self._sync = sync
         self.experts: ExpertLoad | None = None
-        self._present: tuple[int, int] | None = None  # iteration and microbatches, if traced
-        self._place = (0, 0)  # the same of any iteration
+        self._traced: _Iteration | None = None  # the present iteration if it is traced
+        self._iteration = _Iteration()  # the present or last iteration, traced or not
         self._doing = ""
         self._in_step = False
         self._begun_ns = 0
-        # Iteration and microbatches; kind, chunk and microbatch; two marks.
-        self._unresolved: list[tuple[tuple[int, int], tuple[int, int, int], Any, Any]] = []
+        self._unresolved: list[_DeviceSpan] = []
 
     def watch(self, snapshot: Callable[[], dict[str, Any]]) -> None:
-        """Shows programs that look on what this rank does.
+        """Lets the recorder publish the activity of this rank for other programs.
 
         Args:
-            snapshot: returns what it does within the pipeline's step, in fields of
-                ``trace.status_files.Now``; called from another thread.
+            snapshot: Function that returns the activity within the pipeline's step, in fields of
+                ``trace.status_files.Now``. Another thread calls it.
         """
-
         if self.recorder is not None:
             self.recorder.watch(lambda: {**self.now(), **snapshot()})
 
     def now(self) -> dict[str, Any]:
-        """Returns iteration and span of this moment, for another thread."""
-        iteration, num_microbatches = self._place
-        known = {"iteration": iteration, "num_microbatches": num_microbatches}
-        return {**known, "doing": self._doing, "in_step": self._in_step}
+        """Returns the present iteration and span; other threads may call it."""
+        return {
+            "iteration": self._iteration.number,
+            "num_microbatches": self._iteration.num_microbatches,
+            "doing": self._doing,
+            "in_step": self._in_step,
+        }
 
     def begin_iteration(
         self, iteration: int, num_microbatches: int, *, is_traced: bool, lengths: Lengths = ()
     ) -> None:
-        """Begin an iteration, with the lengths of its microbatches where they differ."""
-        self._present = None
+        """Begins an iteration.
+
+        Args:
+            iteration: Number of the iteration.
+            num_microbatches: Number of its microbatches.
+            is_traced: Whether to trace it.
+            lengths: Lengths of its microbatches, empty if all are equal.
+        """
+        self._traced = None
         self._in_step = True
-        self._place = (iteration, num_microbatches)
+        self._iteration = _Iteration(iteration, num_microbatches)
         is_traced = is_traced and self.recorder is not None
         if self.experts is not None:
             self.experts.begin(is_traced=is_traced)
@@ -114,10 +143,10 @@ class Tracing:
             iteration, num_microbatches, start_ns=self._begun_ns, lengths=lengths
         )
         if self.recorder.is_recording:
-            self._present = (iteration, num_microbatches)
+            self._traced = self._iteration
 
     def end_iteration(self) -> None:
-        """End the iteration; what comes before the next one still counts to it."""
+        """Ends the iteration; spans before the next one still count for it."""
         self._in_step = False
         if self.recorder is None:
             return
@@ -130,8 +159,8 @@ class Tracing:
 
     @contextlib.contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """Trace what the block does on the device, as a span of ``kind``."""
-        if self._present is None:
+        """Traces the work of the block on the device, as a span of ``kind``."""
+        if self._traced is None:
             yield
             return
         start = self._clock.mark()
@@ -144,24 +173,24 @@ class Tracing:
 
     @property
     def is_traced(self) -> bool:
-        """Whether the present iteration is."""
-        return self._present is not None
+        """Returns whether the present iteration is traced."""
+        return self._traced is not None
 
     def mark(self) -> Any:
-        """This moment on the device's clock, for :meth:`device_span`."""
+        """Returns a mark of the present time on the device's clock, for :meth:`device_span`."""
         return self._clock.mark()
 
     def device_span(
         self, kind: str, start: Any, end: Any, chunk: int = -1, microbatch: int = -1
     ) -> None:
-        """Trace what the device does between two marks, in an iteration that is traced."""
-        if self._present is not None:
+        """Traces the work of the device between two marks, if the iteration is traced."""
+        if self._traced is not None:
             self._unresolved.append(
-                (self._present, (KINDS.index(kind), chunk, microbatch), start, end)
+                _DeviceSpan(self._traced, KINDS.index(kind), chunk, microbatch, start, end)
             )
 
     def around(self, kind: str, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Return ``function`` with every call traced as a span of ``kind``; itself untraced."""
+        """Returns ``function`` with every call traced as a span; unchanged without a trace."""
         if self.recorder is None:
             return function
 
@@ -174,62 +203,64 @@ class Tracing:
 
     @contextlib.contextmanager
     def host_span(self, kind: str) -> Iterator[None]:
-        """Trace the block by the host's clock, also between two iterations."""
+        """Traces the block by the host's clock, also between two iterations."""
         start_ns = time.monotonic_ns()
         self._doing = kind
         try:
             yield
         finally:
             self._doing = ""
-            self._add(self._present, [_row(KINDS.index(kind), start_ns, time.monotonic_ns())])
+            self._add(self._traced, [_row(KINDS.index(kind), start_ns, time.monotonic_ns())])
 
     def data_read(self, microbatch: int, start_ns: int, end_ns: int) -> None:
-        """A microbatch was read, on the host."""
+        """Traces the read of a microbatch on the host."""
         if self.recorder is not None:
             self.recorder.extend([_row(_DATA, start_ns, end_ns, microbatch)])
 
     def close(self) -> None:
-        """Write everything that is left; idempotent."""
+        """Writes all remaining spans; idempotent."""
         if self.recorder is None:
             return
-        for *_, end in self._unresolved[-1:]:
-            self._clock.wait(end)  # it is the last one on the device
+        for last in self._unresolved[-1:]:
+            self._clock.wait(last.end)  # earlier spans on the device end before it
         self._resolve()
         if self._sync is not None:
             self._sync.close()
         self.recorder.close()
 
     def _resolve(self) -> None:
-        """Hand over the spans that the device has passed; the others wait for another time."""
-        clock, waiting = self._clock, self._unresolved
+        """Records the spans that the device has passed, and keeps the others for a later call."""
+        clock = self._clock
+        waiting = self._unresolved
         self._unresolved = []
-        for place, what, start, end in waiting:
-            if clock.is_passed(end):
-                kind, chunk, microbatch = what
-                times = (clock.resolve_ns(start), clock.resolve_ns(end))
-                self._add(place, [_row(kind, *times, microbatch, chunk)])
+        for span in waiting:
+            if clock.is_passed(span.end):
+                start_ns = clock.resolve_ns(span.start)
+                end_ns = clock.resolve_ns(span.end)
+                row = _row(span.kind, start_ns, end_ns, span.microbatch, span.chunk)
+                self._add(span.iteration, [row])
             else:
-                self._unresolved.append((place, what, start, end))
+                self._unresolved.append(span)
 
-    def _add(self, place: tuple[int, int] | None, rows: list[Row]) -> None:
-        if self.recorder is None or place is None:
+    def _add(self, iteration: _Iteration | None, rows: list[SpanRow]) -> None:
+        if self.recorder is None or iteration is None:
             return
-        if self.recorder.is_recording and place == self._present:
+        if self.recorder.is_recording and iteration == self._traced:
             self.recorder.extend(rows)
         else:
-            self.recorder.add_late(*place, rows)
+            self.recorder.add_late(iteration.number, iteration.num_microbatches, rows)
 
 
-def _row(kind: int, start_ns: int, end_ns: int, microbatch: int = -1, chunk: int = -1) -> Row:
-    return (kind, chunk, microbatch, 0, start_ns, end_ns, 0, 0, 0, -1, -1, 0)
+def _row(kind: int, start_ns: int, end_ns: int, microbatch: int = -1, chunk: int = -1) -> SpanRow:
+    return SpanRow(kind, chunk, microbatch, start_ns=start_ns, end_ns=end_ns)
 
 
 class OutsideTrace:
-    """Stands for megatron-core's function that runs a step.
+    """Wraps megatron-core's function that runs a step, and traces its forwards and backwards.
 
     Args:
-        function: that function.
-        tracing: where spans go.
+        function: Function of megatron-core.
+        tracing: Trace of this process.
     """
 
     def __init__(self, function: Callable[..., list[Any]], tracing: Tracing) -> None:
@@ -238,43 +269,43 @@ class OutsideTrace:
         self._doing: dict[str, Any] = {}
         self._done = [0, 0, 0]
 
-    def __call__(self, **given: Any) -> list[Any]:
-        """Run a step; arguments and result are those of megatron-core's function."""
-        if given.get("forward_only", False) or not self._tracing.is_traced:
-            return self._function(**given)
+    def __call__(self, **arguments: Any) -> list[Any]:
+        """Runs a step; arguments and result are those of megatron-core's function."""
+        if arguments.get("forward_only", False) or not self._tracing.is_traced:
+            return self._function(**arguments)
         self._done = [0, 0, 0]
-        traced = self._traced(given["forward_step_func"], given["model"])
+        traced = self._traced(arguments["forward_step_func"], arguments["model"])
         try:
-            return self._function(**{**given, "forward_step_func": traced})
+            return self._function(**{**arguments, "forward_step_func": traced})
         finally:
             self._doing = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns what this rank does in its step; see ``Executor.snapshot``."""
+        """Returns the activity of this rank in its step (see ``Executor.snapshot``)."""
         return {**self._doing, "done": list(self._done)} if self._doing else {}
 
     def _traced(self, function: Callable[..., Any], model: Any) -> Callable[..., Any]:
         """Returns the ``forward_step_func`` of one step, which times forwards and backwards."""
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        chunks = {id(one): chunk for chunk, one in enumerate(models)}
+        chunk_of = {id(part): chunk for chunk, part in enumerate(models)}
         forwards = [0] * len(models)
 
         def forward_step(data_iterator: Any, model: Any, *more: Any, **plan: Any) -> Any:
-            if plan:  # combined 1F1B asks for the parts of a forward, and runs them by itself
+            if plan:  # combined 1F1B gets the parts of a forward and runs them itself
                 return function(data_iterator, model, *more, **plan)
-            chunk = chunks[id(model)]
-            place = (chunk, forwards[chunk])
+            chunk = chunk_of[id(model)]
+            microbatch = forwards[chunk]
             forwards[chunk] += 1
-            ends = self._begins("F", *place)
+            ends = self._begins("F", chunk, microbatch)
             result = function(data_iterator, model, *more)
             ends()
-            _around_backward(result[0], lambda: self._begins("B", *place))
+            _around_backward(result[0], lambda: self._begins("B", chunk, microbatch))
             return result
 
         return forward_step
 
     def _begins(self, kind: str, chunk: int, microbatch: int) -> Callable[[], None]:
-        """An action starts; returns what to call at its end."""
+        """Begins a span for an action; returns a function that ends it."""
         self._doing = {"doing": kind, "chunk": chunk, "microbatch": microbatch}
         start = self._tracing.mark()
 
@@ -294,9 +325,10 @@ def record_trace(
     skip: int = 2,
     steps: int = 5,
 ) -> Iterator[Callable[[], None]]:
-    """Records some steps of any loop with torch.profiler, a file per rank for ``trace import``.
+    """Records steps of any training loop with torch.profiler, in a file per rank.
 
-    Nothing is recorded before and after these steps, and nothing waits for other ranks::
+    ``trace import`` reads these files. Nothing is recorded before and after these steps, and no
+    rank waits for others::
 
         with record_trace("traces/mine", model) as step:
             for batch in loader:
@@ -304,18 +336,18 @@ def record_trace(
                 step()
 
     Args:
-        folder: of ``rank0.json.gz`` and so on, the same on all ranks; made if it is missing.
-        model: whose forwards and backwards are to be found again; ``None`` where the loop names
-            them, as ``torch.distributed.pipelining`` and Megatron-LM do.
-        skip: steps before the first that is recorded, 1 at least: it warms the profiler up.
-        steps: recorded steps.
+        folder: Folder of ``rank0.json.gz`` and so on, the same on all ranks; made if it is missing.
+        model: Model whose forwards and backwards get names in the trace; ``None`` if the loop
+            already names them, like ``torch.distributed.pipelining`` and Megatron-LM.
+        skip: Number of steps before the first recorded one, at least 1, to warm up the profiler.
+        steps: Number of recorded steps.
 
     Yields:
-        A function to call at the end of each step.
+        Function to call at the end of each step.
 
     Raises:
-        ConfigError: a number is wrong.
-        TraceError: the folder cannot be made.
+        ConfigError: A number is below 1.
+        TraceError: The folder cannot be made.
     """
     if skip < 1 or steps < 1:
         raise ConfigError(f"record_trace with skip={skip}, steps={steps}: give 1 or more each")
@@ -336,7 +368,7 @@ def record_trace(
 
 
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
-    """Puts the ranges of other loops around each forward of a model and its backward."""
+    """Names each forward and backward of a model with the ranges that other loops use."""
     forwards: list[Callable[[], None]] = []
 
     def begins(*_: Any) -> None:
@@ -354,14 +386,14 @@ def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
 
 
 def _range(name: str) -> Callable[[], None]:
-    """Begins a range; returns what ends it."""
+    """Begins a range of the profiler; returns a function that ends it."""
     entered = profiler.record_function(name)
     entered.__enter__()
     return lambda: entered.__exit__(None, None, None)
 
 
 def _around_backward(output: Any, begins: Callable[[], Callable[[], None]]) -> None:
-    """Calls a function when the backward of an output begins, and at its end what that returned."""
+    """Calls ``begins`` when the backward of an output begins, and its result when that ends."""
     running: list[Callable[[], None]] = []
 
     def first(_: torch.Tensor) -> None:
@@ -370,6 +402,6 @@ def _around_backward(output: Any, begins: Callable[[], Callable[[], None]]) -> N
             engine: Any = Variable._execution_engine
             engine.queue_callback(lambda: running.pop()())
 
-    for one in tree_leaves(output):
-        if isinstance(one, torch.Tensor) and one.requires_grad:
-            one.register_hook(first)
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(first)

@@ -1,19 +1,19 @@
-"""Weight gradients put off: a backward in two halves, B by inputs and W by weights.
+"""Defers weight gradients: splits a backward into B by inputs and W by weights.
 
-A layer that defers runs its arithmetic as a :class:`LayerCall` through :func:`defer`. Its weight is
-then unknown to autograd: the backward gives the input gradient only, and leaves what the weight
-gradient needs in the chunk's :class:`WeightGradientStore`::
+A layer that defers runs its arithmetic as a :class:`LayerCall` through :func:`defer`, which hides
+the weight from autograd. The backward then computes the input gradient only. It keeps the tensors
+for the weight gradient in the chunk's :class:`WeightGradientStore`::
 
     forward      defer(call, x, store) ──> y
     B            dy ──> call.input_gradient ──> dx
                  (call, x, dy) ──> store
     W            store.run ──> call.weight_gradients ──> main_grad or grad
 
-Weights outside of autograd have no ``AccumulateGrad`` node: hooks on them, those of
-data-parallel wrappers included, do not run. This module knows layers of torch only; those of
-megatron-core are in :mod:`~megatron.adaptive.engine.deferred_layers`.
+Hidden weights have no ``AccumulateGrad`` node, so hooks on them do not run, including those of
+data-parallel wrappers. This module owns the calls of torch's layers; those of megatron-core are in
+:mod:`~megatron.adaptive.engine.deferred_layers`.
 
-Source: "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2.1, for the split as such.
+Source: "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2.1, for the split itself.
 """
 
 from __future__ import annotations
@@ -30,51 +30,52 @@ import torch.nn.functional as F  # noqa: N812
 
 from megatron.adaptive.errors import ScheduleError
 
-# What moving one element costs, in multiply-adds it could do instead. Only balances pieces.
 _FLOPS_PER_ELEMENT = 32
+"""Cost of moving one element, in floating-point operations; used only to balance pieces."""
 
 
 class LayerCall:
-    """Computes the parts of one call of a layer: output, gradient of the input, those of weights.
+    """Computes the output of one call of a layer, its input gradient and its weight gradients.
 
     Attributes:
-        weight: calls that share one are accumulated as autograd would.
+        weight: Weight of the call. Gradients of calls that share it are summed first, as in
+            autograd.
     """
 
     __slots__ = ()
     weight: torch.nn.Parameter
 
-    def output(self, given: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output for its input."""
+    def output(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the output of the layer for its input."""
         raise AssertionError(f"{type(self).__name__}: the layer runs its own forward")
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the input from that of the output."""
+        """Returns the gradient of the input from that of the output."""
         raise AssertionError(f"{type(self).__name__}: there is no gradient of the input")
 
     def weight_gradients(
-        self, given: torch.Tensor, gradient: torch.Tensor
+        self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return the gradient of each parameter that is not already added where it belongs.
+        """Returns the gradient of each parameter, except those that it has already accumulated.
 
-        Neither tensor requires a gradient, so that none of this is recorded.
+        Neither argument requires a gradient, so autograd records nothing.
         """
         raise NotImplementedError
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Return roughly how much work :meth:`weight_gradients` is; here, of a product."""
+        """Returns the approximate cost of :meth:`weight_gradients` in FLOPs, here of a product."""
         return 2.0 * gradient.numel() / gradient.shape[-1] * self.weight.numel()
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCall(LayerCall):
-    """A call of ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
+    """Computes a call of ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
 
     Attributes:
-        weight: ``[out, in]``, or ``[in, out]`` where it is ``turned``.
-        bias: ``[out]``.
-        turned: see ``weight``.
-        dtype: that it computes in under autocast, ``None`` for the tensors' own.
+        weight: Weight ``[out, in]``, or ``[in, out]`` if it is ``turned``.
+        bias: Bias ``[out]`` or ``None``.
+        turned: Whether the weight is transposed.
+        dtype: Element type of the computation under autocast, ``None`` for that of the tensors.
     """
 
     weight: torch.nn.Parameter
@@ -82,12 +83,12 @@ class LinearCall(LayerCall):
     turned: bool = False
     dtype: torch.dtype | None = None
 
-    def output(self, given: torch.Tensor) -> torch.Tensor:
+    def output(self, inputs: torch.Tensor) -> torch.Tensor:
         """Implements :class:`LayerCall`."""
         weight = self.weight.t() if self.turned else self.weight
         bias = None if self.bias is None else self._cast(self.bias)
-        with torch.autocast(given.device.type, enabled=False):
-            return F.linear(self._cast(given), self._cast(weight), bias)
+        with torch.autocast(inputs.device.type, enabled=False):
+            return F.linear(self._cast(inputs), self._cast(weight), bias)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Implements :class:`LayerCall`."""
@@ -96,12 +97,12 @@ class LinearCall(LayerCall):
         return rows.view(*gradient.shape[:-1], -1)
 
     def weight_gradients(
-        self, given: torch.Tensor, gradient: torch.Tensor
+        self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Implements :class:`LayerCall`."""
         gradient = gradient.reshape(-1, gradient.shape[-1])
-        given = self._cast(given).reshape(-1, given.shape[-1])
-        product = given.t().mm(gradient) if self.turned else gradient.t().mm(given)
+        inputs = self._cast(inputs).reshape(-1, inputs.shape[-1])
+        product = inputs.t().mm(gradient) if self.turned else gradient.t().mm(inputs)
         yield self.weight, product.to(self.weight.dtype)
         if self.bias is not None and self.bias.requires_grad:
             yield self.bias, gradient.sum(dim=0).to(self.bias.dtype)
@@ -112,13 +113,15 @@ class LinearCall(LayerCall):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCall(LayerCall):
-    """A call of ``torch.nn.Embedding`` with a dense gradient: ``[...] int -> [..., width]``.
+    """Computes a call of ``torch.nn.Embedding`` with a dense gradient.
+
+    The shapes are ``[...] int -> [..., width]``.
 
     Attributes:
-        weight: ``[rows, width]``.
-        padding_idx: row without gradient, -1 for none.
-        scale_grad_by_freq: as in torch.
-        by_index: look up by indexing, whose backward is deterministic on a GPU.
+        weight: Weight ``[rows, width]``.
+        padding_idx: Index of the row without a gradient, -1 for none.
+        scale_grad_by_freq: Same as in torch.
+        by_index: True to look up by indexing, whose backward is deterministic on a GPU.
     """
 
     weight: torch.nn.Parameter
@@ -126,22 +129,26 @@ class EmbeddingCall(LayerCall):
     scale_grad_by_freq: bool = False
     by_index: bool = False
 
-    def output(self, given: torch.Tensor) -> torch.Tensor:
+    def output(self, inputs: torch.Tensor) -> torch.Tensor:
         """Implements :class:`LayerCall`."""
-        return self.weight[given] if self.by_index else F.embedding(given, self.weight)
+        return self.weight[inputs] if self.by_index else F.embedding(inputs, self.weight)
 
     def weight_gradients(
-        self, given: torch.Tensor, gradient: torch.Tensor
+        self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Implements :class:`LayerCall`."""
         if self.by_index:
             total = gradient.new_zeros(self.weight.shape)
-            yield self.weight, total.index_put_((given,), gradient, accumulate=True)
+            yield self.weight, total.index_put_((inputs,), gradient, accumulate=True)
         else:
             yield (
                 self.weight,
                 torch.ops.aten.embedding_dense_backward(
-                    gradient, given, self.weight.shape[0], self.padding_idx, self.scale_grad_by_freq
+                    gradient,
+                    inputs,
+                    self.weight.shape[0],
+                    self.padding_idx,
+                    self.scale_grad_by_freq,
                 ),
             )
 
@@ -151,10 +158,10 @@ class EmbeddingCall(LayerCall):
 
 
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Add a microbatch's gradient where autograd and megatron-core's hook would have put it.
+    """Adds a microbatch's gradient to the tensor that autograd and megatron-core's hook would use.
 
-    That is ``main_grad`` of a parameter that has one, ``grad`` otherwise; the operations are
-    theirs, so that the sums are equal to the bit.
+    This is ``main_grad`` if the parameter has one, else ``grad``. The operations are the same, so
+    that the sums are equal bit by bit.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
@@ -166,18 +173,18 @@ def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 class _Task(NamedTuple):
-    """One call whose weight gradient is due."""
+    """Describes a call whose weight gradient is still to be computed."""
 
     call: LayerCall
-    given: torch.Tensor
+    inputs: torch.Tensor
     gradient: torch.Tensor
 
 
 @dataclass(slots=True)
 class _Backlog:
-    """Holds what one microbatch has left to do, in the order of its backward.
+    """Lists the remaining tasks of one microbatch, in the order of its backward.
 
-    A unit is the tasks of one weight: mostly one, more where a weight is shared.
+    A unit contains the tasks of one weight: usually one, and several if calls share the weight.
     """
 
     microbatch: int
@@ -187,14 +194,14 @@ class _Backlog:
 
 
 def _run_unit(unit: Sequence[_Task]) -> None:
-    """Compute a weight's gradient of a microbatch.
+    """Computes the gradient of a weight for one microbatch.
 
-    Autograd sums a microbatch's gradients of a parameter before they are added to those of
-    earlier microbatches; so does this.
+    Sums the gradients of a parameter within the microbatch first, and then adds them to those of
+    earlier microbatches, in the same order as autograd.
     """
     totals: dict[torch.nn.Parameter, torch.Tensor] = {}
     for task in unit:
-        for parameter, gradient in task.call.weight_gradients(task.given, task.gradient):
+        for parameter, gradient in task.call.weight_gradients(task.inputs, task.gradient):
             total = totals.get(parameter)
             totals[parameter] = gradient if total is None else total.add_(gradient)
     for parameter, total in totals.items():
@@ -202,17 +209,18 @@ def _run_unit(unit: Sequence[_Task]) -> None:
 
 
 def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
-    """Cut a row of costs into contiguous groups of about equal sums.
+    """Cuts a row of costs into contiguous groups of about equal sums.
 
     Args:
-        costs: what each element costs, at least 0.
-        pieces: number of groups.
+        costs: Cost of each element, at least 0.
+        pieces: Number of groups.
 
     Returns:
-        How many elements each group has; 0 for a group that is empty.
+        Number of elements of each group, which may be 0.
     """
     sizes = [0] * pieces
-    whole, before = sum(costs), 0.0
+    whole = sum(costs)
+    before = 0.0
     for cost in costs:
         middle = (before + cost / 2) / whole if whole > 0 else 0.0
         sizes[min(pieces - 1, int(middle * pieces))] += 1
@@ -223,30 +231,32 @@ def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
 def uneven_pieces(
     units: Iterable[list[_Task]], pieces: int
 ) -> tuple[deque[list[_Task]], list[int]]:
-    """Cuts units whose work each rank has its own of, as experts have.
+    """Cuts units into pieces if their costs differ from rank to rank, as those of experts do.
 
-    Units that communicate are in the same piece on all ranks, whatever the others have: they are
-    shared out by themselves, and the others fill the pieces up.
+    Units that communicate must be in the same piece on all ranks. So they are divided first, by
+    their costs alone, and the other units fill up the pieces.
 
     Returns:
-        The units in the order of their pieces, and how many each piece has.
+        Units in the order of their pieces, and number of units of each piece.
     """
     common: list[tuple[float, list[_Task]]] = []
-    own: deque[tuple[float, list[_Task]]] = deque()
+    local: deque[tuple[float, list[_Task]]] = deque()
     for unit in units:
         cost = sum(task.call.flops(task.gradient) for task in unit)
         meets = any(getattr(task.call, "sequence_group", None) is not None for task in unit)
-        (common if meets else own).append((cost, unit))
-    whole = sum(cost for cost, _ in (*common, *own))
-    done, order, counts = 0.0, deque[list[_Task]](), []
+        (common if meets else local).append((cost, unit))
+    whole = sum(cost for cost, _ in (*common, *local))
+    done = 0.0
+    order = deque[list[_Task]]()
+    counts = []
     waiting = iter(common)
     for number, size in enumerate(piece_sizes([cost for cost, _ in common], pieces), 1):
         before = len(order)
         for cost, unit in itertools.islice(waiting, size):
             order.append(unit)
             done += cost
-        while own and (number == pieces or (done + own[0][0] / 2) * pieces < whole * number):
-            cost, unit = own.popleft()
+        while local and (number == pieces or (done + local[0][0] / 2) * pieces < whole * number):
+            cost, unit = local.popleft()
             order.append(unit)
             done += cost
         counts.append(len(order) - before)
@@ -254,48 +264,49 @@ def uneven_pieces(
 
 
 class WeightGradientStore:
-    """The weight gradients that one model chunk still owes.
+    """Keeps the deferred weight gradients of one model chunk.
 
-    Layers look at :attr:`active` in their forward and defer only while it is set. One thread at a
-    time uses a store; autograd's device threads count as part of the backward that started them.
+    Layers read :attr:`active` in their forward and defer only while it is set. One thread at a time
+    uses a store; autograd's device threads count as part of the backward that started them.
     """
 
     def __init__(self) -> None:
         self.active = False
-        # Layers set it whose work differs from microbatch to microbatch and from rank to rank.
+        # Layers whose cost differs between microbatches and ranks set it.
         self.is_uneven = False
         self._collected: list[_Task] | None = None
         self._last_collected = -1
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
-        # Of the last microbatch that was cut: by what its calls have in common with the next one's.
+        # Pieces of the last microbatch, with a key: the next microbatch reuses them if its key is
+        # equal.
         self._cut: tuple[tuple[int, int, torch.Size], list[int]] | None = None
 
     @property
     def pending(self) -> int:
-        """Microbatches whose weight gradients are not all computed."""
+        """Returns the number of microbatches whose weight gradients are not all computed."""
         return len(self._backlog)
 
     @property
     def microbatch_bytes(self) -> int:
-        """Bytes kept between B and W of the first microbatch that was collected, 0 before it."""
+        """Returns the bytes kept from B to W of the first collected microbatch, 0 before it."""
         return self._microbatch_bytes
 
     def anchor(self, device: torch.device) -> torch.Tensor:
-        """Return a tensor that requires a gradient and never gets one.
+        """Returns a tensor that requires a gradient and never gets one.
 
-        It keeps a call in the graph whose input requires no gradient.
+        It keeps a call in the graph if the input of the call requires no gradient.
         """
         if device not in self._anchors:
             self._anchors[device] = torch.empty(0, device=device, requires_grad=True)
         return self._anchors[device]
 
     def collect(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
-        """Take the weight gradients of the backward that runs within as those of ``microbatch``.
+        """Returns a context that collects the weight gradients of a microbatch's backward.
 
         Raises:
-            ScheduleError: microbatches do not ascend, or another is being collected.
+            ScheduleError: Microbatches do not ascend, or another one is being collected.
         """
         if self._collected is not None or microbatch <= self._last_collected:
             raise ScheduleError(
@@ -303,12 +314,14 @@ class WeightGradientStore:
                 f"microbatch {self._last_collected}; run the backwards of a chunk one after the "
                 "other in ascending order"
             )
-        self._collected, self._last_collected = [], microbatch
+        self._collected = []
+        self._last_collected = microbatch
         return _Collecting(self)
 
     def end(self, *, is_whole: bool) -> None:
-        """End :meth:`collect`, whose context calls this; a backward that failed leaves nothing."""
-        tasks, self._collected = self._collected, None
+        """Ends :meth:`collect`; its context calls this. A failed backward leaves nothing."""
+        tasks = self._collected
+        self._collected = None
         if tasks is None or not is_whole:
             return
         units: dict[int, list[_Task]] = {}
@@ -316,16 +329,16 @@ class WeightGradientStore:
             units.setdefault(id(task.call.weight), []).append(task)
         self._backlog.append(_Backlog(self._last_collected, deque(units.values())))
         if not self._microbatch_bytes:
-            tensors = [tensor for task in tasks for tensor in (task.given, task.gradient)]
-            # By their object: those without memory all lie at one address.
+            tensors = [tensor for task in tasks for tensor in (task.inputs, task.gradient)]
+            # Identify storages by object, because those without memory share one address.
             kept = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
             self._microbatch_bytes = sum(kept.values())
 
-    def add(self, call: LayerCall, given: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keep what a call's weight gradient needs; within :meth:`collect` only.
+    def add(self, call: LayerCall, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keeps the tensors for the weight gradient of a call, within :meth:`collect` only.
 
         Raises:
-            ScheduleError: a backward of a graph with deferring layers runs outside of it.
+            ScheduleError: A backward through deferring layers runs outside of :meth:`collect`.
         """
         if self._collected is None:
             raise ScheduleError(
@@ -333,21 +346,21 @@ class WeightGradientStore:
                 "split backward; run it within WeightGradientStore.collect, or set active to "
                 "False before the forward"
             )
-        self._collected.append(_Task(call, given, gradient))
+        self._collected.append(_Task(call, inputs, gradient))
 
     def run(self, microbatch: int, piece: int, pieces: int) -> None:
-        """Compute one of ``pieces`` about equal parts of a microbatch's weight gradients.
+        """Computes one of ``pieces`` about equal parts of a microbatch's weight gradients.
 
-        What a part needed is freed as soon as it is done. Collective over the tensor-parallel
-        group where layers are sequence-parallel.
+        The tensors of a part are freed as soon as it is done. Collective over the tensor-parallel
+        group if layers are sequence-parallel.
 
         Args:
-            microbatch: ascending, after its backward.
-            piece: ascending from 0 within the microbatch.
-            pieces: the same for all pieces of a microbatch.
+            microbatch: Index of the microbatch, ascending; its backward must have run.
+            piece: Index of the part, ascending from 0 within the microbatch.
+            pieces: Number of parts, the same for all parts of a microbatch.
 
         Raises:
-            ScheduleError: another piece is next.
+            ScheduleError: Another part is next.
         """
         self._check_turn(microbatch, piece, pieces)
         backlog = self._backlog[0]
@@ -363,23 +376,24 @@ class WeightGradientStore:
             self._backlog.popleft()
 
     def clear(self) -> None:
-        """Forget everything that is pending; the next step may start."""
+        """Removes everything that is pending, before the next step."""
         self._collected = None
         self._last_collected = -1
         self._backlog.clear()
 
     def _counts(self, units: Sequence[list[_Task]], pieces: int) -> list[int]:
-        """Returns how many of the units each piece has; found anew where the first one differs."""
+        """Returns the number of units of each piece; reuses the last result for like units."""
         if not units:
             return [0] * pieces
-        like = (len(units), pieces, units[0][0].gradient.shape)
-        if self._cut is None or self._cut[0] != like:
+        key = (len(units), pieces, units[0][0].gradient.shape)
+        if self._cut is None or self._cut[0] != key:
             costs = [sum(t.call.flops(t.gradient) for t in unit) for unit in units]
-            self._cut = (like, piece_sizes(costs, pieces))
+            self._cut = (key, piece_sizes(costs, pieces))
         return self._cut[1]
 
     def _check_turn(self, microbatch: int, piece: int, pieces: int) -> None:
-        first, due = self._backlog[0] if self._backlog else None, "nothing"
+        first = self._backlog[0] if self._backlog else None
+        due = "nothing"
         if first is not None and 0 <= piece < pieces:
             expected = len(first.counts) or pieces
             due = f"microbatch {first.microbatch}, piece {first.next_piece} of {expected}"
@@ -393,7 +407,7 @@ class WeightGradientStore:
 
 
 class _Collecting:
-    """The context of :meth:`WeightGradientStore.collect`; that of a generator is far slower."""
+    """Implements the context of :meth:`WeightGradientStore.collect`, faster than a generator."""
 
     __slots__ = ("_store",)
 
@@ -407,10 +421,10 @@ class _Collecting:
 
 
 class SplitStages:
-    """Runs the weight gradients of a step's stages; base of classes of ``executor.Stages``.
+    """Computes the weight gradients of a step, as a base class for ``executor.Stages``.
 
     Args:
-        stores: of the rank's chunks, ``None`` for whole backwards.
+        stores: Stores of the rank's chunks, ``None`` for whole backwards.
     """
 
     def __init__(self, stores: Sequence[WeightGradientStore] | None) -> None:
@@ -420,10 +434,10 @@ class SplitStages:
             store.active = True
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Compute a part of the weight gradients that a split backward left.
+        """Computes a part of the weight gradients that a split backward deferred.
 
         Raises:
-            ScheduleError: another part is next, or backwards are not split.
+            ScheduleError: Another part is next, or backwards are not split.
         """
         if self._stores is None:
             raise ScheduleError(
@@ -433,59 +447,61 @@ class SplitStages:
         self._stores[chunk].run(microbatch, piece, pieces)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Bytes that a split backward leaves, measured at the first one; 0 before it."""
+        """Returns the bytes that a split backward keeps, measured at the first one; 0 before it."""
         return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
 
     def finish(self) -> None:
-        """End the step, normally or after an error."""
+        """Ends the step, normally or after an error."""
         for store in self._stores or ():
             store.active = False
             store.clear()
 
 
 class _Defer(torch.autograd.Function):
-    """Runs a call without telling autograd of its parameters."""
+    """Runs a call and hides its parameters from autograd."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        given: torch.Tensor,
+        inputs: torch.Tensor,
         anchor: torch.Tensor | None,
         call: LayerCall,
         store: WeightGradientStore,
     ) -> torch.Tensor:
-        ctx.save_for_backward(given)
+        ctx.save_for_backward(inputs)
         ctx.call = call
         ctx.store = store
-        return call.output(given)
+        return call.output(inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (given,), (gradient,) = ctx.saved_tensors, gradients
-        # Detached, or it would keep the graph before it until the weight gradient is computed. So
-        # would a gradient in the memory of an output: megatron-core's cross entropy makes one.
-        own = gradient.detach() if gradient.requires_grad else gradient
-        ctx.store.add(ctx.call, given.detach(), own)
-        wanted = ctx.needs_input_grad[0]
-        return ctx.call.input_gradient(gradient) if wanted else None, None, None, None
+        (inputs,) = ctx.saved_tensors
+        (gradient,) = gradients
+        # Detach both, or they would keep the graph before them until the weight gradient is
+        # computed. A gradient requires one itself if it shares memory with an output, as the
+        # gradient of megatron-core's cross entropy does.
+        kept = gradient.detach() if gradient.requires_grad else gradient
+        ctx.store.add(ctx.call, inputs.detach(), kept)
+        needs_input = ctx.needs_input_grad[0]
+        return ctx.call.input_gradient(gradient) if needs_input else None, None, None, None
 
 
 def is_deferring(store: WeightGradientStore, weight: torch.Tensor) -> bool:
-    """Return whether a layer with this store defers the gradient of ``weight`` now.
+    """Returns whether a layer with this store defers the gradient of ``weight`` now.
 
-    Not without gradients, and not of a weight that is computed from others.
+    It does not if gradients are off, or if the weight is computed from other tensors.
     """
     return store.active and torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
 
 
-def defer(call: LayerCall, given: torch.Tensor, store: WeightGradientStore) -> torch.Tensor:
-    """Return the output of a call whose weight gradient goes to ``store``.
+def defer(call: LayerCall, inputs: torch.Tensor, store: WeightGradientStore) -> torch.Tensor:
+    """Returns the output of a call whose weight gradient goes to ``store``.
 
     Args:
-        call: the arithmetic, with its parameters.
-        given: the layer's input; kept until the weight gradient is computed.
-        store: the chunk's store.
+        call: Arithmetic of the call, with its parameters.
+        inputs: Input of the layer; kept until the weight gradient is computed.
+        store: Store of the chunk.
     """
-    anchor = None if given.requires_grad else store.anchor(call.weight.device)
-    output: torch.Tensor = _Defer.apply(given, anchor, call, store)
+    anchor = None if inputs.requires_grad else store.anchor(call.weight.device)
+    output: torch.Tensor = _Defer.apply(inputs, anchor, call, store)
     return output

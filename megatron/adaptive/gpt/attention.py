@@ -5,17 +5,17 @@ support keys and values of different widths (latent attention), parts of a seque
 parallelism), several documents in a row, or bounded scores.
 :mod:`megatron.adaptive.config.attention` decides when a kernel of torch computes the same instead.
 
-**Context parallelism.** A sequence is cut into two parts for each rank, and rank r of n holds parts
-r and 2n-1-r, so that causal attention is the same work on every rank::
+**Context parallelism.** A sequence is divided into two parts per rank. Rank r of n has parts r and
+2n-1-r, so that causal attention is the same work on every rank::
 
     2 ranks     part 0   part 1   part 2   part 3
     rank 0      x                          x
     rank 1               x        x
 
-Keys and values are gathered from all ranks and put in order. A rank's queries attend to those
-before them. The results equal those of one rank; a ring would need less memory.
+Keys and values are gathered from all ranks and put in order. A rank's queries attend to earlier
+ones. The results equal those of one rank; a ring would need less memory.
 
-**Packed documents.** One row holds several documents, and tokens attend only within their document.
+**Packed documents.** One row has several documents, and tokens attend only within their document.
 This is computed by torch's kernel for packed rows, or one document after the other: only the blocks
 of a block-diagonal mask are computed, not the rest of the square.
 """
@@ -63,7 +63,7 @@ class Documents(PackedSeqParams):  # type: ignore[misc]
     """Holds megatron-core's parameters of a packed row, with the lengths on the host.
 
     Attributes:
-        lengths: tokens of each document, in order.
+        lengths: Number of tokens of each document, in order.
     """
 
     lengths: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         self._parts = config.context_parallel_size
-        config.context_parallel_size = 1  # all that the base class accepts
+        config.context_parallel_size = 1  # the base class accepts no other value
         try:
             super().__init__(config, *args, **kwargs)
         finally:
@@ -196,7 +196,8 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
                 query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), documents
             )
         lengths = list(documents.lengths)
-        rows = zip(*(one.unsqueeze(1).split(lengths) for one in (query, key, value)), strict=True)
+        tensors = (tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value))
+        rows = zip(*tensors, strict=True)
         return torch.cat([self.forward(*row, None, *more, **options) for row in rows])
 
     def _case_of(
@@ -237,8 +238,8 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
 
     @property
     def _whole_scale(self) -> float:
-        # With --apply-query-key-layer-scaling megatron-core applies a part of the scale in its
-        # softmax.
+        # megatron-core's softmax applies a part of the scale with
+        # --apply-query-key-layer-scaling.
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
@@ -270,10 +271,10 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         # need. That is not possible if each sample has its own mask.
         rows = 1 if mask is None or mask.dim() == 2 else samples
         query, key, value = (
-            one.reshape(one.shape[0], rows, -1, one.shape[-1]).permute(1, 2, 0, 3)
-            for one in (query, key, value)
+            tensor.reshape(tensor.shape[0], rows, -1, tensor.shape[-1]).permute(1, 2, 0, 3)
+            for tensor in (query, key, value)
         )
-        with self._own_numbers():
+        with self._split_generator():
             output = F.scaled_dot_product_attention(
                 query,
                 key,
@@ -286,7 +287,7 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
             )
         return output.permute(2, 0, 1, 3).reshape(length, samples, -1)
 
-    def _own_numbers(self) -> contextlib.AbstractContextManager[Any]:
+    def _split_generator(self) -> contextlib.AbstractContextManager[Any]:
         """Draws dropout from the generator for split tensors, as megatron-core does."""
         if self._dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
@@ -311,21 +312,31 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
             ends = torch.arange(0, length + 1, length, dtype=torch.int32, device=query.device)
             longest = length
         else:
-            ends, longest = documents.cu_seqlens_q, documents.max_seqlen_q
+            ends = documents.cu_seqlens_q
+            longest = documents.max_seqlen_q
         output: Any = varlen_attn(
             query.reshape(length, -1, query.shape[-1]),
             key.reshape(length, -1, key.shape[-1]),
             value.reshape(length, -1, value.shape[-1]),
-            *(ends, ends, longest, longest),
+            ends,
+            ends,
+            longest,
+            longest,
             scale=self._whole_scale,
             window_size=self._window or (-1, 0),
         )
         return output.reshape(length, samples, -1)  # type: ignore[no-any-return]
 
 
-def bound_first(cap: float, module: Any, *given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Bounds the first input or output of a module between ``-cap`` and ``cap``, as a hook."""
-    first, *others = given[-1]
+def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Bounds the first input or output of a module between ``-cap`` and ``cap``; a forward hook.
+
+    Args:
+        cap: Bound, above 0.
+        module: Module that calls the hook.
+        *inputs: Inputs of the module, followed by its outputs if it is a hook after the forward.
+    """
+    first, *others = inputs[-1]
     return cap * torch.tanh(first / cap), *others
 
 

@@ -1,4 +1,4 @@
-"""Builds a rank's chunks of megatron-core's GPT and their optimizer; counts their operations."""
+"""Builds a rank's chunks of megatron-core's GPT and their optimizer; computes their FLOPs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -86,18 +86,18 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class KeyedInit:
-    """Draws initial weights from the seed and the weight's place in the model, and nothing else.
+    """Draws initial weights that depend only on the seed and a weight's position in the model.
 
-    A model then starts from the same weights however it is cut over ranks. Used where
-    megatron-core builds whole matrices on the CPU and hands each rank its part; weights are known
-    apart by their layer (or "outside" of all layers) and by their order in it.
+    A model then starts from the same weights however it is divided among ranks. It is used if
+    megatron-core builds whole matrices on the CPU and gives each rank its part. A weight is
+    identified by its layer (or "outside" of all layers) and by its order in it.
 
     Args:
-        seed: the run's seed.
-        first_outside: number of weights outside of layers that come before those of this chunk.
+        seed: Seed of the run.
+        first_outside: Number of weights outside of layers that come before those of this chunk.
 
     Attributes:
-        count: weights of the layer drawn so far.
+        count: Number of weights of the current layer that were drawn so far.
     """
 
     def __init__(self, seed: int, first_outside: int) -> None:
@@ -107,20 +107,20 @@ class KeyedInit:
         self.count = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyedInit:
-        return self  # copies of a configuration must go on counting together
+        return self  # copies of a configuration share one counter
 
     def enter_layer(self, layer: int) -> None:
-        """Weights drawn from here on belong to transformer layer ``layer``."""
+        """Counts the following draws as weights of transformer layer ``layer``."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Weights drawn from here on belong to no layer."""
+        """Counts the following draws as weights outside of layers."""
         self._layer = None
 
     @contextlib.contextmanager
     def experts(self, config: TransformerConfig, groups: Any) -> Iterator[None]:
-        """Counts the weights of a rank's experts, drawn within, as part of all experts'."""
+        """Counts the weights drawn in the block as this rank's part of all experts' weights."""
         each = 2  # one into the expert, one out of it
         before = self.count
         here = config.num_moe_experts // groups.ep.size()
@@ -129,7 +129,7 @@ class KeyedInit:
         self.count = before + each * config.num_moe_experts
 
     def normal(self, std: float) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function that fills a tensor with draws of ``N(0, std)``."""
+        """Returns a function that fills a tensor with draws of ``N(0, std)``."""
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
             generator = torch.Generator(tensor.device).manual_seed(self._next_seed())
@@ -139,17 +139,17 @@ class KeyedInit:
 
     def _next_seed(self) -> int:
         if self._layer is None:
-            place = f"outside {self._outside}"
+            key = f"outside {self._outside}"
             self._outside += 1
         else:
-            place = f"layer {self._layer} {self.count}"
+            key = f"layer {self._layer} {self.count}"
             self.count += 1
-        digest = hashlib.sha256(f"{self._seed} {place}".encode()).digest()
+        digest = hashlib.sha256(f"{self._seed} {key}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
 
 class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
-    """Names itself to :class:`KeyedInit` while it is built."""
+    """A transformer layer that reports its number to :class:`KeyedInit` while it is built."""
 
     def __init__(
         self,
@@ -166,14 +166,14 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
 
 
 class KeyedVariedLayer(VariedLayer, KeyedTransformerLayer):
-    """Does both."""
+    """A varied layer that reports its number to :class:`KeyedInit`."""
 
 
 class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
-    """Gives each layer's own configuration what draws its first weights."""
+    """Gives each layer's configuration the source of initial weights and additional settings."""
 
     def get_config_for_layer(self, layer_number: int) -> TransformerConfig:
-        """Returns the configuration of a layer, the first being 1."""
+        """Returns the configuration of a layer; the first layer is number 1."""
         layer = super().get_config_for_layer(layer_number)
         layer.keyed_init = getattr(self, "keyed_init", None)
         for name in LAYER_SETTINGS:
@@ -182,10 +182,10 @@ class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
 
 
 class KeyedExperts(SequentialMLP):  # type: ignore[misc]
-    """Draws the weights of this rank's experts as a rank with all of them would.
+    """Draws the weights of this rank's experts as if one rank had all experts.
 
-    Linear layers of experts never communicate: the dispatcher does. megatron-core's own do where
-    one rank has all experts, and then cannot add a bias.
+    The linear layers of experts must not communicate, because the dispatcher does. megatron-core's
+    layers communicate if one rank has all experts, and then cannot add a bias.
     """
 
     def __init__(
@@ -201,10 +201,10 @@ class KeyedExperts(SequentialMLP):  # type: ignore[misc]
 
 
 class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
-    """Draws the weights that the same experts one by one would have.
+    """Draws the same weights as :class:`KeyedExperts` would for the same experts.
 
-    megatron-core draws those of all local experts as one matrix, whose parts depend on the numbers
-    of expert- and tensor-parallel ranks.
+    megatron-core draws the weights of all local experts as one matrix, so that they depend on the
+    numbers of expert- and tensor-parallel ranks.
     """
 
     def __init__(
@@ -215,7 +215,8 @@ class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
         super().__init__(num_local_experts, config, *args, **kwargs)
         init.count = before
         stride = 2 if config.gated_linear_unit else 1
-        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
+        hidden = config.hidden_size
+        width = config.moe_ffn_hidden_size
         first = self.weight1.data.view(num_local_experts, hidden, -1)
         second = self.weight2.data.view(num_local_experts, -1, hidden)
         with init.experts(config, kwargs["pg_collection"]):
@@ -240,9 +241,11 @@ class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
 
 
 def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> TransformerConfig:
-    """Translate the run's settings into megatron-core's configuration."""
-    model, parallel, precision = config.model, config.parallel, config.precision
-    # On a CPU there are no fused kernels, and torch.compile takes longer than it saves.
+    """Returns megatron-core's configuration for the run's settings."""
+    model = config.model
+    parallel = config.parallel
+    precision = config.precision
+    # A CPU has no fused kernels, and torch.compile takes longer there than it saves.
     has_engine = model.transformer_impl == "transformer_engine"
     fused = has_engine and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
@@ -256,15 +259,15 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
         "use_cpu_initialization": model.use_cpu_initialization or not accelerator.is_cuda,
-        # From this value megatron-core sets environment variables of Transformer Engine. It refuses
-        # a second value in the same process.
+        # megatron-core sets environment variables of Transformer Engine from this value, and
+        # rejects a second value in the same process.
         "attention_backend": AttnBackend[model.attention_backend if has_engine else "auto"],
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         # megatron-core's jit fusions use torch.compile, which costs half a minute on a CPU. Fused
-        # gradient accumulation needs kernels of apex. Without them layers of megatron-core refuse
-        # the setting, such as the output layer of a model with Transformer Engine.
+        # gradient accumulation needs kernels of apex. Without them some of megatron-core's layers
+        # reject the setting, such as the output layer of a model with Transformer Engine.
         "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.is_cuda,
         "gradient_accumulation_fusion": model.gradient_accumulation_fusion
         and fused
@@ -277,11 +280,11 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "persist_layer_norm": fused and not model.no_persist_layer_norm,
         "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,
     }
-    del settings["transformer_impl"]  # of other models than ours; here the layers' specs say it
+    del settings["transformer_impl"]  # the layers' specs replace it
     settings.update(_activation(config, accelerator), **_communication(config))
     if config.data.variable_seq_lengths:
         settings.update(variable_seq_lengths=True, calculate_per_token_loss=True)
-        # The one for rows of different lengths; megatron-core asks for it without experts too.
+        # megatron-core requires a dispatcher for rows of different lengths, even without experts.
         settings.setdefault("moe_token_dispatcher_type", "alltoall")
     if config.recompute.recompute_modules is not None:
         settings["recompute_modules"] = list(config.recompute.recompute_modules)
@@ -293,20 +296,20 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
 
 
 def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
-    """Returns the settings of megatron-core that differ from the defaults of its class ``kind``."""
-    given = vars(config.core)
+    """Returns the settings of ``kind``, a class of megatron-core, that differ from its defaults."""
+    chosen = vars(config.core)
     settings = {}
     for field in dataclasses.fields(kind):
-        value = given.get(field.name, field.default)
-        if value == field.default or field.name not in given:
+        value = chosen.get(field.name, field.default)
+        if value == field.default or field.name not in chosen:
             continue
         if field.type is torch.dtype:
             value = _DTYPES[value] if value else field.default
         elif isinstance(value, str) and "int" in str(field.type):
             value = parse_pattern(value)
         elif isinstance(value, tuple) and "Tuple" not in str(field.type):
-            one = "Union" in str(field.type) and len(value) == 1
-            value = value[0] if one else list(value)
+            is_single = "Union" in str(field.type) and len(value) == 1
+            value = value[0] if is_single else list(value)
         settings[field.name] = value
     return settings
 
@@ -315,14 +318,14 @@ def checked(kind: Any, settings: dict[str, Any]) -> Any:
     """Returns megatron-core's configuration with ``settings``.
 
     Raises:
-        ConfigError: they break one of its own rules.
+        ConfigError: If they break one of megatron-core's rules.
     """
     try:
         return kind(**settings)
     except (AssertionError, ValueError, NotImplementedError) as error:
-        why = " ".join(str(error).split()) or "a rule without a text"
+        reason = " ".join(str(error).split()) or "a rule without a text"
         raise ConfigError(
-            f"megatron-core's {kind.__name__} refuses the settings ({why}): change or drop the "
+            f"megatron-core's {kind.__name__} refuses the settings ({reason}): change or drop the "
             "flags that it names"
         ) from error
 
@@ -331,10 +334,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def _by_name(target: type, *sections: Any) -> dict[str, Any]:
-    """Return what sections of the settings have for the fields of ``target``, by their names."""
+    """Returns the settings in some sections that have the name of a field of ``target``."""
     names = {field.name for field in dataclasses.fields(target)}
-    given = (pair for section in sections for pair in vars(section).items())
-    return {name: value for name, value in given if name in names}
+    settings = (pair for section in sections for pair in vars(section).items())
+    return {name: value for name, value in settings if name in names}
 
 
 _ACTIVATIONS: Mapping[str, tuple[bool, Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -344,7 +347,7 @@ _ACTIVATIONS: Mapping[str, tuple[bool, Callable[[torch.Tensor], torch.Tensor]]] 
     "squared_relu": (False, lambda tensor: torch.square(F.relu(tensor))),
     "openai_gelu": (False, openai_gelu),
 }
-"""Whether the feed-forward block has a gate, and its function, by the name of the setting."""
+"""Whether the feed-forward block has a gate, and its activation function, by setting."""
 
 
 def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, Any]:
@@ -362,16 +365,17 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
 
 
 def _communication(config: TrainerConfig) -> dict[str, Any]:
-    """Return how megatron-core's own schedule exchanges tensors; ours does not read these.
+    """Returns the settings of megatron-core's own schedule; this program's schedules ignore them.
 
-    With several chunks it must not batch: on gloo two messages of one pair in a batch are mixed
-    up. And it must keep outputs until they are sent, which freeing them early does not.
+    With several chunks it must not batch messages: gloo mixes up two messages of one pair of ranks
+    in a batch. It must also not free outputs early, because they are still being sent.
     """
     parallel = config.parallel
-    own = config.schedule.pipeline_schedule == "megatron"
+    is_megatron = config.schedule.pipeline_schedule == "megatron"
+    settings = {"deallocate_pipeline_outputs": not is_megatron}
     if parallel.num_chunks == 1:
-        return {"overlap_p2p_comm": False, "deallocate_pipeline_outputs": not own}
-    return {"batch_p2p_comm": not parallel.overlap_p2p_comm, "deallocate_pipeline_outputs": not own}
+        return {"overlap_p2p_comm": False, **settings}
+    return {"batch_p2p_comm": not parallel.overlap_p2p_comm, **settings}
 
 
 def build_chunks(
@@ -381,12 +385,12 @@ def build_chunks(
     placement: Placement,
     padded_vocab_size: int,
 ) -> list[torch.nn.Module]:
-    """Build this rank's chunks with megatron-core's data-parallel wrapper around each.
+    """Builds this rank's chunks with megatron-core's data-parallel wrapper around each.
 
     Returns:
         The chunks in order.
     """
-    # Of the process, with a row for each layer of the first model that has experts.
+    # The tracker is global, and still has the number of layers of an earlier model.
     get_moe_layer_wise_logging_tracker().clear()
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
@@ -412,8 +416,9 @@ def build_chunks(
 def wrap(
     config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Put megatron-core's data-parallel wrapper around each of this rank's chunks."""
-    parallel, precision = config.parallel, config.precision
+    """Puts megatron-core's data-parallel wrapper around each of this rank's chunks."""
+    parallel = config.parallel
+    precision = config.precision
     settings = checked(
         DistributedDataParallelConfig,
         {
@@ -449,7 +454,7 @@ def _build_chunk(
     predictions = _predictions(config, core, vp_stage)
     if core.use_cpu_initialization:
         learned = model.position_embedding_type == "learned_absolute"
-        # The embedding, the projections of multi-token prediction, the output matrix.
+        # Count the embedding, the projections of multi-token prediction and the output matrix.
         before = 0 if first or predictions else 1 + learned + (core.mtp_num_layers or 0)
         init = KeyedInit(config.run.seed, first_outside=before)
         core.keyed_init = init
@@ -480,7 +485,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if predictions and last and not first and not model.untie_embeddings_and_output_weights:
-        built.output_layer.weight = None  # logits come from the embedding's copy for predictions
+        built.output_layer.weight = None  # the prediction layers have a copy
     if model.scale_embeddings and (first or predictions):
         scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)
     if model.logit_softcap is not None and last:
@@ -489,7 +494,7 @@ def _build_chunk(
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
-    """Return what the layers of multi-token prediction are built of, ``None`` on other stages."""
+    """Returns the spec of the multi-token prediction layers, ``None`` on stages without them."""
     if core.mtp_num_layers is None:
         return None
     last = TransformerBlockSubmodules(layer_specs=_layer_specs(config, core)[-1:])
@@ -503,7 +508,7 @@ def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int |
 def _block_spec(
     config: TrainerConfig, core: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return what the layers of a chunk are built of."""
+    """Returns the spec of a chunk's layers."""
     first = get_transformer_layer_offset(core, vp_stage)
     count = get_num_layers_to_build(core, vp_stage)
     specs = _layer_specs(config, core)[first : first + count]
@@ -511,11 +516,11 @@ def _block_spec(
 
 
 def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleSpec]:
-    """Return what each transformer layer of the model is built of."""
+    """Returns the spec of each transformer layer of the model."""
     model = config.model
     has_engine = model.transformer_impl == "transformer_engine"
     if isinstance(core, HeterogeneousTransformerConfig):
-        whole = copy.copy(core)  # as one stage
+        whole = copy.copy(core)  # describes the model as a single stage
         whole.pipeline_model_parallel_size = 1
         whole.pipeline_model_parallel_layout = None
         specs = get_gpt_heterogeneous_layer_spec(whole, has_engine).layer_specs
@@ -544,8 +549,9 @@ _KEYED = {TransformerLayer: KeyedTransformerLayer, GroupedMLP: KeyedGroupedExper
 
 
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:
-    """Return megatron-core's optimizer over the parameters of ``chunks``."""
-    settings, precision = config.optimizer, config.precision
+    """Returns megatron-core's optimizer over the parameters of ``chunks``."""
+    settings = config.optimizer
+    precision = config.precision
     core = checked(
         OptimizerConfig,
         {
@@ -554,7 +560,7 @@ def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) ->
             "params_dtype": getattr(torch, precision.dtype_name),
         },
     )
-    # No weight decay on biases and norms, and a learning rate of its own for the embedding.
+    # The overrides exempt biases and norms from weight decay, and give the embedding its own rate.
     optimizer = get_megatron_optimizer(core, list(chunks), get_standard_config_overrides(core))
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
         fuse_adam(leaf.optimizer)
@@ -573,19 +579,19 @@ def fuse_adam(inner: Any) -> None:
     if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         return
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    if all(one.is_cuda and one.is_floating_point() for one in parameters):
+    if all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters):
         for group in (inner.defaults, *inner.param_groups):
             group.update(fused=True, foreach=False)
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
-    """Return megatron-core's schedule of learning rate and weight decay, counted in samples."""
+    """Returns megatron-core's schedule of learning rate and weight decay, counted in samples."""
     settings = config.optimizer
     batch = config.batch.global_batch_size
 
-    def samples(iterations: int | None, given: int | None, default: int) -> int:
-        if given is not None:
-            return given
+    def samples(iterations: int | None, count: int | None, default: int) -> int:
+        if count is not None:
+            return count
         return default if iterations is None else iterations * batch
 
     decay = samples(settings.lr_decay_iters, settings.lr_decay_samples, train_samples)
@@ -614,60 +620,68 @@ def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -
     )
 
 
-_PASSES = 3  # forward, backward by inputs, backward by weights: each as much as the forward
+_PASSES = 3  # forward, backward by inputs, backward by weights: equal numbers of operations
 
 
 def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None) -> float:
-    """Return the model FLOPs of one token's forward and backward through the whole model.
+    """Returns the model FLOPs of one token's forward and backward through the whole model.
 
-    Those of the planner's formulas (``planner.model_description``), times 3 for forward, backward
-    by inputs and by weights. Matrix products only, with as many experts as a token goes to; of the
-    attention scores only those that are not masked. What is computed again for lack of memory is
-    not counted, nor are the optimizer, the lookup of embeddings and adapters; beside these, weights
-    have no gradients.
+    Uses the planner's formulas (``planner.model_description``), times 3 for forward, backward by
+    inputs and backward by weights. Counts matrix products only, with the experts that a token is
+    sent to, and only attention scores that are not masked. Recomputation, the optimizer, the lookup
+    of embeddings and adapters are not counted. Weights next to adapters have no gradients.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
     in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all of the attention
-    scores; Megatron-LM's ``num_floating_point_operations`` counts the causal half, and so do we.
+    scores; Megatron-LM's ``num_floating_point_operations`` counts the causal half, as here.
 
     Args:
-        cfg: the run's settings.
-        padded_vocab_size: rows of the embedding; by default the tokenizer is loaded to ask it.
+        cfg: Settings of the run.
+        padded_vocab_size: Number of rows of the embedding; by default the tokenizer is loaded.
 
     Raises:
-        DataError: the tokenizer's files cannot be read.
+        DataError: If the tokenizer's files cannot be read.
     """
     if padded_vocab_size is None:
         _, padded_vocab_size = load_tokenizer(cfg)
-    layers, _, predictions, logits = _forward_flops(cfg, padded_vocab_size)
-    whole = sum(layers) + predictions + logits
+    flops = _forward_flops(cfg, padded_vocab_size)
+    whole = sum(flops.layers) + flops.predictions + flops.logits
     return (_PASSES - cfg.lora.is_on) * whole / cfg.model.seq_length
 
 
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
-    """Return how much each stage should have to do, in plain layers.
+    """Returns the work of each stage, in units of a plain layer's.
 
-    By operations alone: a stage's layers, and the logits on the last. What the embedding and the
-    loss move through memory comes on top.
+    Counts operations only: a stage's layers, and the logits on the last stage. The embedding and
+    the loss also move data through memory, which is not included.
     """
-    layers, plain, predictions, logits = _forward_flops(cfg, padded_vocab_size)
-    each = iter(layers)
+    flops = _forward_flops(cfg, padded_vocab_size)
+    each = iter(flops.layers)
     work = [sum(itertools.islice(each, count), 0.0) for count in cfg.layers_per_stage]
-    work[-1] += logits
+    work[-1] += flops.logits
     if cfg.mtp_stage is not None:
-        work[cfg.mtp_stage] += predictions
-    return tuple(one / plain for one in work)
+        work[cfg.mtp_stage] += flops.predictions
+    return tuple(operations / flops.plain for operations in work)
 
 
-def _forward_flops(
-    cfg: TrainerConfig, padded_vocab_size: int
-) -> tuple[list[float], float, float, float]:
-    """Returns the operations of a sample's forward.
+class _ForwardFlops(NamedTuple):
+    """Holds the operations of a sample's forward.
 
-    Returns:
-        Those of each layer, of a layer without experts, of all layers of multi-token prediction,
-        and of all logits.
+    Attributes:
+        layers: Operations of each layer.
+        plain: Operations of a layer without experts.
+        predictions: Operations of all multi-token prediction layers.
+        logits: Operations of all logits.
     """
+
+    layers: list[float]
+    plain: float
+    predictions: float
+    logits: float
+
+
+def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
+    """Returns the operations of a sample's forward."""
     shape = dataclasses.replace(
         trainer_shape(cfg),
         vocabulary=padded_vocab_size,
@@ -680,33 +694,35 @@ def _forward_flops(
         dataclasses.replace(shape, experts=0, expert_layers=(), window=0, window_layers=())
     ).layer(1)
     layers = [whole.layer(1 + number).forward_flops for number in range(shape.layers)]
-    unlike, each = unlike_layers(cfg), 2 * shape.sequence  # of a weight that all tokens meet
+    unlike = unlike_layers(cfg)
+    each = 2 * shape.sequence  # operations per weight, for a weight that all tokens use
     if unlike is not None:
         inner = (3 if shape.gated else 2) * shape.hidden * each
-        layers = [one.linear * shape.hidden**2 * each + inner * one.width for one in unlike]
-        for number, one in enumerate(unlike):
-            if one.groups:
-                own = build_model(dataclasses.replace(shape, query_groups=one.groups)).layer(1)
-                layers[number] += own.forward_flops - inner * shape.ffn
+        layers = [layer.linear * shape.hidden**2 * each + inner * layer.width for layer in unlike]
+        for number, layer in enumerate(unlike):
+            if layer.groups:
+                grouped = dataclasses.replace(shape, query_groups=layer.groups)
+                layers[number] += build_model(grouped).layer(1).forward_flops - inner * shape.ffn
     logits = (1.0 + shape.predictions) * shape.hidden * padded_vocab_size * each
-    return layers, plain.forward_flops, whole.kinds["head"].forward_flops - logits, logits
+    predictions = whole.kinds["head"].forward_flops - logits
+    return _ForwardFlops(layers, plain.forward_flops, predictions, logits)
 
 
 def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
-    """Return the run's tokenizer and the rows of its embedding.
+    """Returns the run's tokenizer and the number of rows of its embedding.
 
     Raises:
-        DataError: the tokenizer's files cannot be read.
+        DataError: If the tokenizer's files cannot be read.
     """
     tokenizer = tokenizers.build_tokenizer(config.data)
-    size, given = tokenizer.vocab_size, config.data.vocab_size or 0
+    size = tokenizer.vocab_size
+    rows = config.data.vocab_size or 0
     is_real = not isinstance(tokenizer, tokenizers.NullTokenizer)
-    if config.checkpoint.load_hf and is_real and size > given:
+    if config.checkpoint.load_hf and is_real and size > rows:
         raise ConfigError(
-            f"the tokenizer has {size} ids, and the model of --load-hf {given} (--vocab-size): take"
-            " its own tokenizer"
+            f"the tokenizer has {size} ids, and the model of --load-hf {rows} (--vocab-size): use"
+            " the tokenizer of that model"
         )
-    multiple, ranks = config.model.make_vocab_size_divisible_by, config.parallel
-    return tokenizer, tokenizers.padded_vocab_size(
-        max(size, given), multiple, ranks.tensor_model_parallel_size
-    )
+    multiple = config.model.make_vocab_size_divisible_by
+    ranks = config.parallel.tensor_model_parallel_size
+    return tokenizer, tokenizers.padded_vocab_size(max(size, rows), multiple, ranks)

@@ -1,4 +1,4 @@
-"""Brings a process into the job: device, process groups, random seeds."""
+"""Connects a process to the job: device, process groups, random seeds."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from megatron.adaptive.gpt.model_placement import (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(Job):
-    """A process within a job that trains a GPT.
+    """Holds the context of a process in a job that trains a GPT.
 
     Attributes:
-        config: the run's settings.
-        stop_group: gloo group of all ranks for the agreement to stop, which is always under way.
-        mesh_groups: of megatron-core's parallel state.
+        config: Settings of the run.
+        stop_group: Gloo group of all ranks for the agreement to stop, which always has a pending
+            operation.
+        mesh_groups: Process groups of megatron-core's parallel state.
     """
 
     config: TrainerConfig
@@ -46,9 +47,9 @@ class TrainingJob(Job):
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes the log: the last of those that hold the loss.
+        """Whether this rank writes the log: the last of the ranks that have the loss.
 
-        In a loop that is the last rank of all, as in Megatron-LM.
+        In a looping placement that is the last rank of all, as in Megatron-LM.
         """
         if widths_of(self.config) is not None:
             return self.environment.rank == self.environment.world_size - 1
@@ -62,9 +63,9 @@ class TrainingJob(Job):
 def start_job(
     config: TrainerConfig, environment: Environment, accelerator: Accelerator
 ) -> TrainingJob:
-    """Connect this process with the others and set up megatron-core's parallel state.
+    """Connects this process with the others and sets up megatron-core's parallel state.
 
-    Collective over all ranks. The caller ends it with :func:`end_job`.
+    Collective over all ranks. The caller ends the job with :func:`end_job`.
     """
     parallel = config.parallel
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
@@ -84,7 +85,7 @@ def start_job(
     set_up_mesh(config)
     mesh_groups = [group for group in process_groups() if group not in before]
     seed_everything(config.run.seed)
-    # megatron-core asks this machine about NaN handling; faults here are our own errors.
+    # megatron-core requires this object for its checks for NaN; this program has its own errors.
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     return TrainingJob(
         config=config,
@@ -103,7 +104,7 @@ _OWN = ("trace_dir", "record_schedule", "replay_schedule", "schedule_file", "dia
 
 
 def _shared_settings(config: TrainerConfig) -> dict[str, str]:
-    """Returns what all ranks must have alike, as on the command line; paths may differ."""
+    """Returns the settings that must be equal on all ranks, in command-line form."""
     return {
         spec.dest: f"{spec.name} {getattr(getattr(config, group), spec.dest)}"
         for group, kind in groups().items()
@@ -113,7 +114,7 @@ def _shared_settings(config: TrainerConfig) -> dict[str, str]:
 
 
 def set_up_mesh(config: TrainerConfig) -> None:
-    """Make megatron-core's process groups as the run's settings say. Collective over all ranks."""
+    """Makes megatron-core's process groups for the run's settings. Collective over all ranks."""
     parallel = config.parallel
     widths = widths_of(config)
     if widths is not None:
@@ -134,10 +135,10 @@ def set_up_mesh(config: TrainerConfig) -> None:
 
 
 def remake_mesh(job: TrainingJob) -> None:
-    """Make megatron-core's process groups anew for the settings of ``job``, and seed as at a start.
+    """Replaces megatron-core's process groups for new settings of ``job``, and seeds again.
 
-    Collective over all ranks, between two steps; nothing may use the former groups any more. Only
-    those of the mesh go.
+    Collective over all ranks, between two steps. Nothing may use the former groups of the mesh any
+    more; other groups stay.
     """
     parallel_state.destroy_model_parallel()
     destroy_groups(job.mesh_groups)
@@ -148,17 +149,17 @@ def remake_mesh(job: TrainingJob) -> None:
 
 
 def end_job() -> None:
-    """Leave the job; every rank calls it after its last collective."""
+    """Leaves the job; every rank calls it after its last collective."""
     destroy_rerun_state_machine()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 def seed_everything(seed: int) -> None:
-    """Set the random generators before the model is built, as Megatron-LM does.
+    """Sets the random generators before the model is built, as Megatron-LM does.
 
-    Ranks of a pipeline get different seeds; ranks of one tensor-parallel group share the seed of
-    what is replicated between them.
+    Ranks of a pipeline get different seeds. Ranks of one tensor-parallel group share the seed for
+    replicated tensors.
     """
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)

@@ -1,7 +1,8 @@
 """Completes the layers that megatron-core builds without Transformer Engine.
 
-megatron-core's norms there support neither sequence parallelism nor weights stored around zero. Its
-layers have no norms behind their blocks and only one rotary base. Attention is in ``attention.py``.
+Without it, megatron-core's norms support neither sequence parallelism nor weights stored around
+zero, its layers have no norms after their blocks, and they have only one rotary base. Attention is
+in ``attention.py``.
 """
 
 from __future__ import annotations
@@ -36,30 +37,30 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.attention import LocalAttention, bound_first
 
 if not transformer_engine.HAVE_TE:
-    # It takes its own import of the extension for the package, and asks for classes of it.
+    # megatron-core's module mistakes its import of the extension for the package itself.
     multi_latent_attention.HAVE_TE = False
-    # The router asks for this name, which it imports only with the package.
+    # The router reads this name, which is only imported if the package is installed.
     moe_utils.te_general_gemm = None
 
 
 def bound_output(layer: torch.nn.Module, cap: float) -> None:
-    """Bounds what an output layer gives by ``cap``, with a hyperbolic tangent."""
+    """Bounds the output of an output layer by ``cap``, with a hyperbolic tangent."""
     layer.register_forward_hook(functools.partial(bound_first, cap))
 
 
 def scale_output(layer: torch.nn.Module, factor: float, dtype: torch.dtype) -> None:
-    """Multiplies what a layer gives by a factor, as its type ``dtype`` has it."""
+    """Multiplies the output of a layer by a factor that is rounded to ``dtype``."""
     factor = float(torch.tensor(factor, dtype=dtype))
-    layer.register_forward_hook(lambda _, given, output: output * factor)
+    layer.register_forward_hook(lambda _, inputs, output: output * factor)
 
 
 class NormAroundZero(torch.nn.Module):
-    """Normalizes in 32 bits, with weights that are stored less one.
+    """Normalizes in 32 bits, with weights that are stored minus one.
 
     Args:
-        width: of the last axis.
-        eps: added to the variance.
-        has_mean: subtract the mean and add a bias, as LayerNorm does; else RMSNorm.
+        width: Length of the last axis.
+        eps: Number that is added to the variance.
+        has_mean: Whether to subtract the mean and add a bias, as LayerNorm does; else RMSNorm.
     """
 
     def __init__(self, width: int, eps: float, *, has_mean: bool) -> None:
@@ -68,22 +69,23 @@ class NormAroundZero(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(width))
         self.bias = torch.nn.Parameter(torch.zeros(width)) if has_mean else None
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """Returns ``given [..., width]`` normalized, in its own type."""
-        weight, shape = 1.0 + self.weight.float(), self.weight.shape
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns ``hidden [..., width]`` normalized, with its type."""
+        weight = 1.0 + self.weight.float()
+        shape = self.weight.shape
         if self.bias is None:
-            found = F.rms_norm(given.float(), shape, weight, self.eps)
+            output = F.rms_norm(hidden.float(), shape, weight, self.eps)
         else:
-            found = F.layer_norm(given.float(), shape, weight, self.bias.float(), self.eps)
-        return found.type_as(given)
+            output = F.layer_norm(hidden.float(), shape, weight, self.bias.float(), self.eps)
+        return output.type_as(hidden)
 
 
 class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """megatron-core's latent attention, with the gradient of all heads for the keys they share.
+    """Corrects the gradient of the keys that all heads share in megatron-core's latent attention.
 
-    Each tensor-parallel rank computes a part of what keys and values are made of, and gathers the
-    rest. Its heads' gradient for the rotated part of keys, one for all heads, is not that of the
-    other ranks' heads: megatron-core adds them up only where each computes the whole.
+    Each tensor-parallel rank computes a part of the latent vector of keys and values, and gathers
+    the rest. The rotated part of keys is shared by all heads, so its gradient is the sum over the
+    heads of all ranks. megatron-core only sums it if each rank computes the whole vector.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -91,9 +93,9 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
         if self.tp_group.size() > 1:
             self.linear_kv_down_proj.register_forward_hook(self._gathered)
 
-    def _gathered(self, _module: Any, _given: Any, output: Any) -> Any:
+    def _gathered(self, _module: Any, _inputs: Any, output: Any) -> Any:
         whole = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)
-        if self.config.sequence_parallel:  # it gathers sequences of that part, and adds up
+        if self.config.sequence_parallel:  # megatron-core then gathers the sequence and sums
             return scatter_to_sequence_parallel_region(whole, group=self.tp_group), output[1]
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, rotated = whole.split(widths, dim=-1)
@@ -104,7 +106,7 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
 def norm_of(config: TransformerConfig) -> Any:
     """Returns the class of norms that no layer specification names, such as the last norm.
 
-    If apex is installed, megatron-core would take apex's norm for every model, but that refuses
+    If apex is installed, megatron-core uses apex's norm for every model, but that norm rejects
     RMSNorm.
     """
     is_apex = LayerNormImpl.__name__ == "FusedLayerNorm"
@@ -114,12 +116,12 @@ def norm_of(config: TransformerConfig) -> Any:
 
 
 class LocalNorm:
-    """A norm of torch whose weights' gradients megatron-core adds up over parts of a sequence."""
+    """Makes torch's norms, with gradients that megatron-core sums over parts of a sequence."""
 
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
     ) -> Any:
-        """Returns the norm that megatron-core would, if it took parts of sequences."""
+        """Returns the norm that megatron-core would make if it supported sequence parallelism."""
         split = config.sequence_parallel
         if config.layernorm_zero_centered_gamma:
             has_mean = config.normalization == "LayerNorm"
@@ -136,14 +138,19 @@ class LocalNorm:
 
 
 LAYER_SETTINGS = (
-    *("parallel_residual", "norm_block_outputs", "attention_softcap", "window_rotary_base"),
-    *("rotary_percent", "moe_router_group_best", "local_attention"),
+    "parallel_residual",
+    "norm_block_outputs",
+    "attention_softcap",
+    "window_rotary_base",
+    "rotary_percent",
+    "moe_router_group_best",
+    "local_attention",
 )
-"""Settings of ours that layers read of megatron-core's configuration, which lacks them."""
+"""Settings that layers read from megatron-core's configuration, which itself lacks them."""
 
 
 class GroupRouter(TopKRouter):  # type: ignore[misc]
-    """Chooses groups of experts by the sum of so many of their best scores as the settings say."""
+    """Chooses groups of experts by the sum of their best scores, as many as the settings name."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -155,7 +162,7 @@ class GroupRouter(TopKRouter):  # type: ignore[misc]
 
 
 class _GroupChoice:
-    """Chooses experts where megatron-core asks its record of choices for them."""
+    """Chooses experts in the place of megatron-core's record of earlier choices."""
 
     def __init__(self, best: int) -> None:
         self._best = best
@@ -163,27 +170,31 @@ class _GroupChoice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the best ``topk`` of ``scores [tokens, experts]`` in the groups, and which."""
+        """Returns the best ``topk`` of ``scores [tokens, experts]`` in the best groups.
+
+        Returns:
+            The scores and the indices of the experts, ``[tokens, topk]`` each.
+        """
         of_groups = scores.unflatten(-1, (num_groups, -1)).topk(self._best)[0].sum(-1)
         is_out = torch.ones_like(of_groups, dtype=torch.bool)
         is_out = is_out.scatter(1, of_groups.topk(group_topk)[1], False)
         is_out = is_out.repeat_interleave(scores.shape[1] // num_groups, dim=1)
-        found: Any = scores.masked_fill(is_out, -torch.inf).topk(topk)
-        return found  # type: ignore[no-any-return]
+        best: Any = scores.masked_fill(is_out, -torch.inf).topk(topk)
+        return best  # type: ignore[no-any-return]
 
 
 class VariedLayer(TransformerLayer):  # type: ignore[misc]
-    """A layer with what its settings ask for beside megatron-core's.
+    """A transformer layer with variations that megatron-core's lacks.
 
-    ``parallel_residual`` feeds the feed-forward block with the layer's own input, beside attention;
-    what both add to the input is summed up as in other layers. ``norm_block_outputs`` normalizes
-    what both give before it is added. ``window_rotary_base`` is the base of rotation where the
-    layer has a window.
+    ``parallel_residual`` feeds the layer's input to the feed-forward block as well as to attention.
+    The outputs of both are added to the residual as in other layers. ``norm_block_outputs``
+    normalizes the output of both before it is added. ``window_rotary_base`` is the rotary base of
+    layers with a sliding window.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._own_input: torch.Tensor | None = None
+        self._layer_input: torch.Tensor | None = None
         self.window_rotation: torch.nn.Module | None = None
         if config.norm_block_outputs:
             norm = norm_of(config)
@@ -191,8 +202,8 @@ class VariedLayer(TransformerLayer):  # type: ignore[misc]
                 last = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
                 self.add_module(f"post_{name}_layernorm", last)
                 block.register_forward_hook(functools.partial(_normalize, last))
-        near = config.window_size, config.window_attn_skip_freq, self.layer_number
-        if config.window_rotary_base is not None and is_layer_window_attention(*near):
+        window = config.window_size, config.window_attn_skip_freq, self.layer_number
+        if config.window_rotary_base is not None and is_layer_window_attention(*window):
             self.window_rotation = RotaryEmbedding(
                 config.kv_channels,
                 config.rotary_percent,
@@ -205,7 +216,7 @@ class VariedLayer(TransformerLayer):  # type: ignore[misc]
     def _forward_attention(
         self, hidden_states: torch.Tensor, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any
     ) -> Any:
-        self._own_input = hidden_states if self.config.parallel_residual else None
+        self._layer_input = hidden_states if self.config.parallel_residual else None
         if self.window_rotation is not None:
             is_packed = kwargs.get("packed_seq_params") is not None
             length = len(rotary_pos_emb) * (1 if is_packed else self.config.context_parallel_size)
@@ -215,33 +226,33 @@ class VariedLayer(TransformerLayer):  # type: ignore[misc]
         )
 
     def _forward_pre_mlp_layernorm(self, hidden_states: torch.Tensor) -> Any:
-        own, self._own_input = self._own_input, None
-        return super()._forward_pre_mlp_layernorm(hidden_states if own is None else own)
+        layer_input, self._layer_input = self._layer_input, None
+        hidden = hidden_states if layer_input is None else layer_input
+        return super()._forward_pre_mlp_layernorm(hidden)
 
 
-def _normalize(norm: torch.nn.Module, block: Any, given: Any, output: Any) -> tuple[Any, None]:
-    """Normalizes what a block gives, which is a tensor and a bias that is not yet added."""
-    found, bias = output
-    return norm(found if bias is None else found + bias), None
+def _normalize(norm: torch.nn.Module, block: Any, inputs: Any, output: Any) -> tuple[Any, None]:
+    """Normalizes the output of a block: a tensor, and a bias that is not added yet or None."""
+    hidden, bias = output
+    return norm(hidden if bias is None else hidden + bias), None
 
 
-_INSTEAD: Mapping[type, type] = {
+_REPLACEMENTS: Mapping[type, type] = {
     DotProductAttention: LocalAttention,
     MLASelfAttention: LocalLatentAttention,
     WrappedTorchNorm: LocalNorm,
 }
 
 
-def completed(part: Any, instead: Mapping[type, type] = _INSTEAD) -> Any:
-    """Returns a description of layers with other classes in place of megatron-core's.
+def completed(part: Any, replacements: Mapping[type, type] = _REPLACEMENTS) -> Any:
+    """Returns a layer specification with some of megatron-core's classes replaced.
 
     Args:
-        part: a class, or a specification of megatron-core's that holds such.
-        instead: the classes, by default those of this module.
+        part: Class, or specification of megatron-core that contains classes.
+        replacements: Classes by the ones that they replace, by default those of this module.
     """
     if isinstance(part, ModuleSpec) or type(part).__name__.endswith("Submodules"):
-        fields = dataclasses.fields(part)
-        return dataclasses.replace(
-            part, **{one.name: completed(getattr(part, one.name), instead) for one in fields}
-        )
-    return instead.get(part, part) if isinstance(part, type) else part
+        names = [field.name for field in dataclasses.fields(part)]
+        parts = {name: completed(getattr(part, name), replacements) for name in names}
+        return dataclasses.replace(part, **parts)
+    return replacements.get(part, part) if isinstance(part, type) else part

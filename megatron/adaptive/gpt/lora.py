@@ -1,19 +1,20 @@
-"""Trains adapters beside the frozen linear layers of megatron-core's GPT.
+"""Trains adapters of the frozen linear layers of megatron-core's GPT.
 
-An adapter adds ``scale * B A x`` to what a layer makes of ``x`` (LoRA). Where our layer is several
-of theirs, one under the other, each of these has a pair of its own, all pairs in two matrices::
+An adapter adds ``scale * B A x`` to the output of a layer for input ``x`` (LoRA). A layer here may
+stack several layers of the Hugging Face model. Each of these has its own pair of matrices, and all
+pairs are stored in two::
 
-    a  [n * rank, in]   those of n parts, one under the other
-    b  [out, rank]      rows as in the layer's weight; each meets the rows of a of its own part
+    a  [n * rank, in]   matrices A of n parts, stacked
+    b  [out, rank]      rows as in the layer's weight; each multiplies the rows of a of its part
 
     column-parallel     x --a, whole--> z --gathered--> b, rows of this rank
     row-parallel        x --a, columns of this rank--> z --summed--> b, whole
 
-Between the two only ``z`` goes over the network, ``rank`` wide. Weight gradients of both are put
-off as those of other layers are; a frozen layer has none, so that they are all that W has to do.
-Nothing before the first adapter requires a gradient, and a backward ends there.
+Between the two only ``z`` goes over the network, ``rank`` wide. Weight gradients of both are
+deferred like those of other layers; a frozen layer has none, so W actions have no other work. No
+tensor before the first adapter requires a gradient, so a backward ends there.
 
-Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; where dropout and scale are as in PEFT.
+Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; dropout and scale are applied as in PEFT.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from megatron.adaptive.engine.deferred_layers import Deferring
 from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defer, is_deferring
 
 MARK = ".lora."
-"""Is part of the names of adapters in checkpoints, and of no others."""
+"""Part of the names of adapters in checkpoints, and of no other names."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
-# What goes between both matrices, by whether the layer is row-parallel and sequences are split.
+# Communication between both matrices, by whether the layer is row-parallel and sequences are split.
 _JOINS = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
@@ -58,56 +59,61 @@ _JOINS = {
 
 @dataclass(frozen=True, slots=True)
 class _PartsCall(LayerCall):
-    """Multiplies ``b`` with the parts of ``z`` that its rows are of.
+    """Multiplies each row of ``b`` with the part of ``z`` that the row belongs to.
 
     Attributes:
-        weight: ``[out, rank]``.
-        own: ``[out, n]``, 1 at the part that a row is of; a row of a part without adapter has none.
+        weight: Parameter ``[out, rank]``.
+        row_parts: Mask ``[out, n]``, 1 at the part that a row belongs to. A row of a part without
+            adapter is all 0.
     """
 
     weight: torch.nn.Parameter
-    own: torch.Tensor
+    row_parts: torch.Tensor
 
     def _whole(self) -> torch.Tensor:
-        return (self.own[:, :, None] * self.weight[:, None, :]).flatten(1)
+        return (self.row_parts[:, :, None] * self.weight[:, None, :]).flatten(1)
 
-    def output(self, given: torch.Tensor) -> torch.Tensor:
-        return F.linear(given, self._whole())
+    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self._whole())
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.matmul(self._whole())
 
     def weight_gradients(
-        self, given: torch.Tensor, gradient: torch.Tensor
+        self, hidden: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        product = gradient.flatten(0, -2).t().mm(given.flatten(0, -2))
-        parts = product.view(*self.own.shape, -1)
-        yield self.weight, (parts * self.own[:, :, None]).sum(dim=1)
+        product = gradient.flatten(0, -2).t().mm(hidden.flatten(0, -2))
+        parts = product.view(*self.row_parts.shape, -1)
+        yield self.weight, (parts * self.row_parts[:, :, None]).sum(dim=1)
 
     def flops(self, gradient: torch.Tensor) -> float:
-        return 2.0 * gradient.numel() * self.weight.shape[1] * self.own.shape[1]
+        return 2.0 * gradient.numel() * self.weight.shape[1] * self.row_parts.shape[1]
 
 
 class Adapter(Deferring, torch.nn.Module):
-    """Adds the adapters of one linear layer.
+    """Holds the adapters of one linear layer.
 
     Args:
-        layer: the layer.
-        name: of it in a transformer layer.
-        marks: which of its parts have an adapter.
-        config: the run's settings.
-        number: of the transformer layer, from 1; first weights depend on it and on the seed alone.
+        layer: Layer of megatron-core.
+        name: Name of it in a transformer layer.
+        marks: Whether each part of the layer has an adapter.
+        config: Settings of the run.
+        number: Number of the transformer layer, from 1. Initial weights depend on it, the name, the
+            part and the seed.
     """
 
     def __init__(
         self, layer: Any, name: str, marks: Sequence[bool], config: TrainerConfig, number: int
     ) -> None:
         super().__init__()
-        lora, parallel = config.lora, config.parallel
-        rank, ranks = lora.lora_rank or 0, parallel.tensor_model_parallel_size
+        lora = config.lora
+        parallel = config.parallel
+        rank = lora.lora_rank or 0
+        ranks = parallel.tensor_model_parallel_size
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         out, width = layer.weight.shape
-        self.scale, self.dropout = lora.scale, lora.lora_dropout
+        self.scale = lora.scale
+        self.dropout = lora.lora_dropout
         self.is_row = is_row = name.endswith(_ROW_PARALLEL)
         self.is_split = parallel.sequence_parallel
         self.is_gated = name.endswith("fc1") and config.model.is_gated
@@ -116,7 +122,7 @@ class Adapter(Deferring, torch.nn.Module):
         for part in (part for part, has in enumerate(marks) if has):
             digest = hashlib.sha256(f"{config.run.seed} {number} {name} {part}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            # Kaiming's bound with the slope that PEFT and torch take for linear layers.
+            # Kaiming's bound with the slope that PEFT and torch use for linear layers.
             bound = whole**-0.5
             matrix = torch.empty(rank, whole).uniform_(-bound, bound, generator=generator)
             first.append(matrix.chunk(ranks, dim=1)[tp_rank] if is_row else matrix)
@@ -126,37 +132,37 @@ class Adapter(Deferring, torch.nn.Module):
         for weight, dim in ((self.a, 1), (self.b, 0)):
             is_divided = is_row == (dim == 1)
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
-            # Of a part of the sequence; megatron-core adds up what all ranks have.
+            # A rank's gradient covers its part of the sequence; megatron-core sums over ranks.
             weight.sequence_parallel = self.is_split and not is_divided  # type: ignore[attr-defined]
-        places = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
+        indices = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
         rows = torch.zeros(out, dtype=torch.long)
         if len(marks) > 1:
             rows = _parts_of_rows(config, out, ranks, tp_rank, self.is_gated)
-        own = (places[rows][:, None] == torch.arange(sum(marks))).to(**like)
-        self.own: torch.Tensor
-        self.register_buffer("own", own, persistent=False)
+        row_parts = (indices[rows][:, None] == torch.arange(sum(marks))).to(**like)
+        self.row_parts: torch.Tensor
+        self.register_buffer("row_parts", row_parts, persistent=False)
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """Returns what it adds to the layer's output, of the layer's (normalized) input."""
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the term to add to the layer's output, from the layer's (normalized) input."""
         if self.dropout and self.training:
-            # Ranks that have parts of a row differ in what they drop, as in attention.
-            apart = self.is_row and not self.is_split
-            with get_cuda_rng_tracker().fork() if apart else contextlib.nullcontext():
-                given = F.dropout(given, self.dropout)
-        middle = self._product(LinearCall(self.a, None), given) * self.scale
+            # Ranks that have different columns of a row drop differently, as in attention.
+            is_divided = self.is_row and not self.is_split
+            with get_cuda_rng_tracker().fork() if is_divided else contextlib.nullcontext():
+                hidden = F.dropout(hidden, self.dropout)
+        middle = self._product(LinearCall(self.a, None), hidden) * self.scale
         join: Any = _JOINS[self.is_row, self.is_split]
         middle = join(middle, group=parallel_state.get_tensor_model_parallel_group())
-        return self._product(_PartsCall(self.b, self.own), middle)
+        return self._product(_PartsCall(self.b, self.row_parts), middle)
 
-    def _product(self, call: LayerCall, given: torch.Tensor) -> torch.Tensor:
+    def _product(self, call: LayerCall, hidden: torch.Tensor) -> torch.Tensor:
         store = self.weight_gradient_store
         if store is not None and is_deferring(store, call.weight):
-            return defer(call, given, store)
-        return call.output(given)
+            return defer(call, hidden, store)
+        return call.output(hidden)
 
     def sharded(self, prefix: str, offsets: Any, metadata: Any) -> dict[str, Any]:
-        """Returns its weights with their places in the whole model."""
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        """Returns the weights with their offsets in the whole model."""
+        weights: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
             {"a": 1} if self.is_row else {"b": 0},
@@ -165,14 +171,14 @@ class Adapter(Deferring, torch.nn.Module):
             dp_cp_group=metadata["dp_cp_group"],
         )
         if self.is_gated:
-            found[f"{prefix}b"] = apply_swiglu_sharded_factory(found[f"{prefix}b"], offsets)
-        return found
+            weights[f"{prefix}b"] = apply_swiglu_sharded_factory(weights[f"{prefix}b"], offsets)
+        return weights
 
 
 def _parts_of_rows(
     config: TrainerConfig, rows: int, ranks: int, tp_rank: int, is_gated: bool
 ) -> torch.Tensor:
-    """Returns the part that each of a rank's rows is of: query, key, value; gate, up."""
+    """Returns the part of each row of a rank: 0, 1, 2 for query, key, value; 0, 1 for gate, up."""
     if is_gated:
         return torch.arange(2).repeat_interleave(rows // 2)
     model = config.model
@@ -182,33 +188,33 @@ def _parts_of_rows(
 
 
 class _Adapted:
-    """Is a linear layer of megatron-core or Transformer Engine that has adapters."""
+    """A linear layer of megatron-core or Transformer Engine with adapters; a mix-in."""
 
     lora: Adapter
 
-    def forward(self, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns output and bias as the layer does."""
-        output, bias = super().forward(given, *args, **kwargs)  # type: ignore[misc]
-        return output + self.lora(self._normalized(given)), bias
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Returns output and bias, as the layer without adapters does."""
+        output, bias = super().forward(hidden, *args, **kwargs)  # type: ignore[misc]
+        return output + self.lora(self._normalized(hidden)), bias
 
-    def _normalized(self, given: torch.Tensor) -> torch.Tensor:
-        """Repeats the norm that a layer of Transformer Engine begins with."""
+    def _normalized(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Repeats the norm that some layers of Transformer Engine begin with."""
         layer: Any = self
         if (weight := getattr(layer, "layer_norm_weight", None)) is None:
-            return given
+            return hidden
         weight = weight + 1 if layer.zero_centered_gamma else weight
         if layer.normalization == "RMSNorm":
-            return F.rms_norm(given, weight.shape, weight, layer.eps)
-        return F.layer_norm(given, weight.shape, weight, layer.layer_norm_bias, layer.eps)
+            return F.rms_norm(hidden, weight.shape, weight, layer.eps)
+        return F.layer_norm(hidden, weight.shape, weight, layer.layer_norm_bias, layer.eps)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Returns the layer's own weights and its adapters, with their places."""
-        given = (prefix, sharded_offsets, metadata)
-        found = super().sharded_state_dict(*given)  # type: ignore[misc]
-        found = {name: one for name, one in found.items() if MARK not in name}
-        return found | self.lora.sharded(f"{prefix}{MARK[1:]}", sharded_offsets, metadata)
+        """Returns the weights of the layer and its adapters, with their offsets."""
+        arguments = (prefix, sharded_offsets, metadata)
+        weights = super().sharded_state_dict(*arguments)  # type: ignore[misc]
+        base = {name: weight for name, weight in weights.items() if MARK not in name}
+        return base | self.lora.sharded(f"{prefix}{MARK[1:]}", sharded_offsets, metadata)
 
 
 @functools.cache
@@ -228,8 +234,8 @@ def freeze(model: Any, config: TrainerConfig) -> Any:
             linear.lora = Adapter(linear, name, marks, config, layer.layer_number)
             linear.__class__ = _adapted(type(linear))  # type: ignore[arg-type]
     if config.recompute.recompute_granularity is not None and model.pre_process:
-        # A layer that is computed again gives gradients only where its input wants one.
+        # A recomputed layer only computes gradients if its input requires one.
         model.embedding.register_forward_hook(
-            lambda module, given, output: output.requires_grad_(torch.is_grad_enabled())
+            lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled())
         )
     return model

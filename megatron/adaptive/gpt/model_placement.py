@@ -1,39 +1,40 @@
-"""Lays megatron-core's GPT out in any placement: layers, tied embeddings, stages of unequal width.
+"""Places megatron-core's GPT on ranks: layers, tied embeddings, stages of unequal width.
 
-megatron-core knows one placement, the loop. Layer numbers (and with them names in checkpoints and
-the first weights) follow from the layout that its configuration holds, so a V needs only another
-layout; first and last stage are known apart where the model is built.
+megatron-core has one placement, the loop. Layer numbers, and with them names in checkpoints and
+initial weights, follow from the layout in its configuration, so a V needs only another layout. The
+code that builds the model marks the first and last stage.
 
-**Tied embeddings.** The first stage looks tokens up in the embedding, the last one multiplies with
-it. Where they are apart, megatron-core makes a copy for the last stage, adds the gradients of both
-over an embedding group of two ranks, and counts the copy in no norm. In a V with an even number of
-chunks both stages are on the first rank::
+**Tied embeddings.** The first stage looks tokens up in the embedding, and the last one multiplies
+with it. If these stages are on different ranks, megatron-core makes a copy for the last stage. It
+adds the gradients of both over an embedding group of two ranks, and leaves the copy out of norms.
+In a V with an even number of chunks both stages are on the first rank::
 
     2 ranks, 2 chunks     loop               v
     rank 0                E: 0   2           E: 0   3 :E'      both copies
     rank 1                   1   3 :E'          1   2
 
-There the group has that one rank, and what megatron-core does between ranks is done here between
-the chunks: same first weights, and the sum of both gradients for both. They remain two parameters,
-each in the gradient buffer of its chunk, so that a chunk's reduction over data-parallel ranks waits
-for no other chunk.
+The group then has one rank, and this module does between the chunks what megatron-core does between
+ranks: it copies the initial weights and gives both copies the sum of their gradients. They remain
+two parameters, each in the gradient buffer of its chunk, so that a chunk's reduction over
+data-parallel ranks does not wait for another chunk.
 
-**Unequal stages.** megatron-core's parallel state is a grid. Where stages have unequal numbers of
-ranks its groups are set by hand, as if every rank stood in a grid of its own width::
+**Unequal stages.** megatron-core's parallel state is a grid. If stages have unequal numbers of
+ranks, its groups are set by hand, as if every rank were in a grid of its own width::
 
     widths 2-1             pipeline     replicas     norm
     stage 0, rank 0        0, 2         0, 1         all ranks
              rank 1        1, 2         0, 1         all ranks
     stage 1, rank 2        0, 2         2            all ranks
 
-- The pipeline group only gives positions: rank 2 is in the pipelines of ranks 0 and 1 and can use
-  the group of one. Nothing may communicate in it.
-- Gradients are summed over a stage's ranks, not averaged: the loss is divided by the microbatches
-  of the whole step where it is computed.
-- Gradient norm and zeros are counted over all ranks, in which parameters of a stage's further
-  replicas are marked as shared, so that each counts once.
-- There is no embedding group. Both copies of a tied embedding meet once their stages' gradients are
-  summed: the first rank of each stage brings the sum, the others bring zeros, all take the total.
+- The pipeline group only gives positions: rank 2 is in the pipelines of ranks 0 and 1, and has the
+  group of one of them. No communication may use it.
+- Gradients are summed over a stage's ranks, not averaged: the loss is already divided by the number
+  of microbatches of the whole step.
+- Gradient norm and zeros are counted over all ranks. Parameters of a stage's further replicas are
+  marked as shared, so that each counts once.
+- There is no embedding group. Both copies of a tied embedding are summed after their stages'
+  gradients: the first rank of each stage contributes the sum, the others zeros, and all receive the
+  total.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from megatron.adaptive.schedule.unequal_widths import Widths, chosen
 
 
 def placement_of(config: TrainerConfig) -> Placement:
-    """Return where the stages of a run live."""
+    """Returns the placement of a run's stages."""
     return Placement(
         num_ranks=config.parallel.pipeline_model_parallel_size,
         num_chunks=config.parallel.num_chunks,
@@ -65,14 +66,14 @@ def placement_of(config: TrainerConfig) -> Placement:
 
 
 def widths_of(config: TrainerConfig) -> Widths | None:
-    """Return the ranks of each stage where stages are unequal, else ``None``."""
+    """Returns the number of ranks of each stage if stages are unequal, else ``None``."""
     return chosen(config.parallel.stage_data_parallel_sizes)
 
 
 class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
-    """The layers of each stage, found by the pipeline rank and chunk that hold it.
+    """Gives megatron-core the layers of each stage, by pipeline rank and chunk.
 
-    Ask it as megatron-core's own: ``get_num_layers_to_build``, ``get_layer_offset``,
+    It has the methods of megatron-core's layout: ``get_num_layers_to_build``, ``get_layer_offset``,
     ``get_layer_id_list``.
 
     ::
@@ -82,12 +83,12 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         rank 1                         2     | 3 4 5 L           2     | (none)
 
     Args:
-        placement: where stages live.
-        stages: layers of each stage in pipeline order, see :func:`stages_of`.
+        placement: Placement of the stages.
+        stages: Kinds of the layers of each stage in pipeline order, see :func:`stages_of`.
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]]) -> None:
-        # megatron-core lays the stages in a loop and notes down their pipeline order.
+        # megatron-core places the stages in a loop; self._stages has them in pipeline order.
         super().__init__(list(stages), placement.num_ranks)
         in_loop = Placement(num_ranks=placement.num_ranks, num_chunks=placement.num_chunks)
         places = [in_loop.locate(stage) for stage in range(placement.num_stages)]
@@ -104,7 +105,7 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Return how many layers of a kind a chunk holds; see :meth:`get_layer_offset`."""
+        """Returns the number of layers of a kind in a chunk; see :meth:`get_layer_offset`."""
         return self._stages[self._stage_of(pp_rank, vp_stage)].count(layer_type)
 
     def get_layer_offset(
@@ -113,12 +114,12 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Return how many layers of a kind come before those of a chunk.
+        """Returns the number of layers of a kind that come before those of a chunk.
 
         Args:
-            layer_type: the kind of layer that is counted.
-            vp_stage: the chunk, ``None`` where ranks hold one.
-            pp_rank: the pipeline rank, by default this process's.
+            layer_type: Kind of layer to count.
+            vp_stage: Index of the chunk, ``None`` if ranks have one.
+            pp_rank: Pipeline rank, by default this process's.
         """
         before = self._stages[: self._stage_of(pp_rank, vp_stage)]
         return sum(layers.count(layer_type) for layers in before)
@@ -135,12 +136,12 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
 def stages_of(
     layers_per_stage: Sequence[int], mtp_layers: int = 0, mtp_stage: int | None = None
 ) -> list[list[str]]:
-    """Return the layers of each stage: the first has the embedding too, the last one the loss.
+    """Returns the layers of each stage, with the embedding in the first and the loss in the last.
 
     Args:
-        layers_per_stage: transformer layers of each stage in pipeline order, 0 allowed.
-        mtp_layers: layers of multi-token prediction, which come before the loss.
-        mtp_stage: the stage that has them, by default the last.
+        layers_per_stage: Number of transformer layers of each stage in pipeline order, from 0.
+        mtp_layers: Number of layers of multi-token prediction, which come before the loss.
+        mtp_stage: Stage that has them, by default the last.
     """
     stages = [["decoder"] * layers for layers in layers_per_stage]
     stages[0].insert(0, "embedding")
@@ -150,33 +151,33 @@ def stages_of(
 
 
 def layout_of(config: TrainerConfig) -> PlacedLayout:
-    """Return the layers of each stage of a run, with their places."""
+    """Returns the layers of each stage of a run, with their placement."""
     stages = stages_of(config.layers_per_stage, config.model.mtp_num_layers or 0, config.mtp_stage)
     return PlacedLayout(placement_of(config), stages)
 
 
 def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
-    """Return the function that gives megatron-core the embedding group of a pipeline.
+    """Returns the function by which megatron-core finds the embedding group of a pipeline.
 
-    It takes the global ranks of a pipeline and returns those that hold the first or last stage,
-    or the one of multi-token prediction, which looks tokens up as well.
+    The function takes the global ranks of a pipeline. It returns those with the first or last
+    stage, or with multi-token prediction, which looks tokens up as well.
     """
     placement = placement_of(config)
     stages = {0, placement.num_stages - 1}
     if config.mtp_stage is not None:
-        # An output matrix of its own is no copy, but megatron-core would add it up.
+        # A separate output matrix is no copy, but megatron-core would sum its gradient too.
         stages = {0, config.mtp_stage} | (
             set() if config.model.untie_embeddings_and_output_weights else stages
         )
-    places = sorted({placement.locate(stage)[0] for stage in stages})
-    return lambda pp_ranks: [pp_ranks[position] for position in places]
+    positions = sorted({placement.locate(stage)[0] for stage in stages})
+    return lambda pp_ranks: [pp_ranks[position] for position in positions]
 
 
 def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
-    """Return both copies of a tied embedding, ``None`` on a rank that does not hold two.
+    """Returns both copies of a tied embedding, ``None`` on a rank without two copies.
 
     Args:
-        chunks: this rank's model chunks, wrapped or not.
+        chunks: Model chunks of this rank, wrapped or not.
     """
     models = unwrap_model(list(chunks))
     first = next((model for model in models if model.pre_process), None)
@@ -192,7 +193,7 @@ def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
 
 
 def start_equal(chunks: Sequence[torch.nn.Module]) -> None:
-    """Give the copy on the last stage the weights of the first, where this rank holds both."""
+    """Copies the first stage's embedding to the last stage, if this rank has both."""
     copies = local_copies(chunks)
     if copies is not None:
         embedding, output = copies
@@ -200,14 +201,14 @@ def start_equal(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def add_up_copies(chunks: Sequence[torch.nn.Module]) -> None:
-    """Give both copies the sum of their gradients, where this rank holds both.
+    """Gives both copies of an embedding the sum of their gradients, if this rank has both.
 
-    The data-parallel reduction is over by then. With the distributed optimizer a rank's share of
-    the gradients is valid, and is the same share in both: megatron-core puts each copy in a bucket
-    of its own.
+    Call it after the data-parallel reduction. With the distributed optimizer only a rank's share of
+    the gradients is valid then. It is the same share in both copies, because megatron-core puts
+    each copy in a separate bucket.
 
     Args:
-        chunks: this rank's model chunks, wrapped for data parallelism.
+        chunks: Model chunks of this rank, wrapped for data parallelism.
     """
     copies = local_copies(chunks)
     if copies is not None and copies[0].requires_grad:
@@ -224,16 +225,16 @@ def finalize_gradients(
     *,
     widths: Widths | None = None,
 ) -> None:
-    """Do what megatron-core's ``finalize_model_grads`` does, for every placement.
+    """Does the work of megatron-core's ``finalize_model_grads`` for every placement.
 
     Args:
-        chunks: this rank's model chunks, wrapped for data parallelism.
-        num_tokens: tokens of the loss on the rank of the last stage, 0 on others, where gradients
-            are to be divided by their number. megatron-core would ask the last rank of the
-            pipeline, which need not hold the last stage.
-        pg_collection: process groups, by default megatron-core's global ones.
-        force_all_reduce: as in megatron-core.
-        widths: of the stages where they are unequal.
+        chunks: Model chunks of this rank, wrapped for data parallelism.
+        num_tokens: Number of tokens of the loss on the rank of the last stage, 0 on others, if
+            gradients are to be divided by it. megatron-core would ask the last rank of the
+            pipeline, which need not have the last stage.
+        pg_collection: Process groups, by default megatron-core's global ones.
+        force_all_reduce: Whether to all-reduce instead of reduce-scatter, as in megatron-core.
+        widths: Widths of the stages if they are unequal.
     """
     finalize_model_grads(
         list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce
@@ -256,23 +257,29 @@ def finalize_gradients(
 
 
 _REPLICA_GROUPS = (
-    *("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP"),
-    *("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "_EXPERT_DATA_PARALLEL_GROUP"),
-    *("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP"),
+    "_DATA_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP_WITH_CP",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    "_EXPERT_DATA_PARALLEL_GROUP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP",
     "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
 )
 _REPLICA_GROUPS_GLOO = (
-    *("_DATA_PARALLEL_GROUP_GLOO", "_DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
-    *("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO", "_EXPERT_DATA_PARALLEL_GROUP_GLOO"),
+    "_DATA_PARALLEL_GROUP_GLOO",
+    "_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    "_EXPERT_DATA_PARALLEL_GROUP_GLOO",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
 )
-# The ranks that may have a copy of the embedding; lasts as long as the groups of parallel_state.
+# Process group of the ranks that may have a copy of the embedding. It lives as long as the groups
+# of parallel_state, which are global too.
 _ends_group: Any = None
 
 
 def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
-    """Make megatron-core's groups for stages of unequal widths. Collective over all ranks."""
-    # One stage over all ranks, whose groups are then replaced.
+    """Makes megatron-core's groups for stages of unequal widths. Collective over all ranks."""
+    # Start with one stage over all ranks, and replace its groups below.
     parallel_state.initialize_model_parallel(1, 1, distributed_timeout_minutes=timeout_minutes)
     everybody = parallel_state.get_data_parallel_group()
     limit = datetime.timedelta(minutes=timeout_minutes)
@@ -301,19 +308,19 @@ def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
 
 def _set(names: Sequence[str], value: Any) -> None:
     for name in names:
-        # Another version of megatron-core may know a group by another name.
+        # Other versions of megatron-core may have other names for a group.
         assert hasattr(parallel_state, name), f"megatron-core has no {name}"
         setattr(parallel_state, name, value)
 
 
 def start_unequal(chunks: Sequence[torch.nn.Module], widths: Widths) -> None:
-    """Give the copy of a tied embedding on the last stage the weights of the first. Collective.
+    """Copies the first stage's tied embedding to the last stage. Collective.
 
     Also marks the parameters of a stage's further replicas as shared.
 
     Args:
-        chunks: this rank's one chunk, not wrapped.
-        widths: of the stages.
+        chunks: The one chunk of this rank, not wrapped.
+        widths: Widths of the stages.
     """
     weight = _tied_weight(chunks)
     if weight is not None:
@@ -325,7 +332,7 @@ def start_unequal(chunks: Sequence[torch.nn.Module], widths: Widths) -> None:
 
 
 def sum_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let megatron-core's data-parallel wrappers sum gradients instead of averaging them."""
+    """Makes megatron-core's data-parallel wrappers sum gradients instead of averaging them."""
     for chunk in chunks:
         wrapper: Any = chunk
         for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
@@ -339,7 +346,7 @@ def _end_ranks(widths: Widths) -> list[int]:
 
 
 def _tied_weight(chunks: Sequence[torch.nn.Module]) -> Any:
-    """This rank's copy of a tied embedding, ``None`` without one."""
+    """Returns this rank's copy of a tied embedding, ``None`` without one."""
     (model,) = unwrap_model(list(chunks))
     if not model.share_embeddings_and_output_weights:
         return None

@@ -1,4 +1,4 @@
-"""Builds everything that a training run needs, in the one order that works on all ranks."""
+"""Builds all parts of a training run, in the one order that works on all ranks."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ from megatron.adaptive.profiling.free_memory import total_host_bytes
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _SHORT = 0.5
-"""Size of the microbatches that a pipeline is filled with, the shortest first, in mean ones."""
+"""Assumed size of the shortest microbatches, which fill the pipeline, relative to the mean."""
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
-    """Returns the order of work. Collective over all ranks."""
-    config, settings = job.config, job.config.schedule
+    """Returns the orders of work of the schedule. Collective over all ranks."""
+    config = job.config
+    settings = job.config.schedule
     orders = Orders(
         schedule=settings.pipeline_schedule,
         placement=placement,
@@ -66,7 +67,7 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
     )
     if (path := settings.replay_schedule) is not None:
         record = job.on_first(lambda: ScheduleRecord.load(path))
-        orders.replay = Replay(record, _record_shape(config, orders), _recorded_place(config))
+        orders.replay = Replay(record, _record_shape(config, orders), _record_index(config))
     return orders
 
 
@@ -75,27 +76,27 @@ def _record_shape(config: TrainerConfig, orders: Orders) -> RecordShape:
     return RecordShape.of(orders.placement, orders.weight_pieces, replicas)
 
 
-def _recorded_place(config: TrainerConfig) -> int:
-    """Returns the position of this rank's orders among those of a recorded step."""
+def _record_index(config: TrainerConfig) -> int:
+    """Returns the index of this rank's orders among those of a recorded step."""
     pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
     if config.balance == "off":
-        return pp_rank  # one replica's orders are all replicas'
+        return pp_rank  # all replicas have the same orders
     ranks = config.parallel.pipeline_model_parallel_size
     return int(parallel_state.get_data_parallel_rank()) * ranks + pp_rank
 
 
 def make_recording(run: Run, after_step: int) -> Recording | None:
-    """Make what writes the orders to ``--record-schedule``, ``None`` without that flag.
+    """Returns the writer of orders to ``--record-schedule``, ``None`` without that flag.
 
     Args:
-        run: the built run.
-        after_step: last step of an earlier start of the job, 0 at its first.
+        run: Built run.
+        after_step: Last step of an earlier start of the job, 0 at the first start.
     """
     job = run.job
     path = job.config.schedule.record_schedule
     if path is None:
         return None
-    assert isinstance(run.forward_backward, ForwardBackward)  # checked with the settings
+    assert isinstance(run.forward_backward, ForwardBackward)  # a rule between flags ensures it
     recorded = (
         (job.config.balance != "off" or parallel_state.get_data_parallel_rank() == 0)
         and parallel_state.get_context_parallel_rank() == 0
@@ -104,7 +105,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     return Recording(
         path,
         _record_shape(job.config, run.forward_backward.orders),
-        place=_recorded_place(job.config) if recorded else None,
+        order_index=_record_index(job.config) if recorded else None,
         is_writer=job.is_first,
         after_step=after_step,
     )
@@ -112,13 +113,13 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Samples of the whole run and the datasets that hold them (``None`` where not needed here).
+    """Holds the number of samples of the whole run, and its datasets.
 
     Attributes:
-        iterations: of the whole training.
-        train_samples: training samples from the first to the last iteration.
-        valid_samples: of all validations together.
-        train, valid, test: the datasets.
+        iterations: Number of iterations of the whole training.
+        train_samples: Number of training samples from the first to the last iteration.
+        valid_samples: Number of samples of all validations together.
+        train, valid, test: Datasets, ``None`` on a rank that does not need them.
     """
 
     iterations: int
@@ -131,20 +132,20 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, built and ready to take its first step.
+    """Holds a run that is built and ready for its first step.
 
     Attributes:
-        job: this process within the job.
-        placement: where stages live.
-        chunks: this rank's model chunks, wrapped for data parallelism.
+        job: This process within the job.
+        placement: Placement of the stages.
+        chunks: Model chunks of this rank, wrapped for data parallelism.
         core: megatron-core's configuration, shared by the chunks.
-        optimizer, scheduler: megatron-core's.
-        samples: the data.
-        forward_backward: runs one step; ours or megatron-core's own.
-        wiring: the executor and its channels, ``None`` under megatron-core's own schedule.
-        tracing: the trace.
-        replay: takes recorded orders, ``None`` unless asked for.
-        padded_vocab_size: rows of the embedding.
+        optimizer, scheduler: megatron-core's optimizer and learning rate scheduler.
+        samples: Samples of the run.
+        forward_backward: Function that runs one step, on the executor or by megatron-core.
+        wiring: Executor and its channels, ``None`` with megatron-core's schedule.
+        tracing: Trace of the run.
+        replay: Source of recorded orders, ``None`` if none are replayed.
+        padded_vocab_size: Number of rows of the embedding.
     """
 
     job: TrainingJob
@@ -162,7 +163,7 @@ class Run:
 
 
 class KeptParts(NamedTuple):
-    """Holds parts of a run that the next one takes over under the same placement; see ``Run``."""
+    """Holds parts of a run that the next one reuses if the placement stays; see ``Run``."""
 
     samples: Samples
     padded_vocab_size: int
@@ -170,11 +171,11 @@ class KeptParts(NamedTuple):
 
 
 def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
-    """Build model, optimizer, data, executor and trace. Collective over all ranks.
+    """Builds model, optimizer, data, executor and trace. Collective over all ranks.
 
     Args:
-        job: this process within the job.
-        kept: what need not be built.
+        job: This process within the job.
+        kept: Parts of an earlier run to reuse, ``None`` to build all.
     """
     config = job.config
     placement = placement_of(config)
@@ -188,21 +189,9 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
     optimizer = build_optimizer(config, chunks)
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     _connect_chunks(config, core, chunks, optimizer)
-    schedule = config.schedule
-    tracing = open_trace(
-        schedule.trace_dir,
-        job,
-        placement,
-        schedule=schedule.pipeline_schedule,
-        num_microbatches=config.num_microbatches,
-        layers=config.layers_per_stage,
-        work=stage_work(config, rows),
-    )
-    if schedule.trace_dir is not None:
-        tracing.experts = measured_experts(chunks, job.accelerator)
-    widths = widths_of(config)
+    tracing = _start_trace(job, placement, chunks, rows)
     core.finalize_model_grads_func = tracing.around(
-        "reduce", partial(finalize_gradients, widths=widths)
+        "reduce", partial(finalize_gradients, widths=widths_of(config))
     )
     replay = wiring = None
     forward_backward: Callable[..., list[Any]]
@@ -213,27 +202,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
     else:
         orders = _orders(job, placement) if kept is None else kept.orders
         replay = orders.replay
-        wiring = build_executor(
-            placement=placement,
-            accelerator=job.accelerator,
-            places=job.places,
-            payload_shape=payload_shape(config),
-            payload_dtype=core.pipeline_dtype,
-            payload_varies=config.data.variable_seq_lengths or passes_predictions(config),
-            timeout_s=config.schedule.pipeline_timeout_s,
-            tracing=tracing,
-            transport=config.transport,
-            # Of the whole job where stages are unequal; where microbatches are dealt, of a replica
-            # that gets twice as many as the others.
-            in_flight=orders.inputs_in_flight(
-                config.num_microbatches
-                * (1 if widths is None else widths.round_size)
-                * (1 if config.balance == "off" else 2),
-                smallest=_SHORT if config.data.variable_seq_lengths else 1.0,
-            ),
-            widths=widths,
-            model=core,
-        )
+        wiring = _wire(job, placement, orders, core, tracing)
         forward_backward = ForwardBackward(
             executor=wiring.executor,
             orders=orders,
@@ -255,17 +224,71 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
     )
 
 
+def _start_trace(
+    job: TrainingJob, placement: Placement, chunks: Sequence[torch.nn.Module], rows: int
+) -> Tracing:
+    """Opens the trace of a run whose embedding has ``rows`` rows."""
+    config = job.config
+    schedule = job.config.schedule
+    tracing = open_trace(
+        schedule.trace_dir,
+        job,
+        placement,
+        schedule=schedule.pipeline_schedule,
+        num_microbatches=config.num_microbatches,
+        layers=config.layers_per_stage,
+        work=stage_work(config, rows),
+    )
+    if schedule.trace_dir is not None:
+        tracing.experts = measured_experts(chunks, job.accelerator)
+    return tracing
+
+
+def _wire(
+    job: TrainingJob,
+    placement: Placement,
+    orders: Orders,
+    core: TransformerConfig,
+    tracing: Tracing,
+) -> Wiring:
+    """Builds the executor and its channels. Collective over all ranks."""
+    config = job.config
+    widths = widths_of(config)
+    return build_executor(
+        placement=placement,
+        accelerator=job.accelerator,
+        places=job.places,
+        payload_shape=payload_shape(config),
+        payload_dtype=core.pipeline_dtype,
+        payload_varies=config.data.variable_seq_lengths or passes_predictions(config),
+        timeout_s=config.schedule.pipeline_timeout_s,
+        tracing=tracing,
+        transport=config.transport,
+        # Assume the worst case. If stages are unequal, a stage may get all microbatches of the
+        # job. If microbatches are assigned per step, a replica may get twice its share.
+        in_flight=orders.inputs_in_flight(
+            config.num_microbatches
+            * (1 if widths is None else widths.round_size)
+            * (1 if config.balance == "off" else 2),
+            smallest=_SHORT if config.data.variable_seq_lengths else 1.0,
+        ),
+        widths=widths,
+        model=core,
+    )
+
+
 def make_loader(
     run: Run, dataset: Any, consumed_samples: int, *, on_read: OnRead | None = None
 ) -> MicrobatchLoader | None:
-    """Return a loader over ``dataset`` from sample ``consumed_samples``; ``None`` without data."""
+    """Returns a loader over ``dataset`` from sample ``consumed_samples``, ``None`` without data."""
     if dataset is None:
         return None
-    config, is_cuda = run.job.config, run.job.accelerator.is_cuda
+    config = run.job.config
+    is_cuda = run.job.accelerator.is_cuda
     return MicrobatchLoader(
         dataset,
         consumed_samples=consumed_samples,
-        # Where stages are unequal, the replicas of this rank's stage.
+        # If stages are unequal, these are the replicas of this rank's stage.
         batching=replace(
             batching_of(config), replicas=parallel_state.get_data_parallel_world_size()
         ),
@@ -278,7 +301,7 @@ def make_loader(
 
 
 def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
-    """Return how many processes read data for a rank that needs it.
+    """Returns the number of processes that read data for a rank that needs it.
 
     Args:
         config: Settings of the run; ``--num-workers``, if given, decides.
@@ -286,12 +309,12 @@ def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
     """
     if config.data.num_workers is not None:
         return config.data.num_workers
-    # With no spare processor a reader process only takes time from the ranks.
+    # Without a spare processor, a reader process only takes time from the ranks.
     return 2 if is_cuda else 0
 
 
 def batching_of(config: TrainerConfig) -> Batching:
-    """Return how samples become microbatches."""
+    """Returns the settings by which samples become microbatches."""
     parallel = config.parallel
     context = parallel.context_parallel_size
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -307,7 +330,7 @@ def batching_of(config: TrainerConfig) -> Batching:
 
 
 def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
-    """Return ``[s, b, h]`` of the largest tensor between stages."""
+    """Returns the shape ``[s, b, h]`` of the largest tensor between stages."""
     length = config.model.seq_length // config.parallel.context_parallel_size
     if config.data.pack_to is not None:
         length = batching_of(config).row_tokens(config.data.pack_to)
@@ -319,7 +342,7 @@ def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
 
 
 def passes_predictions(config: TrainerConfig) -> bool:
-    """Return whether hidden states of multi-token prediction go on to the stage with the loss."""
+    """Returns whether hidden states of multi-token prediction are passed on to the last stage."""
     return config.mtp_stage not in (None, config.num_stages - 1)
 
 
@@ -331,15 +354,16 @@ def _needs_data(config: TrainerConfig, placement: Placement) -> bool:
 
 def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer) -> Samples:
     config = job.config
-    run, data = config.run, config.data
-    # The lengths of documents concern every rank.
+    run = config.run
+    data = config.data
+    # Every rank needs the lengths of documents if they vary, because they decide the microbatches.
     needs_data = data.variable_seq_lengths or _needs_data(config, placement)
     sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
     if run.train_iters is not None:
         iterations = run.train_iters
         train_samples = iterations * config.batch.global_batch_size
     else:
-        assert run.train_samples is not None  # checked with the settings
+        assert run.train_samples is not None  # a rule between flags ensures it
         train_samples = run.train_samples
         iterations = sizes.iterations_for(train_samples)
     per_validation = run.eval_iters * config.batch.global_batch_size
@@ -375,8 +399,9 @@ def _connect_chunks(
     chunks: Sequence[torch.nn.Module],
     optimizer: Any,
 ) -> None:
-    """Set in megatron-core's configuration how gradients are scaled, held back and reduced."""
-    parallel, timing = config.parallel, config.logging
+    """Sets in megatron-core's configuration how gradients are scaled, delayed and reduced."""
+    parallel = config.parallel
+    timing = config.logging
     if timing.timing_log_level:
         core.timers = Timers(timing.timing_log_level, timing.timing_log_option)
         core.barrier_with_L1_time = timing.barrier_with_L1_time
@@ -397,29 +422,30 @@ _GIB = 1 << 30
 
 
 def require_room(config: TrainerConfig, accelerator: Accelerator) -> None:
-    """Checks, before anything is built, that a rank could hold its part of the weights.
+    """Checks, before anything is built, that a rank has memory for its part of the weights.
 
     Gradients, the optimizer's state and activations are not counted, so a model that passes may
-    still not fit. Each pipeline rank is assumed to hold an average part.
+    still not fit. Each pipeline rank is assumed to have an average part.
 
     Raises:
-        ConfigError: The weights alone are larger than the memory.
+        ConfigError: If the weights alone are larger than the memory.
     """
-    parallel, shape = config.parallel, trainer_shape(config)
+    parallel = config.parallel
+    shape = trainer_shape(config)
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     ranks *= parallel.expert_model_parallel_size
     count = build_model(shape).parameters
-    own_bytes = count * shape.precision.parameter_bytes / ranks
+    rank_bytes = count * shape.precision.parameter_bytes / ranks
     if accelerator.device.type == "cuda":
         whole_bytes = torch.cuda.get_device_properties(accelerator.device).total_memory
     else:
         whole_bytes = total_host_bytes()
-    if own_bytes > whole_bytes:
+    if rank_bytes > whole_bytes:
         model = config.model
         raise ConfigError(
             f"a model of {count:.3g} parameters (--num-layers {model.num_layers}"
             f" --hidden-size {model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}) has"
-            f" {own_bytes / _GIB:,.0f} GiB of weights on each of {ranks} ranks, and"
+            f" {rank_bytes / _GIB:,.0f} GiB of weights on each of {ranks} ranks, and"
             f" {accelerator.name} has {whole_bytes / _GIB:,.0f} GiB: make it smaller, or divide it"
             " among more ranks"
         )

@@ -1,4 +1,4 @@
-"""One training or evaluation step of a built run: forward, backward, optimizer, reported losses."""
+"""Runs one training or evaluation step: forward, backward, optimizer, reported losses."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from megatron.adaptive.schedule.microbatch_assignment import Dealt
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of a training step.
+    """Holds the results of a training step.
 
     Attributes:
-        losses: mean losses by name, on ranks of the last stage; empty elsewhere.
-        updated: whether the parameters changed (not after an overflow in fp16).
-        grad_norm: norm of all gradients before clipping, ``None`` where it is not computed.
-        num_zeros: zeros in the gradients, ``None`` where they are not counted.
-        bubble_fraction: idle part of the pipeline's step, ``None`` at iterations without a log.
-        curves: what TensorBoard alone shows, by tag, on the ranks that have losses.
+        losses: Mean losses by name, on ranks of the last stage; empty elsewhere.
+        updated: Whether the parameters changed; False after an overflow in fp16.
+        grad_norm: Norm of all gradients before clipping, ``None`` if it is not computed.
+        num_zeros: Number of zeros in the gradients, ``None`` if they are not counted.
+        bubble_fraction: Idle part of the pipeline's step, ``None`` at iterations without a log.
+        curves: Values for TensorBoard alone by tag, on the ranks that have losses.
     """
 
     losses: dict[str, float]
@@ -53,7 +53,7 @@ class StepResult:
 
 
 class Step:
-    """Takes the steps of a run."""
+    """Runs the steps of a built run."""
 
     def __init__(self, run: Run) -> None:
         config = run.job.config
@@ -69,7 +69,7 @@ class Step:
         self._forward = GptForward(run.job.accelerator)
         self._balancing = _balancing_losses(config.core)
         self._eval_steps = 0
-        self.times: RankTimes | None = None  # of the last training step, on our executor
+        self.times: RankTimes | None = None  # times of the last training step on the executor
 
     def train(
         self,
@@ -79,18 +79,18 @@ class Step:
         before_update: Callable[[], None] = lambda: None,
         dealt: Dealt | None = None,
     ) -> StepResult:
-        """Run forward and backward passes and update the parameters.
+        """Runs forward and backward passes and updates the parameters.
 
         Args:
-            microbatches: this rank's microbatches, ``None`` on a rank that needs no data.
-            num_microbatches: their number.
-            iteration: number of the step, part of the key of its random numbers.
-            before_update: called when the state is about to change.
-            dealt: which microbatches these are, ``None`` where they are dealt in turns.
+            microbatches: Microbatches of this rank, ``None`` on a rank that needs no data.
+            num_microbatches: Number of microbatches.
+            iteration: Number of the step, part of the key of its random numbers.
+            before_update: Function that is called when the state is about to change.
+            dealt: Assignment of microbatches to replicas, ``None`` if assigned round-robin.
 
         Raises:
-            AdaptiveError: a gradient is not a finite number.
-            DeviceMemoryError: the device ran out of memory.
+            AdaptiveError: If a gradient is not a finite number.
+            DeviceMemoryError: If the device ran out of memory.
         """
         run = self._run
         try:
@@ -136,13 +136,14 @@ class Step:
         *,
         until: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Run the forward over batches of ``loader``.
+        """Runs the forward over batches of ``loader``.
 
         Args:
-            loader: gives the batches, ``None`` on a rank that needs no data.
-            iterations: batches at most.
-            num_microbatches: of each batch.
-            until: asked after each batch, on all ranks alike, whether to end early.
+            loader: Loader of the batches, ``None`` on a rank that needs no data.
+            iterations: Largest number of batches.
+            num_microbatches: Number of microbatches per batch.
+            until: Function that is called after each batch; True ends early. It must return the
+                same value on all ranks.
 
         Returns:
             The mean losses, on ranks of the last stage.
@@ -156,32 +157,34 @@ class Step:
         return self._mean_losses(steps)
 
     def generate(self, tokens: Sequence[int], count: int, num_microbatches: int) -> list[int]:
-        """Continue a text with the likeliest token each time; collective.
+        """Continues a text with the likeliest token each time. Collective.
 
-        The whole text runs through the pipeline for each token, in every replica: a look at a
-        model, not a way to serve it.
+        The whole text runs through the pipeline for each token, in every replica. This is meant to
+        look at a model, not to serve it.
 
         Args:
-            tokens: of the text, at least one.
-            count: tokens to add, as far as the sequence length goes.
-            num_microbatches: of a step; all are alike, for schedules that want so many.
+            tokens: Tokens of the text, at least one.
+            count: Number of tokens to add, limited by the sequence length.
+            num_microbatches: Number of equal microbatches per step, for schedules that need
+                several.
 
         Returns:
             The tokens that follow, on all ranks.
         """
-        job, length = self._run.job, self._config.model.seq_length
-        found = list(tokens)
-        for _ in range(min(count, length - len(found))):
+        job = self._run.job
+        length = self._config.model.seq_length
+        text = list(tokens)
+        for _ in range(min(count, length - len(text))):
             rows = torch.zeros(self._config.batch.micro_batch_size, length, dtype=torch.int64)
-            rows[:, : len(found)] = torch.tensor(found)
+            rows[:, : len(text)] = torch.tensor(text)
             batch = {"tokens": rows, "position_ids": torch.arange(length).expand_as(rows)}
-            forward = NextToken(job.accelerator, len(found) - 1)
+            forward = NextToken(job.accelerator, len(text) - 1)
             reduced = self._forward_only([batch] * num_microbatches, num_microbatches, forward)
-            # Only ranks of the last stage know it.
+            # Only ranks of the last stage have the token; the others contribute -1.
             last = torch.tensor(int(reduced[0][TOKEN_NAME]) if reduced else -1)
             dist.all_reduce(last, op=dist.ReduceOp.MAX, group=job.control_group)
-            found.append(int(last))
-        return found[len(tokens) :]
+            text.append(int(last))
+        return text[len(tokens) :]
 
     @torch.no_grad()
     def _forward_only(
@@ -213,11 +216,12 @@ class Step:
         dealt: Dealt | None = None,
         forward: NextToken | None = None,
     ) -> list[Any]:
-        run, model = self._run, self._config.model
+        run = self._run
+        model = self._config.model
         if microbatches is not None:
-            num_microbatches = len(microbatches)  # packed ones may be fewer
+            num_microbatches = len(microbatches)  # packing may make fewer
         more: dict[str, Any] = {}
-        if run.wiring is not None:  # megatron-core's own loop has no cap
+        if run.wiring is not None:  # megatron-core's loop does not take sizes
             more["sizes"] = getattr(microbatches, "sizes", None)
         if dealt is not None:
             more["loss_parts"] = dealt.total
@@ -239,9 +243,9 @@ class Step:
         )
 
     def _finish_step(self, iteration: int) -> float | None:
-        """Close the step's trace; returns the bubble fraction over all ranks.
+        """Closes the step's trace; returns the bubble fraction over all ranks.
 
-        The average is taken at logged iterations only: it is a message between all stages.
+        The average is computed at logged iterations only, because it needs an all-reduce.
         """
         run = self._run
         if run.wiring is None:
@@ -261,13 +265,14 @@ class Step:
     def _mean_losses(
         self, steps: Sequence[list[Any]], dealt: Dealt | None = None
     ) -> dict[str, float]:
-        """Average the reported losses over microbatches, steps and data-parallel ranks.
+        """Averages the reported losses over microbatches, steps and data-parallel ranks.
 
-        With a loss per token, over the tokens of all of them.
+        With a loss per token, averages over all of their tokens.
 
         Args:
-            steps: losses of each microbatch of some steps.
-            dealt: of the one step whose microbatches were not dealt in turns.
+            steps: Losses of each microbatch, for each of some steps.
+            dealt: Assignment of microbatches to replicas, ``None`` if assigned round-robin. It
+                requires a single step.
 
         Returns:
             Names and values on ranks of the last stage, nothing elsewhere.
@@ -276,7 +281,7 @@ class Step:
         if not reported:
             return {}
         total = torch.stack([losses[LOSS_NAME] for losses in reported])
-        # With a loss per token: of sums and of numbers of tokens.
+        # Each entry has a sum and a number of tokens with a loss per token, else a mean.
         replicas = parallel_state.get_data_parallel_world_size()
         if total.dim() > 1:
             mean = total.sum(dim=0)
@@ -290,11 +295,12 @@ class Step:
         return {LOSS_NAME: float(mean[0] / mean[1] if mean.dim() else mean)}
 
     def _further_losses(self, num_microbatches: int, dealt: Dealt | None) -> dict[str, float]:
-        """Average the losses of multi-token prediction likewise, under Megatron-LM's names.
+        """Averages the losses of multi-token prediction, under Megatron-LM's names.
 
-        Over each microbatch's own tokens, also with a loss per token, as in Megatron-LM.
+        The average weighs microbatches equally, even with a loss per token, as in Megatron-LM.
         """
-        sums = MTPLossLoggingHelper.tracker.pop("values", None)  # maybe of another model before
+        # The tracker is global, so its values may be of an earlier model.
+        sums = MTPLossLoggingHelper.tracker.pop("values", None)
         if sums is None or not num_microbatches or self._config.model.mtp_num_layers is None:
             return {}
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -308,23 +314,25 @@ class Step:
     def _mean_balancing_losses(
         self, num_microbatches: int, dealt: Dealt | None
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Average the losses that balance experts, under Megatron-LM's names. Collective.
+        """Averages the losses that balance experts, under Megatron-LM's names. Collective.
 
-        Over microbatches and layers that have experts. As in megatron-core, those of the load are
-        added up over tensor- and context-parallel ranks, where each has its part of them, and
-        averaged over replicas; the z-loss is averaged over all, of which megatron-core takes one.
+        The average is over microbatches and layers with experts. As in megatron-core, losses of the
+        load are summed over tensor- and context-parallel ranks, where each has its part of them,
+        and averaged over replicas. The z-loss is averaged over all ranks; megatron-core takes that
+        of one rank.
 
         Returns:
-            Names and values, and by TensorBoard's tags those of each layer if they are asked for;
-            nothing off the last stage.
+            Values by name, and each layer's by TensorBoard's tag if they are asked for. Both are
+            empty on other stages than the last.
         """
-        run, names = self._run, self._balancing
+        run = self._run
+        names = self._balancing
         core = run.core
         num_layers = core.num_layers + (core.mtp_num_layers or 0)
         sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
         tracker = get_moe_layer_wise_logging_tracker()
         for row, name in enumerate(names):
-            if name in tracker:  # not on stages without experts
+            if name in tracker:  # missing on stages without experts
                 sums[row] = tracker[name]["values"]
         clear_aux_losses_tracker()
         dist.all_reduce(sums, group=run.job.control_group)
@@ -348,7 +356,8 @@ class Step:
         return dict(zip(names, means, strict=True)), curves
 
 
-_GLOBAL_LOSS, _Z_LOSS = "global_load_balancing_loss", "z_loss"
+_GLOBAL_LOSS = "global_load_balancing_loss"
+_Z_LOSS = "z_loss"
 _LOSS_OF_KIND = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
@@ -366,7 +375,7 @@ def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
 
 
 def gather_parameters(run: Run) -> None:
-    """Complete the parameters that the next forward would gather. Collective over all ranks."""
+    """Completes the parameters that the next forward would gather. Collective over all ranks."""
     if run.job.config.parallel.overlap_param_gather:
         for chunk in run.chunks:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
@@ -380,15 +389,15 @@ def counted_parameters(
     If each rank adds ``value / copies``, the sum counts each parameter of the model once.
 
     Args:
-        run: the run that the chunk belongs to.
-        chunk: one of the run's model chunks on this rank.
+        run: Run that the chunk belongs to.
+        chunk: Model chunk of this rank.
 
     Yields:
         Name, parameter, and the number of ranks that count the same part of it.
     """
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if run.job.config.parallel.unequal_sizes is not None:
-        replicas = 1  # further replicas of a stage have no parameter that is not shared
+        replicas = 1  # further replicas of a stage have only shared parameters
     for name, parameter in chunk.named_parameters():
         if getattr(parameter, "shared", False):
             continue
@@ -419,7 +428,7 @@ _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
 def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
-    """Return the one-line error of a device that ran out of memory."""
+    """Returns the one-line error for a device that ran out of memory."""
     accelerator = run.job.accelerator
     gib = 1024**3
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -438,5 +447,5 @@ def _diverged(run: Run, iteration: int, error: Exception) -> AdaptiveError:
     return AdaptiveError(
         f"iteration {iteration}: rank {run.job.rank} found a gradient that is not a finite number: "
         f"{str(error).splitlines()[0]}; lower --lr, or pass "
-        "--no-check-for-nan-in-loss-and-grad to go on"
+        "--no-check-for-nan-in-loss-and-grad to continue"
     )

@@ -1,15 +1,15 @@
-"""Any ``torch.nn.Module`` as a pipeline: mark where it may be cut, and train it in stages.
+"""Trains any ``torch.nn.Module`` as a pipeline: mark where it may be cut, and train its stages.
 
 ::
 
     model with CutPoint()s ──record──> Tape ──slice──> StageProgram per stage ──> Executor
                                         (calls of      (calls, parameters,
-                                         torch, in      what comes in and
-                                         order)         what goes out)
+                                         torch, in      received and sent
+                                         order)         tensors)
 
-Owns how a model is cut and how one step of the pieces ends: sums over replicas and shared weights,
-the norm, the optimizer. Order of work, messages and traces are those of ``pipeline``, ``transport``
-and ``trace``. Nothing here knows a model of megatron-core; of its parallel state the mesh is used.
+Owns the cut of a model and the end of a step: sums over replicas and shared weights, the norm, the
+optimizer. ``engine`` runs the actions, ``transport`` sends the messages and ``trace`` records both.
+Nothing here depends on a model of megatron-core; only its parallel state is used for the mesh.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a model to the programs that one rank runs: cut it, keep this rank's part, prepare that."""
+"""Turns a model into the programs of one rank: cuts it and keeps this rank's parameters."""
 
 from __future__ import annotations
 
@@ -32,30 +32,33 @@ _REPEATS = 3
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PipelineSettings(SampledModel):
-    """Holds what a user asks of a :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
+    """Contains the settings of a :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
 
     Attributes:
-        micro_batch_size: samples of a microbatch; the planner's best where ``None``.
-        pipeline_size: processes of a pipeline, the rest are replicas; the planner's best where it
-            is ``auto``, or ``None`` without a ``micro_batch_size``; else all where ``None``.
-        batch_size: samples of a step over all replicas, for the planner; those of the sample where
-            ``None``.
-        memory_limit_bytes: that a process may use, for the planner; what the device has free where
-            ``None``.
-        schedule: order of work, see ``docs/schedules.md``.
-        chunks: stages per process; chosen by the schedule where ``None``.
-        activation_cap: most activations a process keeps, in microbatches over its chunks.
-        split_backward: compute weight gradients apart; chosen by the schedule where ``None``.
-        partition: segments between cut points that each stage gets, as ``"3-4-5"`` or numbers.
-        weights: what each segment costs, in any unit; measured with the sample where ``None``.
-        seed: of dropout and all else that is random within the model.
-        transport: how neighbouring processes are connected.
-        trace_dir: folder for traces, ``None`` for none.
-        timeout_s: limit of every wait for another process.
-        hang_after_s: name the process that others wait for when nothing has moved for this long; 0
-            for never, 10 times the median step and at least 30 s where ``None``. All may rest
-            between two steps for as long as the caller likes.
-        on_hang: ``report``, a page and a line, or ``end`` the job besides.
+        micro_batch_size: Number of samples of a microbatch; ``None`` lets the planner choose.
+        pipeline_size: Number of processes of a pipeline; the others are replicas. ``auto`` lets
+            the planner choose, and so does ``None`` without a ``micro_batch_size``; otherwise
+            ``None`` means all processes.
+        batch_size: Number of samples of a step over all replicas; ``None`` takes the size of the
+            sample batch.
+        memory_limit_bytes: Memory that a process may use, in bytes, for the planner; ``None``
+            takes the free memory of the device.
+        schedule: Name of the schedule, see ``docs/schedules.md``.
+        chunks: Number of stages per process; ``None`` takes the schedule's default.
+        activation_cap: Largest number of activations that a process keeps, in microbatches over
+            its chunks.
+        split_backward: Whether weight gradients are computed apart; ``None`` takes the schedule's
+            default.
+        partition: Number of segments between cut points in each stage, as ``"3-4-5"`` or numbers.
+        weights: Cost of each segment, in any unit; ``None`` measures it with the sample batch.
+        seed: Seed of dropout and of all other random numbers in the model.
+        transport: Settings of the connections between neighbouring processes.
+        trace_dir: Folder for traces, ``None`` for none.
+        timeout_s: Limit of every wait for another process, in seconds.
+        hang_after_s: Time in seconds without progress after which a process that others wait for
+            is reported; 0 for never, ``None`` for 10 times the median step and at least 30 s. The
+            time between two steps does not count.
+        on_hang: ``report`` writes a page and a line; ``end`` also ends the job.
     """
 
     micro_batch_size: int | None = None
@@ -77,23 +80,25 @@ class PipelineSettings(SampledModel):
 
     @property
     def samples(self) -> int:
-        """Samples of a step over all replicas."""
-        given = self.batch_size
-        return samples_in(self.sample_batch, "sample_batch") if given is None else given
+        """Returns the number of samples of a step over all replicas."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return samples_in(self.sample_batch, "sample_batch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Holds what a rank needs of the model.
+    """Contains a rank's part of the model.
 
     Attributes:
-        cut_points: names of all cut points.
-        partition: segments of each stage.
-        weights: what each segment costs, empty where nobody asked.
-        programs, eval_programs: of this rank's stages, in training and in evaluation.
-        held: parameters and buffers of this rank, by name.
-        largest_message: bytes of the largest between two stages of the pipeline.
-        update: the end of a step.
+        cut_points: Names of all cut points.
+        partition: Number of segments of each stage.
+        weights: Cost of each segment, empty if it was not needed.
+        programs: Programs of this rank's stages in training.
+        eval_programs: Programs of this rank's stages in evaluation.
+        held: Parameters and buffers of this rank, by name.
+        largest_message: Size of the largest message between two stages, in bytes.
+        update: Update at the end of a step.
     """
 
     cut_points: tuple[str, ...]
@@ -109,10 +114,16 @@ class Assembly:
 def assemble(
     request: PipelineSettings, shape: BatchShape, mesh: Mesh, placement: Placement
 ) -> Assembly:
-    """Cut the model, keep this rank's part of it and prepare to run that. Collective.
+    """Cuts the model, keeps this rank's part and prepares its programs. Collective.
+
+    Args:
+        request: Settings of the pipeline.
+        shape: Shape of batches.
+        mesh: Position of this process in the job.
+        placement: Placement of stages on ranks.
 
     Raises:
-        ConfigError: the model cannot be cut so.
+        ConfigError: If the model cannot be cut in this way.
     """
     weights = request.weights
     sample = stretched(request.sample_batch, shape.micro_batch_size)
@@ -127,21 +138,22 @@ def assemble(
             check_replay(request, forwards, shape.microbatch(sample, 1, request.device))
         if request.partition or weights:
             return tuple(weights or ())
-        found = measure_segments(
+        samples = measure_segments(
             request, tape, first, request.device, split=False, repeats=_REPEATS
         )
-        return tuple(one.seconds for one in found)
+        return tuple(segment.seconds for segment in samples)
 
-    weights = mesh.on_first(measured)  # times differ from rank to rank: one decides
+    # Times differ from rank to rank, so all use those of the first.
+    weights = mesh.on_first(measured)
     if request.partition is not None:
         partition = given_partition(request.partition, tape.num_segments, placement.num_stages)
     else:
         check_weights(weights, tape.num_segments)
         partition = balanced(weights, placement.num_stages)
-    return _hold(request.model, forwards, partition, weights, mesh, placement)
+    return _keep_part(request.model, forwards, partition, weights, mesh, placement)
 
 
-def _hold(
+def _keep_part(
     model: torch.nn.Module,
     forwards: Forwards,
     partition: tuple[int, ...],
@@ -149,24 +161,31 @@ def _hold(
     mesh: Mesh,
     placement: Placement,
 ) -> Assembly:
+    """Keeps the parameters of this rank's stages and returns its part of the model."""
     device = mesh.accelerator.device
     plans = slice_tape(forwards.training, partition)
     eval_plans = slice_tape(forwards.evaluation, partition)
     stages = [placement.stage_of(mesh.pp_rank, c) for c in range(placement.num_chunks)]
     uses: dict[str, set[int]] = {}
-    for stage, both in enumerate(zip(plans, eval_plans, strict=True)):
-        for plan in both:
+    for stage, stage_plans in enumerate(zip(plans, eval_plans, strict=True)):
+        for plan in stage_plans:
             for name in plan.parameters:
                 uses.setdefault(name, set()).add(placement.locate(stage)[0])
-    mine = {n for s in stages for p in (plans[s], eval_plans[s]) for n in p.buffers}
-    mine |= {name for name, ranks in uses.items() if mesh.pp_rank in ranks}
+    kept = {
+        name
+        for stage in stages
+        for plan in (plans[stage], eval_plans[stage])
+        for name in plan.buffers
+    }
+    kept |= {name for name, ranks in uses.items() if mesh.pp_rank in ranks}
     order = [name for name, _ in model.named_parameters()]
-    if 0 in stages:  # somebody must keep those that nobody uses for a checkpoint
-        mine.update(name for name in order if name not in uses)
-    held = keep_only(model, mine, device)
+    # The rank of the first stage keeps unused parameters, because checkpoints contain them.
+    if 0 in stages:
+        kept.update(name for name in order if name not in uses)
+    held = keep_only(model, kept, device)
 
-    def programs(tape: Tape, of: Sequence[StagePlan]) -> list[StageProgram]:
-        return [StageProgram(tape, of[stage], held, device) for stage in stages]
+    def programs(tape: Tape, all_plans: Sequence[StagePlan]) -> list[StageProgram]:
+        return [StageProgram(tape, all_plans[stage], held, device) for stage in stages]
 
     shared = {n: tuple(sorted(uses[n])) for n in order if len(uses.get(n, ())) > 1}
     return Assembly(
@@ -178,8 +197,8 @@ def _hold(
         held=held,
         largest_message=max(
             MessageLayout.of(tape.values[number] for number in plan.sent).nbytes
-            for tape, of in ((forwards.training, plans), (forwards.evaluation, eval_plans))
-            for plan in of
+            for tape, all_plans in ((forwards.training, plans), (forwards.evaluation, eval_plans))
+            for plan in all_plans
         ),
         update=Update(
             mesh=mesh,

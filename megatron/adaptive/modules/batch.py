@@ -1,4 +1,7 @@
-"""A batch: a dictionary of tensors whose first axis is that of the samples."""
+"""Checks batches and cuts them into microbatches.
+
+A batch is a dictionary of tensors whose first axis is the axis of samples.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +14,37 @@ from megatron.adaptive.errors import ConfigError
 
 
 class BatchShape:
-    """Describes what every batch must look like, taken from a sample.
+    """Describes the entries, shapes and types that every batch must have, from a sample batch.
 
     Args:
-        sample: a batch of at least one microbatch.
-        micro_batch_size: samples of a microbatch.
+        sample: Batch of at least one microbatch.
+        micro_batch_size: Number of samples of a microbatch.
 
     Attributes:
-        micro_batch_size: as given.
-        samples: of the sample.
+        micro_batch_size: Number of samples of a microbatch.
+        samples: Number of samples of the sample batch.
 
     Raises:
-        ConfigError: the sample is no batch, or too small.
+        ConfigError: If the sample is not a batch, or too small.
     """
 
     def __init__(self, sample: Any, micro_batch_size: int) -> None:
         require_whole(1, micro_batch_size=micro_batch_size)
         self.micro_batch_size = micro_batch_size
-        self.samples = count = samples_in(sample, "sample_batch")
-        if count < micro_batch_size:
+        self.samples = samples_in(sample, "sample_batch")
+        if self.samples < micro_batch_size:
             raise ConfigError(
-                f"sample_batch holds {count} samples, fewer than micro_batch_size "
+                f"sample_batch holds {self.samples} samples, fewer than micro_batch_size "
                 f"{micro_batch_size}: give a sample of at least one microbatch"
             )
-        self._looks = {name: (one.shape[1:], one.dtype) for name, one in sample.items()}
+        self._entries = {name: (tensor.shape[1:], tensor.dtype) for name, tensor in sample.items()}
 
     def num_microbatches(self, batch: Any) -> int:
-        """Check a batch and return how many microbatches it makes.
+        """Checks a batch and returns its number of microbatches.
 
         Raises:
-            ConfigError: it is no dictionary of tensors, does not divide, or does not look like
-                the sample.
+            ConfigError: If it is not a dictionary of tensors, does not divide into microbatches, or
+                differs from the sample batch in entries, shapes or types.
         """
         count = samples_in(batch, "batch")
         if count % self.micro_batch_size:
@@ -49,18 +52,18 @@ class BatchShape:
                 f"a batch of {count} samples does not divide into microbatches of "
                 f"{self.micro_batch_size}: give a multiple"
             )
-        odd = sorted(set(batch) ^ set(self._looks))
-        if odd:
-            where = "the sample_batch lacks" if odd[0] in batch else "the batch lacks"
+        unmatched = sorted(set(batch) ^ set(self._entries))
+        if unmatched:
+            lacking = "the sample_batch lacks" if unmatched[0] in batch else "the batch lacks"
             raise ConfigError(
-                f"{where} {odd[0]!r}: a batch must have the entries "
-                f"{', '.join(map(repr, self._looks))} of the sample_batch"
+                f"{lacking} {unmatched[0]!r}: a batch must have the entries "
+                f"{', '.join(map(repr, self._entries))} of the sample_batch"
             )
-        for name, (shape, dtype) in self._looks.items():
-            one = batch[name]
-            if one.shape[1:] != shape or one.dtype != dtype:
+        for name, (shape, dtype) in self._entries.items():
+            tensor = batch[name]
+            if tensor.shape[1:] != shape or tensor.dtype != dtype:
                 raise ConfigError(
-                    f"batch[{name!r}] has samples of {list(one.shape[1:])} {one.dtype}, the "
+                    f"batch[{name!r}] has samples of {list(tensor.shape[1:])} {tensor.dtype}, the "
                     f"sample_batch has {list(shape)} {dtype}: pad or cast the batch, or make the "
                     "Pipeline with such a sample"
                 )
@@ -70,7 +73,14 @@ class BatchShape:
         self, batch: Mapping[str, torch.Tensor], number: int, device: torch.device,
         names: Iterable[str] | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """Return entries of one microbatch on ``device``, views where they are there."""
+        """Returns the entries of a microbatch on ``device``, as views if the batch is there.
+
+        Args:
+            batch: Batch.
+            number: Number of the microbatch, from 0.
+            device: Device of the result.
+            names: Names of the entries, all if ``None``.
+        """
         start = number * self.micro_batch_size
         return {
             name: batch[name].narrow(0, start, self.micro_batch_size).to(device, non_blocking=True)
@@ -79,51 +89,58 @@ class BatchShape:
 
 
 def stretched(batch: Mapping[str, torch.Tensor], least: int) -> dict[str, torch.Tensor]:
-    """Return a batch of at least so many samples: itself, or its samples again and again."""
+    """Returns a batch of at least ``least`` samples, in which samples are repeated if needed."""
     count = len(next(iter(batch.values())))
     times = -(-least // count)
     if times <= 1:
         return dict(batch)
-    return {name: torch.cat([one] * times)[:least] for name, one in batch.items()}
+    return {name: torch.cat([tensor] * times)[:least] for name, tensor in batch.items()}
 
 
-def samples_in(batch: Any, what: str) -> int:
-    """Check a batch and return how many samples it holds.
+def samples_in(batch: Any, argument: str) -> int:
+    """Checks a batch and returns its number of samples.
 
     Args:
-        batch: what a user gave.
-        what: its name in messages.
+        batch: Value that a user passed.
+        argument: Name of the batch in messages.
 
     Raises:
-        ConfigError: it is no dictionary of tensors of equally many samples.
+        ConfigError: If it is not a dictionary of tensors with the same number of samples.
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
-            f"{what} is a {type(batch).__name__}: give a dictionary of tensors, by the names of "
-            "forward's arguments"
+            f"{argument} is a {type(batch).__name__}: give a dictionary of tensors, by the names "
+            "of forward's arguments"
         )
     counts: dict[str, int] = {}
-    for name, one in batch.items():
-        if not isinstance(name, str) or not isinstance(one, torch.Tensor) or one.dim() == 0:
-            given = "a scalar" if isinstance(one, torch.Tensor) else f"a {type(one).__name__}"
-            raise ConfigError(
-                f"{what}[{name!r}] is {given}: each entry must be a tensor with an axis of "
-                "samples; what is the same for all belongs into arguments={...}"
+    for name, entry in batch.items():
+        if not isinstance(name, str) or not isinstance(entry, torch.Tensor) or entry.dim() == 0:
+            entry_text = (
+                "a scalar" if isinstance(entry, torch.Tensor) else f"a {type(entry).__name__}"
             )
-        counts[name] = one.shape[0]
+            raise ConfigError(
+                f"{argument}[{name!r}] is {entry_text}: each entry must be a tensor with an axis "
+                "of samples; a value that is the same for all samples belongs into arguments={...}"
+            )
+        counts[name] = entry.shape[0]
     if len(set(counts.values())) != 1 or not all(counts.values()):
+        counts_text = ", ".join(f"{name} of {count}" for name, count in counts.items())
         raise ConfigError(
-            f"{what} has {', '.join(f'{n} of {c}' for n, c in counts.items()) or 'no entries'}: "
-            "all entries must have the same number of samples, at least 1"
+            f"{argument} has {counts_text or 'no entries'}: all entries must have the same number "
+            "of samples, at least 1"
         )
     return next(iter(counts.values()))
 
 
 def require_whole(least: int, **values: Any) -> None:
-    """Refuse settings that are no whole numbers from ``least`` on.
+    """Checks that settings are whole numbers of at least ``least``.
+
+    Args:
+        least: Smallest valid number.
+        **values: Settings by name.
 
     Raises:
-        ConfigError: the first of them.
+        ConfigError: If a setting is not; names the first.
     """
     for name, value in values.items():
         if type(value) is not int or value < least:

@@ -1,8 +1,9 @@
-"""Saves and loads a pipeline by the names of its parameters, whoever holds them.
+"""Saves and loads a pipeline by the names of its parameters.
 
-Nothing in a checkpoint knows of stages, ranks or replicas: any other pipeline of the same model
-goes on from it. Replicas hold the same; the first of them writes, each rank what its stages have.
-Running means of other replicas are not kept. Snapshots in memory hold the same as checkpoints.
+A checkpoint does not depend on stages, ranks or replicas, so any other pipeline of the same model
+can continue from it. All replicas have the same parameters, and each rank of the first replica
+writes those of its stages. Running means of the other replicas are not saved. Snapshots in memory
+contain the same state as checkpoints.
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.update import LossScale, Update
 
 _FORMER_STATE = "state.pt"
-_MODEL, _OPTIMIZER = "model.", "optimizer."
+_MODEL = "model."
+_OPTIMIZER = "optimizer."
 _PLAIN = (bool, int, float, str, type(None))
 _REMEDY = "Free space there or name another folder"
 
 
 class Checkpointer:
-    """Saves and loads a rank's state; every rank has one, all of them call it together.
+    """Saves and loads a rank's state. Its methods are collective over all ranks.
 
     Args:
-        mesh: the job.
-        model: the user's.
-        held: parameters and buffers of this rank, by name.
-        update: has optimizer and loss scale.
+        mesh: Position of this process in the job.
+        model: Model of the user.
+        held: Parameters and buffers of this rank, by name.
+        update: Update that owns the optimizer and the loss scale.
 
     Attributes:
-        saver: writes checkpoints.
+        saver: Writer of checkpoints.
     """
 
     def __init__(
@@ -57,12 +59,15 @@ class Checkpointer:
         self._update = update
         self._ranks = RankGroup(mesh.rank, mesh.control_group)
         self.saver = CheckpointSaver(mesh)
-        passing = {  # buffers that the model's own state leaves out
+        # The state_dict of a model leaves these buffers out, and so does a checkpoint.
+        not_saved = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
             for name in module._non_persistent_buffers_set
         }
-        self._held = {name: one.detach() for name, one in held.items() if name not in passing}
+        self._held = {
+            name: tensor.detach() for name, tensor in held.items() if name not in not_saved
+        }
 
     def save(
         self,
@@ -73,18 +78,18 @@ class Checkpointer:
         keep: int | None = None,
         state: Mapping[str, Any],
     ) -> Path | None:
-        """Write a checkpoint; returns its folder, ``None`` while it is written behind training.
+        """Writes a checkpoint and returns its folder, ``None`` if a thread still writes it.
 
         Args:
-            folder: of checkpoints.
-            head: of :meth:`head`.
-            is_behind: let training go on meanwhile.
-            keep: complete ones that stay, all where ``None``.
-            state: the user's objects, by name.
+            folder: Folder of checkpoints.
+            head: Facts from :meth:`head`.
+            is_behind: Whether a thread writes while training continues.
+            keep: Number of complete checkpoints to keep, ``None`` for all.
+            state: Objects of the user, by name.
 
         Raises:
-            CheckpointError: it could not be written.
-            ConfigError: ``keep`` is no number.
+            CheckpointError: If it could not be written.
+            ConfigError: If ``keep`` is invalid.
         """
         return self.saver.save(
             PipelineFolder(folder),
@@ -98,12 +103,14 @@ class Checkpointer:
     def prepare(
         self, folder: str | Path, base: str | Path | None, keep: int | None
     ) -> LocalDisk | None:
-        """Prepares a folder of checkpoints for this job alone; see :func:`local_disk.prepare`.
+        """Reserves a folder of checkpoints for this job; see :func:`node_local.prepare`.
 
         Args:
-            folder: that is seen by all nodes.
-            base: the folder on each node's own disk where those for it go first, ``None`` for none.
-            keep: complete ones that stay in either, all in shared storage where ``None``.
+            folder: Folder of checkpoints, visible to all nodes.
+            base: Folder on each node's local disk where checkpoints are written first, ``None`` to
+                write to ``folder`` directly.
+            keep: Number of complete checkpoints to keep in either; ``None`` keeps all in
+                ``folder``.
         """
         shared = PipelineFolder(folder)
         self.saver.local = prepare(
@@ -112,28 +119,33 @@ class Checkpointer:
         return self.saver.local
 
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return this rank's tensors by their names in a checkpoint, and what describes them.
+        """Returns this rank's tensors by their names in a checkpoint, and facts about them.
 
-        The tensors are those of now: they change with the next update.
+        The tensors are not copied: they change with the next update.
         """
         states, plain = self._states()
         tensors = {
-            **{_MODEL + name: one for name, one in self._held.items()},
-            **{_OPTIMIZER + name: one for name, one in states.items()},
+            **{_MODEL + name: tensor for name, tensor in self._held.items()},
+            **{_OPTIMIZER + name: tensor for name, tensor in states.items()},
         }
         groups = [[self._options(group), names] for group, names in self._groups()]
         return tensors, {"kind": self._kind(), "groups": groups, "plain": plain}
 
     def is_buffer(self, name: str) -> bool:
-        """Return whether a tensor of :meth:`apart` may change in a forward."""
-        own = name.removeprefix(_MODEL)
-        return own != name and own not in self._update.parameters
+        """Returns whether a tensor of :meth:`apart` is a buffer, which a forward may change."""
+        model_name = name.removeprefix(_MODEL)
+        return model_name != name and model_name not in self._update.parameters
 
     def head(self, step: int, seed: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return what is the same on all ranks; see ``make_pipeline_manifest``.
+        """Returns facts that are the same on all ranks; see ``make_pipeline_manifest``.
+
+        Args:
+            step: Number of steps so far.
+            seed: Seed of random numbers in the model.
+            extra: Values of the user.
 
         Raises:
-            ConfigError: ``extra`` cannot be written.
+            ConfigError: If ``extra`` cannot be written as JSON.
         """
         try:
             json.dumps(extra)
@@ -158,12 +170,13 @@ class Checkpointer:
         state: Mapping[str, Any] | None = None,
         trust: bool = False,
     ) -> dict[str, Any]:
-        """Read a checkpoint; returns its manifest. See :meth:`Pipeline.load`."""
+        """Reads a checkpoint and returns its manifest; see :meth:`Pipeline.load`."""
         self.saver.finish()
-        folders, given = PipelineFolder(folder), state or {}
+        folders = PipelineFolder(folder)
+        objects = state or {}
 
         def load(step: int | None) -> dict[str, Any]:
-            return self._load(folders, step, given, optimizer=optimizer, trust=trust)
+            return self._load(folders, step, objects, optimizer=optimizer, trust=trust)
 
         if step is not None:
             return load(step)
@@ -179,26 +192,27 @@ class Checkpointer:
         optimizer: bool,
         trust: bool,
     ) -> dict[str, Any]:
-        """Read the checkpoint of a step; returns its manifest."""
+        """Reads the checkpoint of a step and returns its manifest."""
         ranks = self._ranks
         path, manifest = ranks.on_first(lambda: folders.open(step, trust=trust))
         ranks.together(lambda: require_seen(path, self._mesh))
-        save_id, files = str(manifest.get("save_id", "")), manifest["files"]
+        save_id = str(manifest.get("save_id", ""))
+        files = manifest["files"]
+        blocks = manifest.get("blocks", {})
         has_optimizer = optimizer and manifest["optimizer"] is not None
-        about = path, int(manifest["step"]), save_id, files, manifest.get("blocks", {})
-        with self.saver.reading(*about) as reader:
+        with self.saver.reading(path, int(manifest["step"]), save_id, files, blocks) as reader:
             states = self._read(reader, manifest if has_optimizer else None)
             content = ranks.together(lambda: _read_state(reader, files, state))
         if has_optimizer:
             self._restore_optimizer(states, manifest["options"])
         if self._update.scaler is not None and manifest["loss_scale"] is not None:
             self._update.scaler = LossScale(**manifest["loss_scale"])
-        for name, one in state.items():
-            one.load_state_dict(content[name])
+        for name, user_object in state.items():
+            user_object.load_state_dict(content[name])
         return manifest
 
     def _take(self, head: Mapping[str, Any], state: Mapping[str, Any]) -> TakenState:
-        """Take the state of now apart."""
+        """Returns the present state in the form that the saver writes."""
         once: dict[str, bytes] = {}
         if state:
             self._ranks.first(lambda: once.update({PIPELINE_STATE: _state_bytes(state)}))
@@ -214,26 +228,35 @@ class Checkpointer:
     def _read(
         self, reader: CheckpointReader, manifest: Mapping[str, Any] | None
     ) -> dict[str, dict[str, Any]]:
-        """Read this rank's parameters and buffers in place, and the optimizer's state of them."""
-        path, known = reader.path, reader.tensors
+        """Reads this rank's parameters and buffers in place, and returns the optimizer's state.
+
+        Args:
+            reader: Reader of the checkpoint.
+            manifest: Manifest of the checkpoint, ``None`` to leave the optimizer's state out.
+
+        Returns:
+            State of the optimizer by name of parameter and key.
+        """
+        path = reader.path
+        saved_tensors = reader.tensors
 
         def prepare() -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-            wanted = self._wanted(path, known)
+            targets = self._wanted(path, saved_tensors)
             if manifest is None:
-                return wanted, {}
+                return targets, {}
             self._check_optimizer(path, manifest)
-            return wanted, self._empty_states(known, manifest)
+            return targets, self._empty_states(saved_tensors, manifest)
 
-        wanted, states = self._ranks.together(prepare, name_ranks=False)
-        wanted |= {
-            f"{_OPTIMIZER}{name}.{key}": one
+        targets, states = self._ranks.together(prepare, name_ranks=False)
+        targets |= {
+            f"{_OPTIMIZER}{name}.{key}": target
             for name, parts in states.items()
-            for key, one in parts.items()
-            if isinstance(one, torch.Tensor)
+            for key, target in parts.items()
+            if isinstance(target, torch.Tensor)
         }
         parts = [
-            WantedPart(name=name, offset=(0,) * one.dim(), target=one)
-            for name, one in wanted.items()
+            WantedPart(name=name, offset=(0,) * target.dim(), target=target)
+            for name, target in targets.items()
         ]
         self._ranks.together(lambda: reader.read(parts))
         return states
@@ -243,50 +266,58 @@ class Checkpointer:
         return None if optimizer is None else type(optimizer).__name__
 
     def _states(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-        """Return the optimizer's tensors by ``name.key``, and its plain values by name."""
+        """Returns the optimizer's tensors by ``name.key``, and its plain values by name."""
         tensors: dict[str, torch.Tensor] = {}
         plain: dict[str, dict[str, Any]] = {}
         if self._update.optimizer is None:
             return tensors, plain
         for name, parameter in self._update.parameters.items():
-            for key, one in self._update.optimizer.state.get(parameter, {}).items():
-                if isinstance(one, torch.Tensor):
-                    tensors[f"{name}.{key}"] = one
-                elif isinstance(one, _PLAIN):
-                    plain.setdefault(name, {})[key] = one
+            for key, value in self._update.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{name}.{key}"] = value
+                elif isinstance(value, _PLAIN):
+                    plain.setdefault(name, {})[key] = value
                 else:
                     raise CheckpointError(
-                        f"the optimizer keeps {key!r} of {name} as a {type(one).__name__}: only "
+                        f"the optimizer keeps {key!r} of {name} as a {type(value).__name__}: only "
                         "tensors and plain values can be saved"
                     )
         return tensors, plain
 
     @staticmethod
     def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a group of parameters that can be saved."""
-        plain = {key: _plain(one) for key, one in group.items() if key != "params"}
-        return {key: one for key, one in plain.items() if isinstance(one, (*_PLAIN, list))}
+        """Returns the options of a group of parameters that can be saved."""
+        plain = {key: _plain(value) for key, value in group.items() if key != "params"}
+        return {key: value for key, value in plain.items() if isinstance(value, (*_PLAIN, list))}
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        """Yields the optimizer's groups with the names of their parameters."""
         if self._update.optimizer is None:
             return
-        names = {id(one): name for name, one in self._update.parameters.items()}
+        names = {id(parameter): name for name, parameter in self._update.parameters.items()}
         for group in self._update.optimizer.param_groups:
-            yield group, [names[id(one)] for one in group["params"]]
+            yield group, [names[id(parameter)] for parameter in group["params"]]
 
-    def _wanted(self, path: Path, known: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors by their names in the checkpoint, to be filled in place."""
-        for name, one in self._held.items():
-            saved = known.get(_MODEL + name)
-            if saved is None or tuple(saved.size) != tuple(one.shape):
+    def _wanted(
+        self, path: Path, saved_tensors: Mapping[str, SavedTensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns this rank's tensors by their names in the checkpoint, to be read in place.
+
+        Raises:
+            CheckpointError: If the checkpoint lacks one, or has another shape for it.
+        """
+        for name, tensor in self._held.items():
+            saved = saved_tensors.get(_MODEL + name)
+            if saved is None or tuple(saved.size) != tuple(tensor.shape):
                 has = "lacks it" if saved is None else f"has it with shape {list(saved.size)}"
                 raise CheckpointError(
-                    f"{path}: the model has {name} with shape {list(one.shape)}, the checkpoint "
+                    f"{path}: the model has {name} with shape {list(tensor.shape)}, the checkpoint "
                     f"{has}: load it into the model that was saved"
                 )
-        return {_MODEL + name: one for name, one in self._held.items()}
+        return {_MODEL + name: tensor for name, tensor in self._held.items()}
 
     def _check_optimizer(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        """Checks that the optimizer has the kind and the groups of the checkpoint's."""
         kind = self._kind()
         if self._update.parameters and kind is None:
             raise ConfigError(
@@ -300,56 +331,65 @@ class Checkpointer:
             )
         for _, names in self._groups():
             options = [manifest["options"].get(name) for name in names]
-            unequal = [n for n, one in zip(names, options, strict=True) if one != options[0]]
+            unequal = [
+                n
+                for n, group_options in zip(names, options, strict=True)
+                if group_options != options[0]
+            ]
             if unequal:
                 raise CheckpointError(
-                    f"{path}: {names[0]} and {unequal[0]} were in groups with other options, the "
-                    f"optimizer has them in one of {len(names)}: make the same groups"
+                    f"{path}: {names[0]} and {unequal[0]} were saved in groups with different "
+                    f"options, the optimizer has both in a group of {len(names)}: make the same "
+                    "groups"
                 )
 
     def _empty_states(
-        self, known: Mapping[str, SavedTensor], manifest: Mapping[str, Any]
+        self, saved_tensors: Mapping[str, SavedTensor], manifest: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Return room for the optimizer's state of this rank's parameters, plain values filled."""
+        """Returns the optimizer's state of this rank's parameters, with empty tensors to fill.
+
+        Plain values have the values of the manifest.
+        """
         states: dict[str, dict[str, Any]] = {
             name: dict(manifest["states"].get(name, {})) for name in self._update.parameters
         }
-        for full, saved in known.items():
+        for full, saved in saved_tensors.items():
             if not full.startswith(_OPTIMIZER):
                 continue
             name, key = full[len(_OPTIMIZER) :].rsplit(".", 1)
             if name in states:
                 parameter = self._update.parameters[name]
-                alike = tuple(saved.size) == tuple(parameter.shape) and parameter.dim()
+                has_shape = tuple(saved.size) == tuple(parameter.shape) and parameter.dim()
                 states[name][key] = torch.empty(
-                    saved.size, dtype=saved.dtype, device=parameter.device if alike else "cpu"
+                    saved.size, dtype=saved.dtype, device=parameter.device if has_shape else "cpu"
                 )
         return states
 
     def _restore_optimizer(
         self, states: Mapping[str, Mapping[str, Any]], options: Mapping[str, Mapping[str, Any]]
     ) -> None:
+        """Loads states and options, by name of parameter, into the optimizer."""
         optimizer = self._update.optimizer
         if optimizer is None:
             return
-        whole = optimizer.state_dict()
-        whole["state"] = {}
-        for (group, names), saved in zip(self._groups(), whole["param_groups"], strict=True):
+        content = optimizer.state_dict()
+        content["state"] = {}
+        for (group, names), saved in zip(self._groups(), content["param_groups"], strict=True):
             for name, number in zip(names, saved["params"], strict=True):
                 if states[name]:
-                    whole["state"][number] = dict(states[name])
-            for key, one in (options.get(names[0], {}) if names else {}).items():
-                saved[key] = _like(one, group.get(key))
-        optimizer.load_state_dict(whole)
+                    content["state"][number] = dict(states[name])
+            for key, value in (options.get(names[0], {}) if names else {}).items():
+                saved[key] = _like(value, group.get(key))
+        optimizer.load_state_dict(content)
 
 
 class PipelineState(SnapshotState):
-    """Takes one rank's state apart for snapshots in memory; see ``SnapshotState``.
+    """Provides a rank's state for snapshots in memory; see ``SnapshotState``.
 
     Args:
-        checkpointer: takes it apart.
-        head: returns what is the same on all ranks, see :meth:`Checkpointer.head`.
-        state: the user's objects that are saved as well, by name.
+        checkpointer: Checkpointer of the rank.
+        head: Function that returns the facts of :meth:`Checkpointer.head`.
+        state: Objects of the user that are also saved, by name.
     """
 
     def __init__(
@@ -368,54 +408,61 @@ class PipelineState(SnapshotState):
         self._layout = _layout(tensors)
         line = json.dumps({**self._head(), **about}).encode() + b"\n"
         extra = line + (_state_bytes(self._state) if self._state else b"")
-        # Buffers are copied at once, for a forward may change them.
+        # Buffers are copied at once, because a forward may change them.
         is_buffer = self._checkpointer.is_buffer
-        copied = {name: one.clone() if is_buffer(name) else one for name, one in tensors.items()}
+        copied = {
+            name: tensor.clone() if is_buffer(name) else tensor for name, tensor in tensors.items()
+        }
         return _pieces(copied), extra
 
     def head(self) -> Mapping[str, Any]:
         return {"has_common": True}
 
     def is_changed(self) -> bool:
-        """Return whether tensors came: optimizers make their state with the first update."""
+        """Returns whether tensors were added; optimizers make their state in the first update."""
         return _layout(self._checkpointer.apart()[0]) != self._layout
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> dict[Part, Piece]:
-    """Return whole tensors as parts of a checkpoint."""
+    """Returns whole tensors as parts of a checkpoint."""
     return {
-        (name, (0,) * one.dim()): Piece(tensor=one, size=list(one.shape), whole=list(one.shape))
-        for name, one in tensors.items()
+        (name, (0,) * tensor.dim()): Piece(
+            tensor=tensor, size=list(tensor.shape), whole=list(tensor.shape)
+        )
+        for name, tensor in tensors.items()
     }
 
 
 def _layout(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
-    return [(name, one.shape, one.dtype) for name, one in tensors.items()]
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
 
 
 def _state_bytes(state: Mapping[str, Any]) -> bytes:
-    """Return a file of what the user's objects hold."""
+    """Returns the content of a file with the state of the user's objects."""
     try:
-        return plain_values.dumps({name: one.state_dict() for name, one in state.items()})
+        return plain_values.dumps(
+            {name: user_object.state_dict() for name, user_object in state.items()}
+        )
     except TypeError as error:
         raise ConfigError(
-            f"state: what {', '.join(state)} hold cannot be read again ({error}): give objects"
-            " whose state_dict() has plain values and tensors alone"
+            f"state: the states of {', '.join(state)} cannot be read again ({error}): give objects"
+            " whose state_dict() has only plain values and tensors"
         ) from error
 
 
 def _read_state(
     reader: CheckpointReader, files: Collection[str], names: Collection[str]
 ) -> dict[str, Any]:
+    """Returns the states of the user's objects with these names."""
     states: dict[str, Any] = {}
     if names and {PIPELINE_STATE, _FORMER_STATE} & {*files}:
         states = reader.read_values(PIPELINE_STATE, _FORMER_STATE)
     missing = [name for name in names if name not in states]
     if missing:
-        has = ", ".join(states) or "none"
+        present = ", ".join(states) or "none"
         raise CheckpointError(
-            f"{reader.path}: it has no state of {missing[0]!r} (it has: {has}): give the names that"
-            " it was saved with"
+            f"{reader.path}: it has no state of {missing[0]!r} (it has: {present}): give the names"
+            " that it was saved with"
         )
     return states
 
@@ -427,7 +474,7 @@ def _plain(value: Any) -> Any:
 
 
 def _like(saved: Any, present: Any) -> Any:
-    """Give an option of a checkpoint the type that the optimizer has for it."""
+    """Converts an option of a checkpoint to the type that the optimizer has for it."""
     if isinstance(present, torch.Tensor):
         return torch.full_like(present, saved)
     return tuple(saved) if isinstance(present, tuple) and isinstance(saved, Sequence) else saved

@@ -1,4 +1,4 @@
-"""Cuts a tape into stages: calls, parameters and tensors of each, and the rank that keeps them.
+"""Cuts a tape into stages: lists the calls, parameters and messages of each stage.
 
 ::
 
@@ -6,11 +6,11 @@
     stage          0   |  1      1   |  2
                        |             |
     x ─────────────────> used here   |             x crosses the first border
-    mask ──────────────────────────────> used      mask crosses both, stage 1 hands it on
+    mask ──────────────────────────────> used      mask crosses both, stage 1 forwards it
 
-What crosses a border is all that was made before it and is used after it. Values that follow from
-inputs and buffers alone by a few calls (positions, masks) do not cross: each stage that uses one
-makes it itself, of the inputs that it is given anyway.
+A value that is made before a border and used after it crosses the border in a message. Values that
+a few calls compute from inputs and buffers (positions, masks) do not cross: each stage that uses
+one computes it again, because it has the inputs of the batch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megatron.adaptive.planner.job_shape import least_largest_of
 
 
 def check_stages(num_segments: int, num_stages: int) -> None:
-    """Refuse more stages than segments.
+    """Checks that there are at least as many segments as stages.
 
     Raises:
-        ConfigError: names both numbers.
+        ConfigError: If there are fewer; names both numbers.
     """
     if num_stages > num_segments:
         raise ConfigError(
@@ -44,23 +44,34 @@ def check_stages(num_segments: int, num_stages: int) -> None:
         )
 
 
-def read_partition(given: str | Sequence[int]) -> tuple[int, ...]:
-    """Reads the segments of each stage, such as ``3-4-5``; ConfigError if it is no partition."""
+def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
+    """Returns the numbers of segments of a partition such as ``3-4-5``.
+
+    Raises:
+        ConfigError: If it is not a partition.
+    """
     try:
-        return parse_partition(given) if isinstance(given, str) else tuple(map(int, given))
+        if isinstance(partition, str):
+            return parse_partition(partition)
+        return tuple(map(int, partition))
     except ValueError as error:
         raise ConfigError(f"partition: {error}") from None
 
 
 def given_partition(
-    given: str | Sequence[int], num_segments: int, num_stages: int
+    text: str | Sequence[int], num_segments: int, num_stages: int
 ) -> tuple[int, ...]:
-    """Read a user's partition, segments of each stage such as ``3-4-5``.
+    """Returns the numbers of segments of a user's partition such as ``3-4-5``.
+
+    Args:
+        text: Partition, as a text or numbers.
+        num_segments: Number of segments of the model.
+        num_stages: Number of stages of the pipeline.
 
     Raises:
-        ConfigError: it does not fit the model or the pipeline.
+        ConfigError: If it does not fit the model or the pipeline.
     """
-    partition = read_partition(given)
+    partition = read_partition(text)
     if len(partition) != num_stages or min(partition) < 1 or sum(partition) != num_segments:
         raise ConfigError(
             f"partition {format_partition(partition)} was given for {num_segments} segments and "
@@ -70,10 +81,10 @@ def given_partition(
 
 
 def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
-    """Refuse weights that are not one for each segment.
+    """Checks that there is one weight for each segment.
 
     Raises:
-        ConfigError: there are more, or fewer.
+        ConfigError: If there are more, or fewer.
     """
     if weights is not None and len(weights) != num_segments:
         raise ConfigError(
@@ -83,16 +94,19 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
 
 
 def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Divide segments so that the largest stage is as small as possible.
+    """Divides segments among stages so that the most expensive stage is as cheap as possible.
 
-    Of several such divisions the one with the least sum of squares.
+    Of several such partitions it returns the one with the least sum of squares.
 
     Args:
-        weights: what each segment costs, in any unit, at least 0.
-        num_stages: stages, each of at least one segment.
+        weights: Cost of each segment, in any unit, at least 0.
+        num_stages: Number of stages, each of at least one segment.
+
+    Returns:
+        Number of segments of each stage.
 
     Raises:
-        ConfigError: a weight is negative or not finite, or there are too few segments.
+        ConfigError: If a weight is negative or not finite, or there are too few segments.
     """
     check_stages(len(weights), num_stages)
     for segment, weight in enumerate(weights):
@@ -105,22 +119,23 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return partition
 
 
-# Calls that a stage may repeat rather than be sent their result.
+# A stage repeats at most this many calls for a value; otherwise it receives the value.
 _MOST_REPEATED = 64
 
 
 @dataclass(slots=True, kw_only=True)
 class StagePlan:
-    """Lists what one stage does.
+    """Lists the calls and values of a stage.
 
     Attributes:
-        calls: numbers of its calls, in order.
-        received: values that come from the stage before, in the order of the message.
-        sent: values for the stage after, likewise.
-        inputs: names of the batch's entries that it uses.
-        parameters, buffers: names of those it uses.
-        copied: values that it changes and must not share with others.
-        result: the loss, in the last stage.
+        calls: Numbers of its calls, in order.
+        received: Values from the stage before, in the order of the message.
+        sent: Values for the stage after, in the order of the message.
+        inputs: Names of the batch's entries that it uses.
+        parameters: Names of the parameters that it uses.
+        buffers: Names of the buffers that it uses.
+        copied: Values that it changes in place and must copy first.
+        result: Value of the loss in the last stage, otherwise ``None``.
     """
 
     calls: list[int] = field(default_factory=list)
@@ -134,14 +149,14 @@ class StagePlan:
 
 
 def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
-    """Refuse parameters that are used on both sides of a cut and are not declared.
+    """Checks that parameters used on both sides of a cut are declared as shared.
 
     Args:
-        tape: the forward.
-        groups: names of each shared parameter; one name is enough.
+        tape: Recorded forward.
+        groups: Names of each shared parameter; one name per parameter is enough.
 
     Raises:
-        ConfigError: names the parameter, its other names and the cut.
+        ConfigError: If one is not declared; names the parameter, its other names and the cut.
     """
     declared = {name for group in groups for name in group}
     for name, segments in uses_of(tape).items():
@@ -157,45 +172,47 @@ def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
 
 
 def uses_of(tape: Tape) -> dict[str, set[int]]:
-    """Return the segments that use each parameter, by its first name."""
-    found: dict[str, set[int]] = {}
+    """Returns the segments that use each parameter, by the parameter's first name."""
+    segments_of: dict[str, set[int]] = {}
     for number in _needed(tape):
         call = tape.calls[number]
-        for one in call.reads:
-            value = tape.values[one]
+        for read in call.reads:
+            value = tape.values[read]
             if value.source == "parameter":
-                found.setdefault(value.name, set()).add(call.segment)
-    return found
+                segments_of.setdefault(value.name, set()).add(call.segment)
+    return segments_of
 
 
 def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
-    """Cut a tape.
+    """Cuts a tape and returns the plan of each stage.
 
     Args:
-        tape: the forward.
-        partition: segments of each stage, in order; their sum is that of the tape.
+        tape: Recorded forward.
+        partition: Number of segments of each stage, whose sum is the tape's number of segments.
 
     Raises:
-        ConfigError: a tensor is changed in place where another stage sees it.
+        ConfigError: If a tensor is changed in place that another stage sees.
     """
     return _Slicer(tape, partition).run()
 
 
 def _needed(tape: Tape) -> list[int]:
-    """Calls that the loss depends on or that change something, in order."""
-    wanted = {tape.loss}
-    found = []
+    """Returns the calls that the loss depends on or that change tensors, in order."""
+    needed = {tape.loss}
+    numbers = []
     for number in range(len(tape.calls) - 1, -1, -1):
         call = tape.calls[number]
         made = {value for value, _ in call.outputs} | {new for _, new in call.changes}
-        if call.changes or made & wanted:
-            found.append(number)
-            wanted.update(call.reads)
-            wanted.update(old for old, _ in call.changes)
-    return found[::-1]
+        if call.changes or made & needed:
+            numbers.append(number)
+            needed.update(call.reads)
+            needed.update(old for old, _ in call.changes)
+    return numbers[::-1]
 
 
 class _Slicer:
+    """Makes the plans of stages from a tape."""
+
     def __init__(self, tape: Tape, partition: Sequence[int]) -> None:
         self._tape = tape
         ends = list(accumulate(partition))
@@ -203,14 +220,15 @@ class _Slicer:
         self._plans = [StagePlan() for _ in partition]
         self._calls = _needed(tape)
         self._changed = {
-            tape.values[old].storage for number in self._calls
+            tape.values[old].storage
+            for number in self._calls
             for old, _ in tape.calls[number].changes
-        }  # fmt: skip
+        }
         self._closure = functools.cache(self._find_closure)
         self._last_use: dict[int, int] = {}
 
     def run(self) -> list[StagePlan]:
-        """Return the stages' plans."""
+        """Returns the plans of the stages."""
         tape = self._tape
         self._check_changes()
         members: list[set[int]] = [set() for _ in self._plans]
@@ -218,8 +236,8 @@ class _Slicer:
             stage = self._stage_of[tape.calls[number].segment]
             members[stage].add(number)
             call = tape.calls[number]
-            for one in {*call.reads, *(old for old, _ in call.changes)}:
-                members[stage] |= self._use(one, stage)
+            for value_number in {*call.reads, *(old for old, _ in call.changes)}:
+                members[stage] |= self._use(value_number, stage)
         last = len(self._plans) - 1
         if tape.values[tape.loss].made_by >= 0:
             members[last] |= self._use(tape.loss, last)
@@ -234,10 +252,11 @@ class _Slicer:
         return self._plans
 
     def _home(self, value: Value) -> int:
+        """Returns the stage whose call makes a value."""
         return self._stage_of[self._tape.calls[value.made_by].segment]
 
     def _use(self, number: int, stage: int) -> frozenset[int] | set[int]:
-        """Note that a stage uses a value; returns the calls that it repeats for that."""
+        """Records that a stage uses a value; returns the calls that it repeats to make it."""
         value = self._tape.values[number]
         if value.made_by < 0 or self._home(value) == stage:
             return set()
@@ -248,7 +267,7 @@ class _Slicer:
         return set()
 
     def _find_closure(self, number: int) -> frozenset[int] | None:
-        """Calls that make a value of inputs and buffers, ``None`` where it has to be sent."""
+        """Returns the calls that make a value from inputs and buffers, ``None`` if it is sent."""
         value = self._tape.values[number]
         if value.requires_grad or value.source == "parameter" or value.storage in self._changed:
             return None
@@ -257,24 +276,27 @@ class _Slicer:
         call = self._tape.calls[value.made_by]
         if call.is_random or call.changes:
             return None
-        found = {value.made_by}
-        for one in call.reads:
-            part = self._closure(one)
+        closure = {value.made_by}
+        for read in call.reads:
+            part = self._closure(read)
             if part is None:
                 return None
-            found |= part
-        return frozenset(found) if len(found) <= _MOST_REPEATED else None
+            closure |= part
+        return frozenset(closure) if len(closure) <= _MOST_REPEATED else None
 
     def _list_sources(self, plan: StagePlan) -> None:
+        """Adds inputs, parameters, buffers and copied values to the plan of a stage."""
         tape = self._tape
         received = set(plan.received)
         lists: dict[str, list[str]] = {
-            "input": plan.inputs, "parameter": plan.parameters, "buffer": plan.buffers
-        }  # fmt: skip
+            "input": plan.inputs,
+            "parameter": plan.parameters,
+            "buffer": plan.buffers,
+        }
         for number in plan.calls:
             call = tape.calls[number]
-            for one in call.reads:
-                value = tape.values[one]
+            for read in call.reads:
+                value = tape.values[read]
                 names = lists.get(value.source)
                 if names is not None and value.name not in names:
                     names.append(value.name)
@@ -284,7 +306,7 @@ class _Slicer:
                     plan.copied.add(old)
 
     def _check_changes(self) -> None:
-        """Refuse changes in place that another stage would have to see."""
+        """Raises a ``ConfigError`` for changes in place that another stage would have to see."""
         tape = self._tape
         by_storage: dict[int, list[int]] = {}
         for number, value in enumerate(tape.values):
@@ -292,46 +314,64 @@ class _Slicer:
                 by_storage.setdefault(value.storage, []).append(number)
         readers: dict[int, list[int]] = {}
         for number in self._calls:
-            for one in tape.calls[number].reads:
-                readers.setdefault(one, []).append(number)
+            for read in tape.calls[number].reads:
+                readers.setdefault(read, []).append(number)
         for number in self._calls:
             call = tape.calls[number]
             stage = self._stage_of[call.segment]
             for old, new in call.changes:
-                for one in by_storage.get(tape.values[old].storage, []):
-                    self._check_view(one, old, new, number, stage, readers.get(one, []))
+                for view in by_storage.get(tape.values[old].storage, []):
+                    self._check_view(view, old, new, number, stage, readers.get(view, []))
 
     def _check_view(
-        self, one: int, old: int, new: int, number: int, stage: int, readers: Sequence[int]
+        self, view: int, old: int, new: int, number: int, stage: int, readers: Sequence[int]
     ) -> None:
+        """Checks a value that shares memory with a changed one.
+
+        Args:
+            view: Value that shares the memory.
+            old: Value before the change.
+            new: Value after the change.
+            number: Number of the call that changes it.
+            stage: Stage of that call.
+            readers: Numbers of the calls that read the view.
+
+        Raises:
+            ConfigError: If the view is read in another stage after the change.
+        """
         tape = self._tape
-        value = tape.values[one]
-        if (one == new and old != new) or value.made_by > number:
-            return  # it was made of what the change left
+        value = tape.values[view]
+        # A view that is made after the change has the new content.
+        if (view == new and old != new) or value.made_by > number:
+            return
         later = [reader for reader in readers if reader > number]
-        where = {self._stage_of[tape.calls[reader].segment] for reader in later}
+        reading_stages = {self._stage_of[tape.calls[reader].segment] for reader in later}
         if value.source == "buffer":
             elsewhere = {self._stage_of[tape.calls[reader].segment] for reader in readers} - {stage}
             if elsewhere:
                 raise ConfigError(
                     f"buffer {value.name} changes in stage {stage} and is used in stage "
-                    f"{min(elsewhere)}: move the cut point so that one stage has it alone"
+                    f"{min(elsewhere)}: move the cut point so that only one stage uses it"
                 )
             return
         home = stage if value.made_by < 0 else self._home(value)
-        if later and (home != stage or (value.source and where - {stage})):
+        if later and (home != stage or (value.source and reading_stages - {stage})):
             raise ConfigError(
                 f"a tensor of shape {list(value.shape)} is changed in place in stage {stage} and "
-                f"seen through another one in stage {max(where)}: use the operation that returns "
-                "a new tensor, or move the cut point"
+                f"read through another tensor in stage {max(reading_stages)}: use the operation "
+                "that returns a new tensor, or move the cut point"
             )
 
 
 def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Check declared groups of shared weights.
+    """Checks the declared groups of shared weights.
+
+    Args:
+        model: Model of the user.
+        groups: Names of each shared parameter.
 
     Raises:
-        ConfigError: a name is unknown, or a group is not one parameter.
+        ConfigError: If a name is unknown, or the names of a group are different parameters.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     for group in groups:
@@ -354,13 +394,18 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
 def keep_only(
     model: torch.nn.Module, names: Iterable[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Move what the rank keeps to its device, and free the rest.
+    """Moves some parameters and buffers to a device, and frees the memory of the others.
 
-    Parameters stay the same objects. What goes is replaced by a tensor on the ``meta`` device: its
-    shape stays known, its memory is free.
+    Parameters stay the same objects. The others are replaced by tensors on the ``meta`` device,
+    which keep their shapes.
+
+    Args:
+        model: Model of the user.
+        names: Names of the parameters and buffers to keep.
+        device: Device of this rank.
 
     Returns:
-        What was kept, by name.
+        Parameters and buffers that were kept, by name.
     """
     keep = set(names)
     by_id: dict[int, torch.Tensor] = {}
@@ -380,7 +425,7 @@ def keep_only(
             by_id[id(buffer)] = torch.empty_like(buffer, device="meta")
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
-            for key, one in tensors.items():
-                if one is not None and id(one) in by_id:
-                    tensors[key] = by_id[id(one)]  # type: ignore[assignment]
+            for key, tensor in tensors.items():
+                if tensor is not None and id(tensor) in by_id:
+                    tensors[key] = by_id[id(tensor)]  # type: ignore[assignment]
     return held

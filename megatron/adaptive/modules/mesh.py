@@ -1,4 +1,4 @@
-"""This process within the job: device, replicas and pipelines, and the groups for their sums."""
+"""Places this process in the job: its device, replica and pipeline rank, and process groups."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ _JOBS = "megatron-adaptive-jobs"
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Job):
-    """Places this process in its pipeline.
+    """Contains the position of this process in its pipeline.
 
     Attributes:
-        pipeline_size, pp_rank: stages' ranks of a replica, and which of them this is.
-        dp_size, dp_rank: replicas, and which of them this is.
-        pp_ranks: global ranks of this replica, by position.
-        dp_group: ranks of the same position in all replicas.
+        pipeline_size: Number of ranks of a pipeline.
+        pp_rank: Position of this rank in its pipeline.
+        dp_size: Number of replicas.
+        dp_rank: Number of this rank's replica.
+        pp_ranks: Global ranks of this replica's pipeline, by position.
+        dp_group: Group of the ranks with the same position in all replicas.
     """
 
     pipeline_size: int
@@ -43,15 +45,15 @@ class Mesh(Job):
     dp_group: Any
 
     def groups_of(self, position_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        """Make a group for each set of positions in each replica. Collective over all ranks.
+        """Makes a group for each set of positions in each replica. Collective over all ranks.
 
         Args:
-            position_sets: sets of positions in the pipeline, the same on all ranks.
+            position_sets: Sets of positions in the pipeline, the same on all ranks.
 
         Returns:
-            The groups that this rank is in.
+            Groups that contain this rank, by their positions.
         """
-        found = {}
+        groups = {}
         for positions in position_sets:
             for pp_ranks in sorted(set(map(tuple, self.gather(self.pp_ranks)))):
                 members = [pp_ranks[position] for position in positions]
@@ -59,27 +61,27 @@ class Mesh(Job):
                     members, backend=self.accelerator.backend, timeout=self.timeout
                 )
                 if list(pp_ranks) == self.pp_ranks and self.pp_rank in positions:
-                    found[positions] = group
-        return found
+                    groups[positions] = group
+        return groups
 
     def close(self) -> None:
-        """End what :func:`make_mesh` and :func:`join_job` began. Collective over all ranks."""
+        """Ends the process groups of the mesh and of the job. Collective over all ranks."""
         parallel_state.destroy_model_parallel()
         super().close()
 
 
 _store_of_process = functools.cache(meet)
-"""Returns the store that ranks meet in, for all jobs of the process."""
+"""Returns the rendezvous store of this process, the same for all its jobs."""
 
 
 def join_job(timeout_s: float) -> Job:
-    """Connect this process with the others. Collective over all ranks.
+    """Connects this process with the others. Collective over all ranks.
 
     Args:
-        timeout_s: limit of waits for other ranks.
+        timeout_s: Limit of waits for other ranks, in seconds.
 
     Raises:
-        TransportError: The processes do not meet.
+        TransportError: If the processes do not meet.
     """
     environment = Environment.read()
     accelerator = detect(environment.local_rank)
@@ -92,7 +94,8 @@ def join_job(timeout_s: float) -> Job:
             store = _store_of_process(environment, timeout)
         except (dist.DistError, MeetingError, ValueError) as error:
             raise no_rendezvous(environment, error) from error
-        # Under other names in every job: in the store are the addresses of those before.
+        # Each job of the process has its own prefix, because the store keeps addresses of former
+        # jobs.
         turn = store.add(f"{_JOBS}/{environment.rank}", 1)
         store = dist.PrefixStore(f"{_JOBS}/{turn}", store)
         accelerator = agree_on_sharing(
@@ -119,10 +122,10 @@ def join_job(timeout_s: float) -> Job:
 
 
 def check_pipeline_size(size: int) -> int:
-    """Return a pipeline size that divides the job's processes.
+    """Returns a pipeline size after a check that it divides the number of processes.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: If it does not.
     """
     world_size = dist.get_world_size()
     if type(size) is not int or size < 1 or world_size % size:
@@ -134,14 +137,14 @@ def check_pipeline_size(size: int) -> int:
 
 
 def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
-    """Divide the job into pipelines. Collective over all ranks.
+    """Divides the job into pipelines. Collective over all ranks.
 
     Args:
-        job: of all ranks.
-        pipeline_size: ranks of a pipeline, all of them where ``None``.
+        job: Job of all ranks.
+        pipeline_size: Number of ranks of a pipeline, ``None`` for all ranks.
 
     Raises:
-        ConfigError: the ranks do not divide into such pipelines.
+        ConfigError: If the ranks do not divide into such pipelines.
     """
     world_size = dist.get_world_size()
     size = check_pipeline_size(world_size if pipeline_size is None else pipeline_size)

@@ -1,4 +1,4 @@
-"""The pipeline of a model with cut points: what a user's training loop calls."""
+"""Defines ``Pipeline``, which a user's training loop calls to train a model with cut points."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 
 from megatron.adaptive import accelerator as _accelerator
 
-# Before the modules below import megatron-core.
+# These calls must precede the imports of megatron-core in the modules below.
 _accelerator.install()
 with _accelerator.quiet_imports():
     from megatron.adaptive.config.flags import check_values, fields_of
     from megatron.adaptive.config.parallel import TransportConfig
     from megatron.adaptive.config.schedule import ScheduleConfig
     from megatron.adaptive.engine.executor import ActivationMeter, RankTimes
-    from megatron.adaptive.engine.executor_setup import build_executor, open_trace
+    from megatron.adaptive.engine.executor_setup import Wiring, build_executor, open_trace
     from megatron.adaptive.engine.hang_guard import HangGuard
     from megatron.adaptive.engine.process_context import naming_lost_peers
     from megatron.adaptive.engine.weight_gradient import WeightGradientStore
@@ -30,7 +30,7 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched
     from megatron.adaptive.modules.cutting import check_groups
     from megatron.adaptive.modules.program import ProgramStages, RandomKey
-    from megatron.adaptive.modules.sizes import choose_orders, place
+    from megatron.adaptive.modules.sizes import choose_orders, settle_sizes
     from megatron.adaptive.modules.step_loop import NO_LOOP, Loop
     from megatron.adaptive.modules.update import LossScale
 
@@ -39,37 +39,37 @@ _LEAST_SLOT_BYTES = 4096
 
 
 class Pipeline:
-    """Trains a module whose stages lie on several processes.
+    """Trains a module whose stages are on several processes.
 
-    Collective over all processes of the job, as :meth:`step`, :meth:`eval` and :meth:`close` are.
-    All of them build the same model with the same weights; afterwards each holds the parameters of
-    its own stages, and those of others are on the ``meta`` device.
+    Making it is collective over all processes of the job, as are :meth:`step`, :meth:`eval` and
+    :meth:`close`. All processes build the same model with the same weights. Afterwards each keeps
+    the parameters of its stages, and the other parameters are on the ``meta`` device.
 
     Args:
-        model: with :class:`CutPoint` modules in its forward.
-        sample_batch: a batch, a dictionary of tensors whose first axis is that of the samples.
-        **more: the other attributes of :class:`~megatron.adaptive.modules.recording.SampledModel`
+        model: Model with :class:`CutPoint` modules in its forward.
+        sample_batch: Dictionary of tensors whose first axis is the axis of samples.
+        **more: Other attributes of :class:`~megatron.adaptive.modules.recording.SampledModel`
             and :class:`~megatron.adaptive.modules.assembly.PipelineSettings`.
 
     Attributes:
-        model: as given.
-        plan: what the planner chose and why, ``None`` where it was not asked here.
-        device: of this process.
-        pipeline_size: processes of a pipeline.
-        replicas: pipelines.
-        replica: pipeline that this process belongs to, from 0 on.
-        micro_batch_size: samples of a microbatch.
-        partition: segments of each stage.
-        weights: what each segment costs; empty where nobody asked.
-        cut_points: names of all cut points in the order of the forward.
-        steps: training steps so far, those before a checkpoint that was loaded included.
-        loss: of the last step.
-        grad_norm: norm of the whole model's gradient in the last step, before clipping.
-        times: of this process in the last step.
+        model: Model of the user.
+        plan: Choice of the planner and its reasons, ``None`` if it was not used.
+        device: Device of this process.
+        pipeline_size: Number of processes of a pipeline.
+        replicas: Number of pipelines.
+        replica: Number of this process's pipeline, from 0.
+        micro_batch_size: Number of samples of a microbatch.
+        partition: Number of segments of each stage.
+        weights: Cost of each segment; empty if it was not needed.
+        cut_points: Names of all cut points in the order of the forward.
+        steps: Number of training steps so far, which includes those before a loaded checkpoint.
+        loss: Loss of the last step.
+        grad_norm: Norm of the whole model's gradient in the last step, before clipping.
+        times: Times of this process in the last step.
 
     Raises:
-        ConfigError: a setting, the batch or the model breaks a rule; named.
-        ScheduleError: the schedule is unknown or does not fit.
+        ConfigError: If a setting, the batch or the model breaks a rule; names it.
+        ScheduleError: If the schedule is unknown or does not fit.
     """
 
     @naming_lost_peers()
@@ -91,44 +91,68 @@ class Pipeline:
         self._loop: Loop | None = None
         self._is_closed = False
         self.steps = 0
-        self._mesh, request, self.plan, self._order_of_job = place(request)
+        sizes = settle_sizes(request)
+        request = sizes.request
         assert request.micro_batch_size is not None
-        self._batch_size, self.micro_batch_size = request.samples, request.micro_batch_size
+        self._mesh = sizes.mesh
+        self.plan = sizes.plan
+        self._order_of_job = sizes.order
+        self._batch_size = request.samples
+        self.micro_batch_size = request.micro_batch_size
         self.device = self._mesh.accelerator.device
         self.pipeline_size = self._mesh.pipeline_size
-        self.replicas, self.replica = self._mesh.dp_size, self._mesh.dp_rank
+        self.replicas = self._mesh.dp_size
+        self.replica = self._mesh.dp_rank
         sample = stretched(sample_batch, self.micro_batch_size)
         self._shape = BatchShape(sample, self.micro_batch_size)
         try:
-            self._orders = orders = choose_orders(
-                request, self._mesh.pipeline_size, self._mesh.pp_rank
-            )
-            made = assemble(request, self._shape, self._mesh, orders.placement)
+            self._orders = choose_orders(request, self._mesh.pipeline_size, self._mesh.pp_rank)
+            self._assembly = assemble(request, self._shape, self._mesh, self._orders.placement)
         except AdaptiveError:
             self._mesh.close()
             raise
-        self._made, self._update = made, made.update
-        self.cut_points, self.partition = made.cut_points, made.partition
-        self.weights, costs = made.weights, iter(made.weights)
+        self._update = self._assembly.update
+        self.cut_points = self._assembly.cut_points
+        self.partition = self._assembly.partition
+        self.weights = self._assembly.weights
+        self._open_trace(request, samples)
+        self._wiring = self._make_wiring(request)
+        self._random = RandomKey(request.seed, self._mesh.dp_rank, self.device)
+        self._meter = ActivationMeter()
+        self._stores: list[WeightGradientStore] | None = None
+        if self._orders.weight_pieces:
+            self._stores = [WeightGradientStore() for _ in self._assembly.programs]
+        if request.mixed_precision == "fp16":
+            self._update.scaler = LossScale()
+        self._guard = self._make_guard(request)
+        self._mesh.settle()
+
+    def _open_trace(self, request: PipelineSettings, samples: int) -> None:
+        """Opens the trace of this process; each incarnation of an elastic job has its folder."""
         trace_dir = request.trace_dir
         if self._order_of_job is not None and trace_dir is not None:
             trace_dir = f"{trace_dir}/epoch-{self._order_of_job.epoch}"
         self._trace_dir = trace_dir
+        costs = iter(self.weights)
         self._tracing = open_trace(
             trace_dir,
             self._mesh,
-            orders.placement,
+            self._orders.placement,
             schedule=request.schedule,
             num_microbatches=max(1, samples // self.micro_batch_size),
             layers=self.partition,
             work=[sum(itertools.islice(costs, size)) for size in self.partition if self.weights],
         )
+
+    def _make_wiring(self, request: PipelineSettings) -> Wiring:
+        """Makes the executor and its channels, with slots for the largest message."""
         transport = request.transport or TransportConfig()
         if transport.transport_slot_bytes is None:
-            size = max(_LEAST_SLOT_BYTES, made.largest_message)
+            size = max(_LEAST_SLOT_BYTES, self._assembly.largest_message)
             transport = dataclasses.replace(transport, transport_slot_bytes=size)
-        self._wiring = build_executor(
-            placement=orders.placement,
+        placement = self._orders.placement
+        return build_executor(
+            placement=placement,
             accelerator=self._mesh.accelerator,
             places=self._mesh.places,
             payload_shape=None,
@@ -136,28 +160,27 @@ class Pipeline:
             timeout_s=request.timeout_s,
             tracing=self._tracing,
             transport=transport,
-            in_flight=orders.inputs_in_flight(4 * orders.placement.num_ranks),
+            in_flight=self._orders.inputs_in_flight(4 * placement.num_ranks),
         )
-        self._random = RandomKey(request.seed, self._mesh.dp_rank, self.device)
-        self._meter = ActivationMeter()
-        self._stores: list[WeightGradientStore] | None = None
-        if orders.weight_pieces:
-            self._stores = [WeightGradientStore() for _ in made.programs]
-        if request.mixed_precision == "fp16":
-            self._update.scaler = LossScale()
-        self._guard = HangGuard(
-            self._mesh, after_s=request.hang_after_s, on_hang=request.on_hang, page_folder=trace_dir
+
+    def _make_guard(self, request: PipelineSettings) -> HangGuard:
+        """Makes the guard against hangs, whose thread reads trace and executor."""
+        guard = HangGuard(
+            self._mesh,
+            after_s=request.hang_after_s,
+            on_hang=request.on_hang,
+            page_folder=self._trace_dir,
         )
-        tracing, executor = self._tracing, self._wiring.executor
-        # Called from the guard's thread.
-        self._guard.snapshot = lambda: {**tracing.now(), **executor.evidence(), "may_pause": True}
-        self._mesh.settle()
+        tracing = self._tracing
+        executor = self._wiring.executor
+        guard.snapshot = lambda: {**tracing.now(), **executor.evidence(), "may_pause": True}
+        return guard
 
     def share(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this replica's part of a batch of all of them, for :meth:`step`.
+        """Returns this replica's part of a batch of all replicas, for :meth:`step`.
 
         Raises:
-            ConfigError: the samples do not divide.
+            ConfigError: If the samples do not divide among the replicas.
         """
         count = samples_in(batch, "batch")
         if count % self.replicas:
@@ -166,19 +189,19 @@ class Pipeline:
                 f"a multiple of {self.replicas * self.micro_batch_size}"
             )
         part = count // self.replicas
-        return {name: one.narrow(0, self.replica * part, part) for name, one in batch.items()}
+        return {name: entry.narrow(0, self.replica * part, part) for name, entry in batch.items()}
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss before the backward; 1 except in fp16."""
+        """Returns the factor of the loss before the backward, 1 except in fp16."""
         return self._update.scale
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield the parameters of this process's stages, by their names in the model."""
+        """Yields the parameters of this process's stages with their names in the model."""
         yield from self._update.parameters.items()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Yield the parameters of this process's stages."""
+        """Yields the parameters of this process's stages."""
         yield from self._update.parameters.values()
 
     def set_optimizer(
@@ -189,37 +212,39 @@ class Pipeline:
         initial_loss_scale: float = 65536.0,
         loss_scale_interval: int = 2000,
     ) -> None:
-        """Say what updates the parameters after each step.
+        """Sets the optimizer that updates the parameters after each step.
 
         Args:
-            optimizer: a ``torch.optim.Optimizer`` over :meth:`parameters`, or a function that makes
-                one of a list of parameters; ``None`` on a process that holds none.
-            clip_norm: largest norm of the whole model's gradient; ``None`` for no limit.
-            initial_loss_scale: of fp16.
-            loss_scale_interval: steps without an overflow after which it doubles.
+            optimizer: A ``torch.optim.Optimizer`` over :meth:`parameters`, or a function that makes
+                one from a list of parameters; ``None`` on a process without parameters.
+            clip_norm: Largest norm of the whole model's gradient; ``None`` for no limit.
+            initial_loss_scale: First loss scale in fp16.
+            loss_scale_interval: Number of steps without an overflow after which the loss scale
+                doubles.
 
         Raises:
-            ConfigError: the optimizer holds parameters of other stages.
+            ConfigError: If the optimizer has parameters of other stages.
         """
         self._update.set_optimizer(optimizer, clip_norm, initial_loss_scale, loss_scale_interval)
 
     @naming_lost_peers()
     def step(self, batch: Mapping[str, torch.Tensor]) -> tuple[float, bool]:
-        """Train on a batch: forward, backward, sums over replicas, optimizer.
+        """Trains on a batch: forward, backward, sums over replicas, optimizer.
 
         Without an optimizer the gradients stay in ``grad`` until the next step.
 
         Args:
-            batch: of this replica, the same on all processes of its pipeline; its samples divide
-                into microbatches. Processes use the entries that their stages need.
+            batch: Batch of this replica, the same on all processes of its pipeline. Its samples
+                divide into microbatches. A process uses only the entries that its stages need.
 
         Returns:
             The mean loss over microbatches and replicas, and whether the gradient was not finite,
             so that nothing was updated; the same on all processes.
 
         Raises:
-            ConfigError: the batch does not divide or does not look like the sample.
-            TransportError: another process is gone or silent.
+            ConfigError: If the batch does not divide into microbatches, or differs from the sample
+                batch in entries, shapes or types.
+            TransportError: If another process is gone or silent.
         """
         count = self._shape.num_microbatches(batch)
         if self._loop is not None:
@@ -245,14 +270,15 @@ class Pipeline:
 
     @naming_lost_peers()
     def eval(self, batch: Mapping[str, torch.Tensor]) -> float:
-        """Return the mean loss of a batch in evaluation mode; the same on all processes.
+        """Returns the mean loss of a batch in evaluation mode; the same on all processes.
 
         Args:
-            batch: as in :meth:`step`.
+            batch: Batch of this replica, see :meth:`step`.
 
         Raises:
-            ConfigError: the batch does not divide or does not look like the sample.
-            TransportError: another process is gone or silent.
+            ConfigError: If the batch does not divide into microbatches, or differs from the sample
+                batch in entries, shapes or types.
+            TransportError: If another process is gone or silent.
         """
         count = self._shape.num_microbatches(batch)
         with self._tracing.host_span("evaluate"):
@@ -264,25 +290,27 @@ class Pipeline:
     def _run(
         self, batch: Mapping[str, torch.Tensor], count: int, *, step: int, scale: float | None
     ) -> list[torch.Tensor]:
-        """Run a batch; returns the losses of its microbatches, of the last stage alone.
+        """Runs a batch; returns the losses of its microbatches on the last stage, else none.
 
         Args:
-            batch: of this replica.
-            count: microbatches in it.
-            step: that random numbers follow from.
-            scale: what the loss is multiplied with, ``None`` for forwards in evaluation alone.
+            batch: Batch of this replica.
+            count: Number of its microbatches.
+            step: Number of the step, from which random numbers follow.
+            scale: Factor of the loss; ``None`` runs only forwards, in evaluation mode.
         """
-        forward_only, executor = scale is None, self._wiring.executor
-        programs = self._made.eval_programs if forward_only else self._made.programs
+        forward_only = scale is None
+        executor = self._wiring.executor
+        programs = self._assembly.eval_programs if forward_only else self._assembly.programs
         names = {name for program in programs for name in program.plan.inputs}
-        self._random.step, self._random.count = step, count
+        self._random.step = step
+        self._random.count = count
         stages = ProgramStages(
             programs=programs,
             microbatches=[
                 self._shape.microbatch(batch, number, self.device, names) for number in range(count)
             ],
             random=self._random,
-            held=self._made.held,
+            held=self._assembly.held,
             device=self.device,
             meter=self._meter,
             stores=self._stores,
@@ -311,24 +339,25 @@ class Pipeline:
         keep: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Save parameters, buffers, optimizer, loss scale, step and seed. Collective.
+        """Saves parameters, buffers, optimizer, loss scale, step and seed. Collective.
 
         Pipelines of the same model with other sizes, partitions and numbers of replicas can load
-        it. It appears under its name when it is complete.
+        the checkpoint. It appears under its name when it is complete.
 
         Args:
-            folder: of checkpoints, seen by all nodes; this one becomes ``step_XXXXXXXX`` there.
-            extra: plain values to keep with it, such as the state of a learning-rate scheduler.
-            keep: complete checkpoints that stay, the newest; all where ``None``.
-            state: objects with ``state_dict`` and ``load_state_dict`` to keep with it, by name, the
-                same on all processes: those of the first are kept.
+            folder: Folder of checkpoints, visible to all nodes; the checkpoint is
+                ``step_XXXXXXXX`` in it.
+            extra: Plain values to save, such as the state of a learning-rate scheduler.
+            keep: Number of newest complete checkpoints to keep; ``None`` for all.
+            state: Objects with ``state_dict`` and ``load_state_dict`` to save, by name. The names
+                are the same on all processes; the states of the first process are saved.
 
         Returns:
-            Where it is.
+            Path of the checkpoint.
 
         Raises:
-            CheckpointError: the folder cannot be written, or is not shared.
-            ConfigError: ``extra``, ``keep`` or ``state`` is wrong.
+            CheckpointError: If the folder cannot be written, or is not shared.
+            ConfigError: If ``extra``, ``keep`` or ``state`` is invalid.
         """
         path: Path = self._checkpointer.save(
             folder, self._head(extra), keep=keep, state=state or {}
@@ -336,7 +365,7 @@ class Pipeline:
         return path
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns what a checkpoint of now says besides what it holds."""
+        """Returns the facts that a checkpoint contains besides tensors and objects."""
         return dict(self._checkpointer.head(self.steps, self._random.seed, extra))
 
     @naming_lost_peers()
@@ -349,63 +378,64 @@ class Pipeline:
         state: Mapping[str, Any] | None = None,
         trust_checkpoint: bool = False,
     ) -> dict[str, Any]:
-        """Go on from a checkpoint of :meth:`save`. Collective; after :meth:`set_optimizer`.
+        """Loads a checkpoint of :meth:`save`. Collective; call it after :meth:`set_optimizer`.
 
         Args:
-            folder: as given to ``save``.
-            step: which one; the newest that is whole where ``None``.
-            optimizer: load its state as well.
-            state: objects that were saved with it, by name; each gets its state.
-            trust_checkpoint: load one of a former version as well, which has pickles.
+            folder: Folder of checkpoints.
+            step: Step of the checkpoint; ``None`` for the newest undamaged one.
+            optimizer: Whether to load the state of the optimizer.
+            state: Objects that were saved, by name; their states are loaded.
+            trust_checkpoint: Whether to load checkpoints of old versions too, which are pickles.
 
         Returns:
             The ``extra`` that was saved.
 
         Raises:
-            CheckpointError: there is none, it is damaged, not trusted, or of another model or
+            CheckpointError: If there is none, it is damaged, not trusted, or of another model or
                 optimizer.
-            ConfigError: it has the state of an optimizer, and none is set.
+            ConfigError: If it has the state of an optimizer, and none is set.
         """
-        found = self._checkpointer.load(
+        manifest = self._checkpointer.load(
             folder, step=step, optimizer=optimizer, state=state, trust=trust_checkpoint
         )
-        self.steps, self._random.seed = found["step"], found["seed"]
-        extra: dict[str, Any] = found["extra"]
+        self.steps = manifest["step"]
+        self._random.seed = manifest["seed"]
+        extra: dict[str, Any] = manifest["extra"]
         return extra
 
     @naming_lost_peers()
     def loop(self, total_steps: int, **more: Any) -> Loop:
-        """Go on from the newest checkpoint, and return the steps that are left, from 0 on.
+        """Loads the newest checkpoint and returns an iterator over the remaining steps.
 
-        Collective; call it after :meth:`set_optimizer`. Call :meth:`step` once in each turn of the
-        loop. If any process gets SIGTERM, SIGINT, SIGUSR1 or SIGHUP, all save after the same step
-        and the program ends with status 0. See ``docs/elastic.md``.
+        Collective; call it after :meth:`set_optimizer`. Call :meth:`step` once in each iteration of
+        the loop. If any process gets SIGTERM, SIGINT, SIGUSR1 or SIGHUP, all save after the same
+        step and the program ends with status 0. See ``docs/elastic.md``.
 
         Args:
-            total_steps: of the whole training, those before a checkpoint included.
-            **more: the other arguments of :class:`~megatron.adaptive.modules.step_loop.Loop`.
+            total_steps: Number of steps of the whole training, from step 0.
+            **more: Other arguments of :class:`~megatron.adaptive.modules.step_loop.Loop`.
 
         Raises:
-            CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size.
-            ConfigError: a setting is wrong, or there is a loop already.
+            CheckpointError: If the newest checkpoint cannot be loaded, or has another batch size.
+            ConfigError: If a setting is invalid, or there is a loop already.
         """
         if self._loop is not None:
-            raise ConfigError("Pipeline.loop was called already: one loop has all steps")
+            raise ConfigError("Pipeline.loop was already called: run all steps in one loop")
         self._loop = Loop(self, total_steps, **more)
         return self._loop
 
     @functools.cached_property
     def _checkpointer(self) -> Any:
-        # It imports much that most runs do without.
+        # The module imports much that most runs do not need.
         from megatron.adaptive.modules.checkpointer import Checkpointer
 
-        return Checkpointer(self._mesh, self.model, self._made.held, self._update)
+        return Checkpointer(self._mesh, self.model, self._assembly.held, self._update)
 
     @naming_lost_peers()
     def close(self) -> None:
-        """End the pipeline: channels, traces and the process groups that it made. Collective.
+        """Closes channels and traces, and ends the pipeline's process groups.
 
-        Idempotent.
+        Collective; idempotent.
         """
         if self._is_closed:
             return
@@ -421,10 +451,11 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None:  # else others may not come to it
+        # After an error other processes may not call close(), which is collective.
+        if error is None:
             self.close()
 
 
-# What ``help()`` and notebooks show: the settings by name, with their defaults.
+# help() and notebooks show the settings by name, with their defaults.
 Pipeline.__signature__ = inspect.signature(PipelineSettings)  # type: ignore[attr-defined]
 Pipeline.loop.__signature__ = inspect.signature(Loop)  # type: ignore[attr-defined]

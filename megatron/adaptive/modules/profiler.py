@@ -1,7 +1,7 @@
-"""Profiles models with cut points: pieces, links and all-reduces, for the planner.
+"""Profiles models with cut points for the planner: segments, links and all-reduces.
 
-Owns what is measured when and by whom, and what the planner makes of it; how pieces are measured
-is in ``segments``, links and all-reduces in ``profiling.links``.
+Owns which rank measures what, and the profile. ``segments`` measures segments, and
+``profiling.links`` measures links and all-reduces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator as _accelerator
 
-# Before the modules below import megatron-core.
+# These calls must precede the imports of megatron-core in the modules below.
 _accelerator.install()
 with _accelerator.quiet_imports():
     from megatron.adaptive.engine.process_context import Job
@@ -51,7 +51,7 @@ with _accelerator.quiet_imports():
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Profiler(SampledModel):
-    """Measures a model's pieces between cut points, links and all-reduces.
+    """Measures a model's segments between cut points, and links and all-reduces of the job.
 
     ::
 
@@ -59,22 +59,24 @@ class Profiler(SampledModel):
         profile.write("profile.json")       # for python -m megatron.adaptive plan
 
     Args:
-        model, sample_batch: the model stays as it is; for these and their settings see
-            :class:`~megatron.adaptive.modules.recording.SampledModel`.
-        micro_batch_sizes: samples of microbatches; where ``None``, 1, 2, 4 and so on up to the
-            sample's, as far as memory and ``time_limit_s`` allow.
-        split_backward: measure backwards also by inputs and by weights.
-        optimizer: a function that makes one of a list of parameters, whose step is timed; AdamW
-            where ``None``.
-        repeats: runs that count; the median is taken.
-        links: measure links between the processes and all-reduces.
-        memory_limit_bytes: of a process, in place of what the device has free.
-        time_limit_s: seconds after which no larger microbatch is begun.
-        name: of the model, in the profile.
-        timeout_s: limit of every wait for another process.
+        model: Model with cut points, which does not change; see
+            :class:`~megatron.adaptive.modules.recording.SampledModel` for it and its settings.
+        sample_batch: Batch with which the forward is recorded.
+        micro_batch_sizes: Numbers of samples of microbatches; ``None`` tries 1, 2, 4 and so on up
+            to the size of the sample batch, as far as memory and ``time_limit_s`` allow.
+        split_backward: Whether to measure split backwards too.
+        optimizer: Function that makes an optimizer from a list of parameters; AdamW if ``None``.
+            One step of it is timed.
+        repeats: Number of runs, of which the median is taken.
+        links: Whether to measure links between processes and all-reduces.
+        memory_limit_bytes: Memory that a process may use, in bytes; ``None`` takes the free memory
+            of the device.
+        time_limit_s: Time in seconds after which no larger microbatch is measured.
+        name: Name of the model in the profile; its class name if ``None``.
+        timeout_s: Limit of every wait for another process, in seconds.
 
     Raises:
-        ConfigError: a setting, the batch or the model breaks a rule; named.
+        ConfigError: If a setting, the batch or the model breaks a rule; names it.
     """
 
     _: KW_ONLY
@@ -92,7 +94,9 @@ class Profiler(SampledModel):
         super().__post_init__()
         BatchShape(self.sample_batch, 1)
         check_groups(self.model, self.shared_weights)
-        gone = next((name for name, one in self.model.named_parameters() if one.is_meta), None)
+        gone = next(
+            (name for name, parameter in self.model.named_parameters() if parameter.is_meta), None
+        )
         if gone is not None:
             raise ConfigError(
                 f"parameter {gone} is on the meta device, where a Pipeline puts those of other "
@@ -107,13 +111,13 @@ class Profiler(SampledModel):
                 raise ConfigError(f"{limit} {value!r}: give a number above 0")
 
     def run(self) -> ModuleProfile:
-        """Measures. Collective over all processes of the job; returns the same on all of them.
+        """Returns the profile, the same on all processes. Collective over all processes of the job.
 
-        One process of each kind of device measures the pieces while the others wait.
+        One process of each kind of device measures the segments while the others wait.
 
         Raises:
-            ConfigError: the model breaks a rule.
-            DeviceMemoryError: no microbatch fits.
+            ConfigError: If the model breaks a rule.
+            DeviceMemoryError: If no microbatch fits.
         """
         job = join_job(self.timeout_s)
         try:
@@ -122,26 +126,27 @@ class Profiler(SampledModel):
             job.close()
 
     def measure(self, job: Job, *, most: int | None = None) -> ModuleProfile:
-        """Measures in a job that is there already; see :meth:`run`.
+        """Returns the profile in an existing job; see :meth:`run`.
 
         Args:
-            job: of all ranks.
-            most: samples of the largest microbatch, where sizes are doubled; the sample's where
-                ``None``.
+            job: Job of all ranks.
+            most: Largest number of samples of a microbatch, without ``micro_batch_sizes``;
+                ``None`` takes the size of the sample batch.
         """
         begin_s = time.monotonic()
         if most is None:
             most = samples_in(self.sample_batch, "sample_batch")
         nodes = job.gather(self._about(job))
-        kinds = [one["facts"]["gpu"] for one in nodes]
-        mine: Any = None
+        kinds = [node["facts"]["gpu"] for node in nodes]
+        own_part: Any = None
         if kinds.index(kinds[job.rank]) == job.rank:
-            mine = self._part(job, nodes[job.rank]["limit"], most)
-        gathered = job.gather(mine)
-        for one in (mine, *gathered):
-            if isinstance(one, AdaptiveError):
-                raise one  # its own with where it came from, before what others sent
-        parts = [one for one in gathered if one is not None]
+            own_part = self._part(job, nodes[job.rank]["limit"], most)
+        gathered = job.gather(own_part)
+        # This rank's own error has a traceback, so it is raised before those of others.
+        for part in (own_part, *gathered):
+            if isinstance(part, AdaptiveError):
+                raise part
+        parts = [part for part in gathered if part is not None]
         names = _node_names(nodes)
         links: list[dict[str, Any]] = []
         reductions: list[dict[str, Any]] = []
@@ -170,18 +175,19 @@ class Profiler(SampledModel):
         return profile
 
     def _about(self, job: Job) -> dict[str, Any]:
-        """Returns what this process knows of itself and its node."""
-        place = job.places[job.rank]
-        machine = place["machine"]
-        processes = sum(one["machine"] == machine for one in job.places)
+        """Returns facts about this process and its node."""
+        location = job.places[job.rank]
+        machine = location["machine"]
+        processes = sum(other["machine"] == machine for other in job.places)
         limit = self.memory_limit_bytes
         if limit is None:
             limit = free_memory_bytes(job.accelerator, processes) * (1 - KEPT_FREE)
-            if job.accelerator.is_cuda:  # its tensors are gone when the planned run starts
+            # Tensors of the present process do not exist in the planned run.
+            if job.accelerator.is_cuda:
                 limit += torch.cuda.memory_allocated(job.accelerator.device)
         return {
             "machine": machine,
-            "host": place["host"],
+            "host": location["host"],
             "shares_memory": not job.accelerator.is_cuda,
             "processes": processes,
             "facts": node_facts(job.accelerator, processes),
@@ -189,13 +195,14 @@ class Profiler(SampledModel):
         }
 
     def _part(self, job: Job, limit_bytes: float, most: int) -> DeviceSamples | AdaptiveError:
-        """Measures the pieces, on one rank of a kind of device; errors go to all ranks."""
-        device, model = job.accelerator.device, self.model
+        """Measures the segments on one rank of a kind of device; returns errors for all ranks."""
+        device = job.accelerator.device
+        model = self.model
         samples: list[SegmentSample] = []
         tape: Tape | None = None
         try:
-            for found, rows in self._by_size(device, limit_bytes, most):
-                tape = found
+            for size_tape, rows in self._by_size(device, limit_bytes, most):
+                tape = size_tape
                 samples += rows
             if tape is None:
                 return DeviceMemoryError(
@@ -205,8 +212,8 @@ class Profiler(SampledModel):
                 )
             tied = tied_parameters(tape, tensors_of(model))
             sizes = Counter[int]()
-            for one in model.parameters():
-                sizes[one.element_size()] += one.numel()
+            for parameter in model.parameters():
+                sizes[parameter.element_size()] += parameter.numel()
             return DeviceSamples(
                 gpu=gpu_name(job.accelerator),
                 cut_points=tuple(tape.cuts),
@@ -220,7 +227,7 @@ class Profiler(SampledModel):
         except AdaptiveError as error:
             return error
         except Exception as error:
-            # Others wait for an answer; here it keeps its traceback.
+            # Other ranks wait for the result, so the error is returned; it keeps its traceback.
             failed = ConfigError(
                 f"profile: rank {job.rank} failed to run the model: {type(error).__name__}: "
                 f"{(str(error).splitlines() or [''])[0]}"
@@ -231,21 +238,24 @@ class Profiler(SampledModel):
     def _by_size(
         self, device: torch.device, limit_bytes: float, most: int
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
-        """Yields the tape and the pieces of one size of microbatch after the other."""
+        """Yields the tape and the segments of one size of microbatch after the other."""
         begin_s = time.monotonic()
         host = self.device.type == "cpu"
-        needed = recorded = 0.0  # bytes for each sample
+        # Bytes per sample, measured with the size before.
+        needed = 0.0
+        recorded = 0.0
         doubled = [2**power for power in range(most.bit_length())]
-        given = sorted(set(self.micro_batch_sizes or ()))
-        for size in given or doubled:
-            if not given and time.monotonic() - begin_s > self.time_limit_s:
+        given_sizes = sorted(set(self.micro_batch_sizes or ()))
+        for size in given_sizes or doubled:
+            if not given_sizes and time.monotonic() - begin_s > self.time_limit_s:
                 return
             room = available_host_bytes() if host else limit_bytes
             if needed * size > limit_bytes or recorded * size > room:
                 return
+            # Views of a larger batch would keep all of its memory.
             batch = {
-                name: one[:size].to(self.device, copy=True)  # what is kept of it has its size
-                for name, one in stretched(self.sample_batch, size).items()
+                name: tensor[:size].to(self.device, copy=True)
+                for name, tensor in stretched(self.sample_batch, size).items()
             }
             try:
                 tape = Forwards.of(self, batch, self.slicing).training
@@ -257,24 +267,24 @@ class Profiler(SampledModel):
                 torch.cuda.empty_cache()
                 return
             yield tape, rows
-            needed = max(one.kept_bytes + one.workspace_bytes + one.output_bytes for one in rows)
+            needed = max(row.kept_bytes + row.workspace_bytes + row.output_bytes for row in rows)
             needed /= size
             recorded = sum(math.prod(v.shape) * v.dtype.itemsize for v in tape.values) / size
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSamples:
-    """Holds what was measured on one kind of device.
+    """Contains the measurements on a kind of device.
 
     Attributes:
-        gpu: its name.
-        cut_points: names of the cut points, in order.
-        samples: of every piece and size of microbatch.
-        tied_parameters: numbers that several pieces share.
-        tied_segments: the first and the last of these pieces.
-        element_bytes: of most parameters.
-        optimizer_s: of a step of the optimizer, for each parameter.
-        is_random: whether the model draws random numbers.
+        gpu: Name of the device.
+        cut_points: Names of the cut points, in order.
+        samples: Measurements of every segment and size of microbatch.
+        tied_parameters: Number of elements of parameters that several segments share.
+        tied_segments: First and last of these segments.
+        element_bytes: Size of an element of most parameters, in bytes.
+        optimizer_s: Duration of an optimizer step per element, in seconds.
+        is_random: Whether the model draws random numbers.
     """
 
     gpu: str
@@ -289,15 +299,16 @@ class DeviceSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleProfile:
-    """Holds a measured model with cut points.
+    """Contains the profile of a model with cut points.
 
     Attributes:
-        name: of the model.
-        parts: by kind of device; the first is rank 0's.
-        nodes: of each rank, see ``_about``.
-        names: node type of each rank.
-        links, reductions: rows of a profile file; empty where they were not measured.
-        seconds: that measuring took.
+        name: Name of the model.
+        parts: Measurements of each kind of device; the first is rank 0's.
+        nodes: Facts about each rank and its node, see ``Profiler._about``.
+        names: Node type of each rank.
+        links: Rows of links in a profile file; empty if they were not measured.
+        reductions: Rows of all-reduces in a profile file; empty if they were not measured.
+        seconds: Duration of the measurement, in seconds.
     """
 
     name: str
@@ -310,29 +321,29 @@ class ModuleProfile:
 
     @property
     def cut_points(self) -> tuple[str, ...]:
-        """Names of the cut points, in the order of the forward."""
+        """Returns the names of the cut points, in the order of the forward."""
         return self.parts[0].cut_points
 
     @property
     def samples(self) -> tuple[SegmentSample, ...]:
-        """Pieces as rank 0's device runs them."""
+        """Returns the measurements of segments on rank 0's kind of device."""
         return self.parts[0].samples
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Sizes that were measured on all kinds of devices, ascending."""
-        sizes = [{one.micro_batch for one in part.samples} for part in self.parts]
+        """Returns the sizes of microbatches that all kinds of devices measured, ascending."""
+        sizes = [{sample.micro_batch for sample in part.samples} for part in self.parts]
         return tuple(sorted(set.intersection(*sizes)))
 
     def document(self, *, split: bool = True) -> dict[str, Any]:
-        """Returns what a profile file holds; see ``docs/planner.md``.
+        """Returns the content of a profile file; see ``docs/planner.md``.
 
         Args:
-            split: give backwards by inputs and by weights apart, where both were measured.
+            split: Whether to list split backwards instead of whole ones, if they were measured.
         """
         return profile_file.document(
             self._model(),
-            [_layer_row(part.gpu, one, split) for part in self.parts for one in part.samples],
+            [_layer_row(part.gpu, sample, split) for part in self.parts for sample in part.samples],
             made=profile_file.timestamp(),
             nodes={
                 name: dict(node["facts"]) for name, node in zip(self.names, self.nodes, strict=True)
@@ -341,7 +352,7 @@ class ModuleProfile:
             all_reduce=[dict(row) for row in self.reductions],
             optimizer_s_per_parameter={part.gpu: part.optimizer_s for part in self.parts},
             action_sigma=max(
-                spread(row for one in part.samples for row in one.durations_s)
+                spread(row for sample in part.samples for row in sample.durations_s)
                 for part in self.parts
             ),
         )
@@ -350,23 +361,24 @@ class ModuleProfile:
         """Writes a profile file for ``python -m megatron.adaptive plan``.
 
         Raises:
-            ConfigError: the file cannot be written.
+            ConfigError: If the file cannot be written.
         """
         profile_file.write(self.document(), Path(path))
 
     def _model(self) -> dict[str, Any]:
+        """Returns the model of a profile file, with a layer per segment."""
         part = self.parts[0]
-        largest = max(one.micro_batch for one in part.samples)
+        largest = max(sample.micro_batch for sample in part.samples)
         pieces = [
             {
-                "kind": profile_file.cut_kind(one.segment),
-                "parameters": one.parameters,
-                "output_elements": one.output_bytes / largest / MESSAGE_ELEMENT_BYTES,
-                "activation_bytes": one.kept_bytes / largest,
-                "workspace_bytes": one.workspace_bytes / largest,
+                "kind": profile_file.cut_kind(sample.segment),
+                "parameters": sample.parameters,
+                "output_elements": sample.output_bytes / largest / MESSAGE_ELEMENT_BYTES,
+                "activation_bytes": sample.kept_bytes / largest,
+                "workspace_bytes": sample.workspace_bytes / largest,
             }
-            for one in part.samples
-            if one.micro_batch == largest
+            for sample in part.samples
+            if sample.micro_batch == largest
         ]
         model: dict[str, Any] = {"name": self.name, "precision": "fp32", "layers": pieces}
         if part.tied_segments:
@@ -376,11 +388,11 @@ class ModuleProfile:
 
     @property
     def hosts(self) -> tuple[MeasuredHost, ...]:
-        """Describes the job's nodes in the order of the ranks; memory is what a process may use."""
-        found: dict[str, MeasuredHost] = {}
+        """Returns the job's nodes in the order of ranks, with the memory that a process may use."""
+        hosts: dict[str, MeasuredHost] = {}
         for name, node in zip(self.names, self.nodes, strict=True):
-            former = found.get(node["machine"])
-            found[node["machine"]] = MeasuredHost(
+            former = hosts.get(node["machine"])
+            hosts[node["machine"]] = MeasuredHost(
                 host=node["host"],
                 type=name,
                 gpu=node["facts"]["gpu"],
@@ -388,37 +400,40 @@ class ModuleProfile:
                 memory_bytes=min(node["limit"], former.memory_bytes if former else math.inf),
                 shares_memory=node["shares_memory"],
             )
-        return tuple(found.values())
+        return tuple(hosts.values())
 
 
-def _layer_row(gpu: str, one: SegmentSample, split: bool) -> dict[str, Any]:
-    both = one.split_s if split and one.split_s is not None else (one.backward_s, 0.0)
+def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
+    """Returns the row of a profile file for a segment."""
+    backward_s = (sample.backward_s, 0.0)
+    if split and sample.split_s is not None:
+        backward_s = sample.split_s
     return {
-        "kind": profile_file.cut_kind(one.segment),
+        "kind": profile_file.cut_kind(sample.segment),
         "gpu": gpu,
         "tp": 1,
-        "micro_batch": one.micro_batch,
-        "forward_s": one.forward_s,
-        "backward_input_s": both[0],
-        "backward_weight_s": both[1],
-        "kept_bytes": one.kept_bytes,
-        "parameters": one.parameters,
+        "micro_batch": sample.micro_batch,
+        "forward_s": sample.forward_s,
+        "backward_input_s": backward_s[0],
+        "backward_weight_s": backward_s[1],
+        "kept_bytes": sample.kept_bytes,
+        "parameters": sample.parameters,
     }
 
 
 def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names the type of each rank's node: nodes of one GPU with unequal numbers of it differ."""
-    kinds = dict.fromkeys((one["facts"]["gpu"], one["processes"]) for one in nodes)
+    """Returns the type of each rank's node: the GPU's name, and its number if nodes differ."""
+    kinds = dict.fromkeys((node["facts"]["gpu"], node["processes"]) for node in nodes)
     gpus = [gpu for gpu, _ in kinds]
     return [
-        one["facts"]["gpu"]
-        + (f"-x{one['processes']}" if gpus.count(one["facts"]["gpu"]) > 1 else "")
-        for one in nodes
+        node["facts"]["gpu"]
+        + (f"-x{node['processes']}" if gpus.count(node["facts"]["gpu"]) > 1 else "")
+        for node in nodes
     ]
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns numbers of replicas that may lie on one node."""
-    counts = {one["processes"] for one in nodes}
+    """Returns the numbers of replicas that may be on one node."""
+    counts = {node["processes"] for node in nodes}
     least = math.gcd(*counts, len(nodes))
     return [width for width in range(2, least + 1) if least % width == 0]

@@ -1,15 +1,15 @@
-"""Runs the calls of a stage, as the executor asks for them: forwards, backwards, weight gradients.
+"""Runs the calls of a stage for the executor: forwards, backwards, weight gradients.
 
-A border between stages has a fixed row of tensors, the same for every microbatch. One alone travels
-as it is; several are laid into one block of bytes, each at a place that follows from shapes and
-types, so that nothing but the block is sent. The receiver takes views of it::
+A border between stages has a fixed list of tensors, the same for every microbatch. A single tensor
+is sent directly. Several are packed into one block of bytes at offsets that follow from shapes and
+types, so that only the block is sent. The receiver takes views of it::
 
     byte 0            64                        block
          | tensor 0   .. | tensor 1             .. |
 
-Where backwards are split, the weight gradients of three kinds of calls are put off: ``linear``,
-``addmm`` with a weight of ``[in, out]`` and ``embedding``, each with a parameter as weight.
-Everything else has its weight gradient in B.
+If backwards are split, the weight gradients of three kinds of calls are deferred: ``linear``,
+``addmm`` with a weight of ``[in, out]`` and ``embedding``, each with a parameter as weight. All
+other calls compute their weight gradients in B.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -44,20 +44,20 @@ from megatron.adaptive.modules.recording import Call, Ref, Tape, Value
 
 
 class RandomKey:
-    """Seeds the generator of the device from where and when a number is drawn.
+    """Seeds the device's generator from seed, step, microbatch and call.
 
-    So neither the order of work nor the cut into stages changes a random number, nor do replicas
-    that share a batch one after the other.
+    So random numbers do not depend on the schedule or the partition, nor on how the microbatches of
+    a batch are divided among replicas.
 
     Args:
-        seed: the run's seed.
-        dp_rank: the replica; each has numbers of its own.
-        device: whose generator is used.
+        seed: Seed of the run.
+        dp_rank: Number of the replica.
+        device: Device, whose generator is used.
 
     Attributes:
-        seed: as given; another one counts from the next number on.
-        step: of the training.
-        count: microbatches of a replica in this step.
+        seed: Seed of the run; a new value is used from the next number on.
+        step: Number of the training step.
+        count: Number of microbatches of a replica in this step.
     """
 
     def __init__(self, seed: int, dp_rank: int, device: torch.device) -> None:
@@ -68,54 +68,69 @@ class RandomKey:
         self.count = 0
 
     def apply(self, microbatch: int, call: int) -> None:
-        """Set the generator for one call of one microbatch."""
+        """Seeds the generator for a call of a microbatch."""
         number = self._dp_rank * self.count + microbatch
-        place = struct.pack("<qqqq", self.seed, self.step, number, call)
-        digest = hashlib.blake2b(place, digest_size=8).digest()
+        source = struct.pack("<qqqq", self.seed, self.step, number, call)
+        digest = hashlib.blake2b(source, digest_size=8).digest()
         self.generator.manual_seed(int.from_bytes(digest, "little"))
 
 
 class _Step:
-    """One call, prepared: what it reads is put into its arguments, what it makes is taken out."""
+    """Runs a recorded call: inserts values into its arguments and stores its results.
 
-    __slots__ = ("_call", "_flat", "_given", "drops", "layer", "number")
+    Args:
+        call: Recorded call.
+        number: Number of the call on the tape.
+        drops: Values that no later call needs.
+        tape: Recorded forward.
+    """
+
+    __slots__ = ("_arguments", "_call", "_flat", "drops", "layer", "number")
 
     def __init__(self, call: Call, number: int, drops: Sequence[int], tape: Tape) -> None:
         self._call = call
         self._flat = not call.kwargs and all(
-            type(one) is Ref or not isinstance(one, (tuple, list, dict, slice)) for one in call.args
+            type(argument) is Ref or not isinstance(argument, (tuple, list, dict, slice))
+            for argument in call.args
         )
-        self._given: Any = (call.args, call.kwargs)
+        self._arguments: Any = (call.args, call.kwargs)
         self.number = number
         self.drops = tuple(drops)
         self.layer = _deferred(call, tape)
 
     def move(self, source: torch.device, target: torch.device) -> None:
-        """Take devices among the arguments for ``target`` where they say ``source``."""
+        """Replaces ``source`` by ``target`` if it is among the arguments."""
 
-        def leaf(one: Any) -> Any:
-            if isinstance(one, torch.device):
-                return target if one.type == source.type else one
-            return str(target) if isinstance(one, str) and one == str(source) else one
+        def leaf(argument: Any) -> Any:
+            if isinstance(argument, torch.device):
+                return target if argument.type == source.type else argument
+            is_source = isinstance(argument, str) and argument == str(source)
+            return str(target) if is_source else argument
 
-        self._given = map_aggregate(self._given, leaf)
+        self._arguments = map_aggregate(self._arguments, leaf)
 
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore | None, ambient: Any
     ) -> None:
-        """Run the call on the values of ``env``, and put there what it makes."""
+        """Runs the call on the values of ``env`` and stores its results there.
+
+        Args:
+            env: Tensors by number of value.
+            store: Store of deferred weight gradients, ``None`` for whole backwards.
+            ambient: Element type of autocast around the call, ``None`` if it is off.
+        """
         call = self._call
         if self.layer is not None and store is not None:
             output = self.layer.run(env, store, call.autocast)
             if output is not None:
                 env[call.outputs[0][0]] = output
                 return
-        args, kwargs = self._given
+        args, kwargs = self._arguments
         if self._flat:
-            args = [env[one.value] if type(one) is Ref else one for one in args]
+            args = [env[arg.value] if type(arg) is Ref else arg for arg in args]
         else:
             args, kwargs = map_aggregate(
-                self._given, lambda one: env[one.value] if type(one) is Ref else one
+                self._arguments, lambda arg: env[arg.value] if type(arg) is Ref else arg
             )
         if call.with_grad and call.autocast == ambient:
             result = call.function(*args, **kwargs)
@@ -123,19 +138,21 @@ class _Step:
             with self._context(env, ambient):
                 result = call.function(*args, **kwargs)
         for value, path in call.outputs:
-            one = result
+            part = result
             for key in path:
-                one = one[key]
-            env[value] = one
+                part = part[key]
+            env[value] = part
         for old, new in call.changes:
             env[new] = env[old]
 
     def _context(self, env: Mapping[int, torch.Tensor], ambient: Any) -> contextlib.ExitStack:
-        call, stack = self._call, contextlib.ExitStack()
+        """Returns the recorded modes of gradients and autocast as a context."""
+        call = self._call
+        stack = contextlib.ExitStack()
         if not call.with_grad:
             stack.enter_context(torch.no_grad())
         if call.autocast != ambient:
-            device = next((one.device.type for one in env.values()), "cpu")
+            device = next((tensor.device.type for tensor in env.values()), "cpu")
             stack.enter_context(
                 torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None)
             )
@@ -143,20 +160,22 @@ class _Step:
 
 
 class StageProgram:
-    """A stage that can be run.
+    """Runs the forward of a stage.
 
     Args:
-        tape: the forward.
-        plan: this stage's part of it.
-        held: parameters and buffers by name; those of the stage must be there.
-        device: where it runs.
+        tape: Recorded forward.
+        plan: Calls and values of this stage.
+        held: Parameters and buffers by name, which include those of the stage.
+        device: Device of the stage.
 
     Attributes:
-        plan: as given.
-        forward_layout, backward_layout: of the messages to the stage before: what it sends with a
-            forward, what it gets back with a backward.
-        next_forward, next_backward: likewise of those to the stage after.
-        gradients_in, gradients_out: whether each value that it receives or sends has a gradient.
+        plan: Calls and values of this stage.
+        forward_layout: Layout of the activations from the stage before.
+        backward_layout: Layout of the gradients to the stage before.
+        next_forward: Layout of the activations to the stage after.
+        next_backward: Layout of the gradients from the stage after.
+        gradients_in: Whether each received value has a gradient.
+        gradients_out: Whether each sent value has a gradient.
     """
 
     def __init__(
@@ -167,7 +186,8 @@ class StageProgram:
         self._held = held
         self._device = device
         values = tape.values
-        received, sent = ([values[n] for n in row] for row in (plan.received, plan.sent))
+        received = [values[number] for number in plan.received]
+        sent = [values[number] for number in plan.sent]
         self.gradients_in = [value.requires_grad for value in received]
         self.gradients_out = [value.requires_grad for value in sent]
         self.forward_layout = MessageLayout.of(received)
@@ -179,29 +199,34 @@ class StageProgram:
         self._steps = self._prepare()
 
     def _prepare(self) -> list[_Step]:
-        tape, plan = self._tape, self.plan
+        """Returns the calls of the stage, each with the values that it uses last."""
+        tape = self._tape
+        plan = self.plan
         keep = {*plan.sent, *([] if plan.result is None else [plan.result])}
         last: dict[int, int] = {}
-        for place, number in enumerate(plan.calls):
+        for index, number in enumerate(plan.calls):
             call = tape.calls[number]
-            for one in (*call.reads, *(old for old, _ in call.changes)):
-                last[one] = place
-            for one in (*(made for made, _ in call.outputs), *(new for _, new in call.changes)):
-                last.setdefault(one, place)
-        for one in {**last, **dict.fromkeys(keep)}:
-            value = tape.values[one]
+            for value_number in (*call.reads, *(old for old, _ in call.changes)):
+                last[value_number] = index
+            for value_number in (
+                *(made for made, _ in call.outputs),
+                *(new for _, new in call.changes),
+            ):
+                last.setdefault(value_number, index)
+        for value_number in {**last, **dict.fromkeys(keep)}:
+            value = tape.values[value_number]
             if value.source == "constant":
                 assert value.tensor is not None
-                self._constants[one] = value.tensor.detach().to(self._device)
+                self._constants[value_number] = value.tensor.detach().to(self._device)
             elif value.source:
-                self._sources.append((one, value.source, value.name))
+                self._sources.append((value_number, value.source, value.name))
         drops: dict[int, list[int]] = {}
-        for one, place in last.items():
-            if one not in keep:
-                drops.setdefault(place, []).append(one)
+        for value_number, index in last.items():
+            if value_number not in keep:
+                drops.setdefault(index, []).append(value_number)
         steps = [
-            _Step(tape.calls[number], number, drops.get(place, ()), tape)
-            for place, number in enumerate(plan.calls)
+            _Step(tape.calls[number], number, drops.get(index, ()), tape)
+            for index, number in enumerate(plan.calls)
         ]
         if tape.device.type != self._device.type:
             for step in steps:
@@ -216,16 +241,17 @@ class StageProgram:
         random: Callable[[int], None],
         store: WeightGradientStore | None = None,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Run the stage.
+        """Runs the forward of the stage.
 
         Args:
-            inputs: the microbatch.
-            received: values of the stage before, leaves of this stage's graph.
-            random: called with a call's number before it draws random numbers.
-            store: takes weight gradients that are put off.
+            inputs: Entries of the microbatch.
+            received: Values from the stage before, which are leaves of this stage's graph.
+            random: Function that is called with the number of a call before it draws random
+                numbers.
+            store: Store of deferred weight gradients.
 
         Returns:
-            What the stage sends, in the order of the plan, and the loss on the last stage.
+            Values to send, in the order of the plan, and the loss, ``None`` before the last stage.
         """
         env: dict[int, torch.Tensor] = dict(self._constants)
         env.update(zip(self.plan.received, received, strict=True))
@@ -233,14 +259,15 @@ class StageProgram:
             env[number] = inputs[name] if source == "input" else self._held[name]
         for number in self.plan.copied:
             env[number] = env[number].clone()
-        calls, ambient = self._tape.calls, self._tape.autocast
+        calls = self._tape.calls
+        ambient = self._tape.autocast
         with _NOTHING if ambient is None else torch.autocast(self._device.type, dtype=ambient):
             for step in self._steps:
                 if calls[step.number].is_random:
                     random(step.number)
                 step.run(env, store, ambient)
-                for one in step.drops:
-                    del env[one]
+                for value_number in step.drops:
+                    del env[value_number]
         sent = [env[number] for number in self.plan.sent]
         return sent, None if self.plan.result is None else env[self.plan.result]
 
@@ -250,7 +277,7 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclass(slots=True)
 class _Pending:
-    """Holds what a forward leaves for its backward."""
+    """Contains the tensors that a forward keeps for its backward."""
 
     leaves: list[torch.Tensor]
     edges: list[GradientEdge]
@@ -259,21 +286,21 @@ class _Pending:
 
 @dataclass(kw_only=True, eq=False)
 class ProgramStages(SplitStages):
-    """One step of a rank's stages; see :class:`~megatron.adaptive.engine.executor.Stages`.
+    """Runs a step of a rank's stages; see :class:`~megatron.adaptive.engine.executor.Stages`.
 
     Gradients are those of the mean loss over the microbatches, times ``scale``.
 
     Attributes:
-        programs: of the rank's chunks, in order.
-        microbatches: entries of the batch that they use, by microbatch.
-        random: seeds what they draw.
-        held: parameters and buffers of the rank, by name.
-        device: where it runs.
-        meter: measures activations once.
-        stores: one per chunk to split backwards, ``None`` for whole ones.
-        scale: what the loss is multiplied with.
-        forward_only: evaluation.
-        losses: of the microbatches, detached and not scaled; empty without the last stage.
+        programs: Programs of the rank's chunks, in order.
+        microbatches: Entries of each microbatch that the programs use.
+        random: Seeds for the random numbers of the calls.
+        held: Parameters and buffers of the rank, by name.
+        device: Device of the stages.
+        meter: Meter of the activations' size.
+        stores: Store of deferred weight gradients for each chunk, ``None`` for whole backwards.
+        scale: Factor of the loss.
+        forward_only: Whether only forwards run, in evaluation.
+        losses: Losses of the microbatches, detached and unscaled; empty without the last stage.
     """
 
     programs: Sequence[StageProgram]
@@ -294,35 +321,37 @@ class ProgramStages(SplitStages):
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         program = self.programs[chunk]
-        given = [] if received is None else program.forward_layout.unpack(received)
+        values = [] if received is None else program.forward_layout.unpack(received)
         if self.forward_only:
             with torch.no_grad():
-                sent, loss = self._run(chunk, microbatch, given)
+                sent, loss = self._run(chunk, microbatch, values)
         else:
-            pairs = zip(given, program.gradients_in, strict=True)
-            given = [one.detach().requires_grad_(wanted) for one, wanted in pairs]
+            pairs = zip(values, program.gradients_in, strict=True)
+            values = [
+                value.detach().requires_grad_(requires_grad) for value, requires_grad in pairs
+            ]
             with self.meter.measure(chunk, self.held.values()):
-                sent, loss = self._run(chunk, microbatch, given)
+                sent, loss = self._run(chunk, microbatch, values)
             scaled = None if loss is None else loss * self._factor
-            edges = [get_gradient_edge(one) for one in compress(sent, program.gradients_out)]
-            self._pending[chunk, microbatch] = _Pending(given, edges, scaled)
+            edges = [get_gradient_edge(value) for value in compress(sent, program.gradients_out)]
+            self._pending[chunk, microbatch] = _Pending(values, edges, scaled)
         if loss is not None:
             self.losses.append(loss.detach())
             return loss
         return program.next_forward.pack(sent, self.device)
 
     def _run(
-        self, chunk: int, microbatch: int, given: Sequence[torch.Tensor]
+        self, chunk: int, microbatch: int, values: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         return self.programs[chunk].forward(
             self.microbatches[microbatch],
-            given,
+            values,
             random=lambda call: self.random.apply(microbatch, call),
             store=None if self._stores is None else self._stores[chunk],
         )
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`; nothing is held on to."""
+        """Does nothing, because no output is kept after its send."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         return self.meter.bytes_of(chunk)
@@ -330,14 +359,15 @@ class ProgramStages(SplitStages):
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        program, pending = self.programs[chunk], self._pending.pop((chunk, microbatch))
+        program = self.programs[chunk]
+        pending = self._pending.pop((chunk, microbatch))
         with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
             if pending.loss is not None:
                 if pending.loss.requires_grad:
                     torch.autograd.backward(pending.loss)
             elif pending.edges:
                 assert gradient is not None
-                # Values that the stage hands on are leaves: their gradients add up with its own.
+                # A received value that is also sent on is a leaf, in which both gradients add up.
                 torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
         if not program.plan.received:
             return None
@@ -345,62 +375,76 @@ class ProgramStages(SplitStages):
         return program.backward_layout.pack(gradients, self.device)
 
     def finish(self) -> None:
-        """End the step, normally or after an error."""
+        """Ends the step, normally or after an error."""
         self._pending.clear()
         super().finish()
 
 
 _ALIGNED = 64
-_Place = tuple[int, int, tuple[int, ...], torch.dtype]
+
+
+class MessagePart(NamedTuple):
+    """Describes a tensor of a message.
+
+    Attributes:
+        offset: First byte in the message.
+        nbytes: Size in bytes.
+        shape: Shape of the tensor.
+        dtype: Element type of the tensor.
+    """
+
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """The tensors of one kind of message.
+    """Describes the tensors of a kind of message.
 
     Attributes:
-        places: of each tensor the first byte, the number of bytes, shape and type.
-        nbytes: of the message.
+        parts: Tensors of the message, in order.
+        nbytes: Size of the message in bytes, at least 1.
     """
 
-    places: tuple[_Place, ...]
+    parts: tuple[MessagePart, ...]
     nbytes: int
 
     @classmethod
     def of(cls, values: Iterable[Value]) -> MessageLayout:
-        """Return the layout of a row of tensors, at least one byte long."""
-        places: list[_Place] = []
+        """Returns the layout of a list of tensors."""
+        parts: list[MessagePart] = []
         offset = 0
         for value in values:
-            size = torch.Size(value.shape).numel() * value.dtype.itemsize
-            places.append((offset, size, value.shape, value.dtype))
-            offset += -(-size // _ALIGNED) * _ALIGNED
-        if len(places) == 1:
-            offset = places[0][1]
-        return cls(tuple(places), max(1, offset))
+            nbytes = torch.Size(value.shape).numel() * value.dtype.itemsize
+            parts.append(MessagePart(offset, nbytes, value.shape, value.dtype))
+            offset += -(-nbytes // _ALIGNED) * _ALIGNED
+        if len(parts) == 1:
+            offset = parts[0].nbytes
+        return cls(tuple(parts), max(1, offset))
 
     def pack(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-        """Return the message of these tensors; ``None`` counts as zeros.
+        """Returns the message with these tensors; ``None`` counts as zeros.
 
         Raises:
-            ConfigError: a tensor has another shape than the sample's.
+            ConfigError: If a tensor has another shape or type than with the sample.
         """
-        for tensor, (_, _, shape, dtype) in zip(tensors, self.places, strict=True):
-            if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
+        for tensor, part in zip(tensors, self.parts, strict=True):
+            if tensor is not None and (tensor.shape != part.shape or tensor.dtype != part.dtype):
                 raise ConfigError(
                     f"a tensor of {list(tensor.shape)} {tensor.dtype} is to go to the next stage, "
-                    f"but with the sample it was {list(shape)} {dtype}: shapes between stages must "
-                    "be the same for every microbatch; move the cut point"
+                    f"but with the sample it was {list(part.shape)} {part.dtype}: shapes between "
+                    "stages must be the same for every microbatch; move the cut point"
                 )
-        if len(self.places) == 1:
-            _, _, shape, dtype = self.places[0]
-            alone = tensors[0]
-            if alone is None:
-                return torch.zeros(shape, dtype=dtype, device=device)
-            return alone.detach()
+        if len(self.parts) == 1:
+            single = tensors[0]
+            if single is None:
+                return torch.zeros(self.parts[0].shape, dtype=self.parts[0].dtype, device=device)
+            return single.detach()
         block = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        for tensor, place in zip(tensors, self.places, strict=True):
-            view = _view(block, place)
+        for tensor, part in zip(tensors, self.parts, strict=True):
+            view = _view(block, part)
             if tensor is None:
                 view.zero_()
             else:
@@ -408,41 +452,43 @@ class MessageLayout:
         return block
 
     def unpack(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of a message, views of it."""
-        if len(self.places) == 1:
+        """Returns the tensors of a message as views of it."""
+        if len(self.parts) == 1:
             return [message]
-        return [_view(message, place) for place in self.places]
+        return [_view(message, part) for part in self.parts]
 
 
-def _view(block: torch.Tensor, place: _Place) -> torch.Tensor:
-    offset, size, shape, dtype = place
-    return block[offset : offset + size].view(dtype).view(shape)
+def _view(block: torch.Tensor, part: MessagePart) -> torch.Tensor:
+    piece = block[part.offset : part.offset + part.nbytes]
+    return piece.view(part.dtype).view(part.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """A recorded call whose weight gradient can be put off.
+    """Describes a recorded call whose weight gradient can be deferred.
 
     Attributes:
-        given, weight, bias: the values.
-        kind: ``linear``, ``addmm`` or ``embedding``.
-        padding: row of an embedding without gradient, -1 for none.
-        by_frequency: ``scale_grad_by_freq`` of an embedding.
-        is_odd: has an option that is not supported.
+        activation: Reference to the input of the layer.
+        weight: Reference to the weight.
+        bias: Reference to the bias, ``None`` without one.
+        kind: Kind of layer, ``linear``, ``addmm`` or ``embedding``.
+        padding: Row of an embedding without gradient, -1 for none.
+        by_frequency: Option ``scale_grad_by_freq`` of an embedding.
+        is_unsupported: Whether an option prevents deferring.
     """
 
-    given: Any
+    activation: Any
     weight: Any
     bias: Any = None
     kind: str = "linear"
     padding: int = -1
     by_frequency: bool = False
-    is_odd: bool = False
+    is_unsupported: bool = False
 
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Return the layer's output, ``None`` if it must be computed as recorded."""
+        """Returns the layer's output, ``None`` if the recorded call must run instead."""
         weight: Any = env[self.weight.value]
         if not is_deferring(store, weight):
             return None
@@ -452,15 +498,15 @@ class _Deferred:
         else:
             bias: Any = None if self.bias is None else env[self.bias.value]
             call = LinearCall(weight, bias, self.kind == "addmm", dtype)
-        return defer(call, env[self.given.value], store)
+        return defer(call, env[self.activation.value], store)
 
 
-def _addmm(bias: Any, given: Any, weight: Any) -> _Deferred:
-    return _Deferred(given, weight, bias, "addmm", is_odd=bias is None)
+def _addmm(bias: Any, activation: Any, weight: Any) -> _Deferred:
+    return _Deferred(activation, weight, bias, "addmm", is_unsupported=bias is None)
 
 
 def _embedding(
-    given: Any,
+    activation: Any,
     weight: Any,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -469,14 +515,20 @@ def _embedding(
     sparse: bool = False,
 ) -> _Deferred:
     padding = -1 if padding_idx is None else padding_idx
-    is_odd = max_norm is not None or sparse or padding < -1
-    return _Deferred(given, weight, None, "embedding", padding, scale_grad_by_freq, is_odd)
+    is_unsupported = max_norm is not None or sparse or padding < -1
+    return _Deferred(
+        activation, weight, None, "embedding", padding, scale_grad_by_freq, is_unsupported
+    )
 
 
 def _aten_embedding(
-    weight: Any, given: Any, padding: int = -1, by_frequency: bool = False, sparse: bool = False
+    weight: Any,
+    activation: Any,
+    padding: int = -1,
+    by_frequency: bool = False,
+    sparse: bool = False,
 ) -> _Deferred:
-    return _Deferred(given, weight, None, "embedding", padding, by_frequency, sparse)
+    return _Deferred(activation, weight, None, "embedding", padding, by_frequency, sparse)
 
 
 _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
@@ -490,22 +542,25 @@ _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
 
 
 def _deferred(call: Call, tape: Tape) -> _Deferred | None:
-    """Return how a call's weight gradient is put off, ``None`` if it cannot be."""
-    known = _DEFERRING.get(call.function)
-    if known is None or not call.with_grad or call.changes or len(call.outputs) != 1:
+    """Returns the deferrable form of a call, ``None`` if its weight gradient cannot be deferred."""
+    make = _DEFERRING.get(call.function)
+    if make is None or not call.with_grad or call.changes or len(call.outputs) != 1:
         return None
     try:
-        found = known(*call.args, **call.kwargs)
-    except TypeError:  # options that are not known here
+        deferred = make(*call.args, **call.kwargs)
+    except TypeError:
+        # The call has an option that is not known here.
         return None
-    weights = [one for one in (found.weight, found.bias) if one is not None]
-    if found.is_odd or not all(isinstance(one, Ref) for one in (found.given, *weights)):
+    weights = [ref for ref in (deferred.weight, deferred.bias) if ref is not None]
+    refs = (deferred.activation, *weights)
+    if deferred.is_unsupported or not all(isinstance(ref, Ref) for ref in refs):
         return None
-    given, *parameters = (tape.values[one.value] for one in (found.given, *weights))
-    if any(one.source != "parameter" or one.dtype != parameters[0].dtype for one in parameters):
+    activation, *parameters = (tape.values[ref.value] for ref in refs)
+    dtype = parameters[0].dtype
+    if any(value.source != "parameter" or value.dtype != dtype for value in parameters):
         return None
-    if found.kind != "embedding" and given.dtype != parameters[0].dtype and call.autocast is None:
+    if deferred.kind != "embedding" and activation.dtype != dtype and call.autocast is None:
         return None
-    if found.kind == "addmm" and len(given.shape) != 2:
+    if deferred.kind == "addmm" and len(activation.shape) != 2:
         return None
-    return found
+    return deferred

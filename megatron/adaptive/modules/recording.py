@@ -1,14 +1,15 @@
-"""Records the forward of a model with cut points: every call of torch goes through one place.
+"""Records the calls of torch in the forward of a model with cut points.
 
 ::
 
     model with CutPoint()s ──recorder or torch.export──> Tape, in training and in evaluation
 
-A call is seen as the model makes it (``dropout``, ``layer_norm``, ``scaled_dot_product_attention``,
-a custom ``autograd.Function``), so that its replay is differentiated as the model would be. Python
-between calls is not seen: what it decided for the sample stays decided. Decisions by shape or
-training mode hold for every microbatch. Decisions by value do not, and a forward that reads values
-of tensors which vary is refused with the line that does so.
+A call is recorded as the model makes it (``dropout``, ``layer_norm``,
+``scaled_dot_product_attention``, a custom ``autograd.Function``), so that a replay has the
+derivatives of the model. Python code between calls is not recorded: its decisions for the sample
+are fixed. Decisions by shape or training mode are right for every microbatch, decisions by value
+are not. A forward that reads values of tensors which differ between microbatches raises an error
+that names the line.
 
 Every tensor has a number, by which the arguments of calls refer to it.
 """
@@ -32,89 +33,94 @@ from megatron.adaptive.accelerator import default_generator
 from megatron.adaptive.errors import ConfigError
 
 
-def mark(given: Any, cut_point: int, passing: int) -> Any:
-    """Return ``given``; a recorder that is active sees the call.
+def mark(tensors: Any, cut_point: int, passing: int) -> Any:
+    """Returns ``tensors``; an active recorder sees the call.
 
     Args:
-        given: tensors, alone or in tuples and lists.
-        cut_point: identity of the cut point.
-        passing: number of this pass through a cut point.
+        tensors: A tensor, or tuples and lists of tensors.
+        cut_point: Identity of the cut point.
+        passing: Number of this call of a cut point.
     """
-    if torch.compiler.is_exporting():  # torch.export drops what is no operation of torch
-        if isinstance(given, torch.Tensor):
-            return _exported_mark(given, cut_point, passing)
-        if isinstance(given, (tuple, list)):
-            return type(given)(mark(one, cut_point, passing) for one in given)
+    # torch.export only keeps operations of torch, so each tensor passes through one.
+    if torch.compiler.is_exporting():
+        if isinstance(tensors, torch.Tensor):
+            return _exported_mark(tensors, cut_point, passing)
+        if isinstance(tensors, (tuple, list)):
+            return type(tensors)(mark(entry, cut_point, passing) for entry in tensors)
     elif has_torch_function((_WITNESS,)):
-        return handle_torch_function(mark, (), given, cut_point, passing)
-    return given
+        return handle_torch_function(mark, (), tensors, cut_point, passing)
+    return tensors
 
 
 @torch.library.custom_op("megatron_adaptive::mark", mutates_args=())
-def _exported_mark(given: torch.Tensor, cut_point: int, passing: int) -> torch.Tensor:
-    return given.clone()
+def _exported_mark(tensor: torch.Tensor, cut_point: int, passing: int) -> torch.Tensor:
+    return tensor.clone()
 
 
-_exported_mark.register_fake(lambda given, cut_point, passing: torch.empty_like(given))
-_WITNESS = torch.empty(0)  # an active recorder claims every tensor
+_exported_mark.register_fake(lambda tensor, cut_point, passing: torch.empty_like(tensor))
+# has_torch_function() is true for this tensor while a recorder is active.
+_WITNESS = torch.empty(0)
 _PASSINGS = itertools.count()
 
 
 class CutPoint(torch.nn.Module):
-    """A place where a model may be cut into stages.
+    """Marks a position in the forward where a model may be cut into stages.
 
-    Returns what it is given. The whole forward is cut there, in the order of its operations: what
-    was computed before and is used after crosses the cut by itself, whether it was given or not.
-    Each instance is called once per forward, whatever the inputs' values::
+    It returns its arguments unchanged. The whole forward is cut there, in the order of its
+    operations: all tensors that were computed before and are used after cross the cut, also those
+    that are not arguments. Each instance must be called exactly once per forward, for any input::
 
         for block, cut in zip(self.blocks, self.cuts):
             x = cut(block(x))
 
-    Where the forward is not yours, :meth:`after` marks the end of a module in it.
+    If you cannot edit the forward, :meth:`after` marks the end of a module in it.
     """
 
     @staticmethod
     def after(module: torch.nn.Module) -> CutPoint:
-        """Put a cut point behind a module of a model, and return it.
+        """Adds a cut point after a module of a model, and returns it.
 
         Args:
-            module: called once per forward; gets the cut point as its part ``cut_point``.
+            module: Module that is called once per forward; the cut point becomes its submodule
+                ``cut_point``.
         """
         cut_point = CutPoint()
         module.add_module("cut_point", cut_point)
         module.register_forward_hook(_pass)
         return cut_point
 
-    def forward(self, *given: Any) -> Any:
-        """Return the argument, or the tuple of them where there are several."""
-        value = given[0] if len(given) == 1 else given
+    def forward(self, *values: Any) -> Any:
+        """Returns the argument, or a tuple of the arguments if there are several."""
+        value = values[0] if len(values) == 1 else values
         return mark(value, id(self), next(_PASSINGS))
 
 
-def _pass(module: torch.nn.Module, given: Any, output: Any) -> Any:
+def _pass(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
     return module.cut_point(output)  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for a value among the arguments of a call."""
+    """Refers to a value in the arguments of a call."""
 
     value: int
 
 
 @dataclass(slots=True, kw_only=True)
 class Value:
-    """A tensor of the forward.
+    """Describes a tensor of the forward.
 
     Attributes:
-        shape, dtype: of the tensor.
-        requires_grad: whether a gradient flows through it.
-        source: ``input``, ``parameter``, ``buffer`` or ``constant``; empty for a call's result.
-        name: of an input, a parameter or a buffer.
-        tensor: a constant.
-        made_by: number of the call, -1 for a source.
-        storage: equal for values that share memory.
-        varies: depends on an input, a parameter or a random number.
+        shape: Shape of the tensor.
+        dtype: Element type of the tensor.
+        requires_grad: Whether a gradient flows through it.
+        source: Kind of source, ``input``, ``parameter``, ``buffer`` or ``constant``; empty for the
+            result of a call.
+        name: Name of an input, a parameter or a buffer.
+        tensor: Tensor of a constant.
+        made_by: Number of the call that made it, -1 for a source.
+        storage: Address of its memory, equal for values that share memory.
+        varies: Whether it depends on an input, a parameter or a random number.
     """
 
     shape: tuple[int, ...]
@@ -130,18 +136,19 @@ class Value:
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """One call of a function of torch.
+    """Describes a call of a function of torch.
 
     Attributes:
-        function: what was called.
-        args, kwargs: its arguments, with a :class:`Ref` for every tensor.
-        reads: values among the arguments.
-        outputs: value and place in the result of each new tensor.
-        changes: a changed argument's value before and after the call.
-        segment: number of cut points passed before.
-        is_random: it took from the random generator.
-        with_grad: gradients were enabled.
-        autocast: the element type that torch chose for matrix products, ``None`` if off.
+        function: Function that was called.
+        args: Positional arguments, with a :class:`Ref` for every tensor.
+        kwargs: Keyword arguments, with a :class:`Ref` for every tensor.
+        reads: Numbers of the values in the arguments.
+        outputs: Number of each new value, and the keys that lead to its tensor in the result.
+        changes: Numbers of each changed argument before and after the call.
+        segment: Number of cut points before the call.
+        is_random: Whether it drew random numbers.
+        with_grad: Whether gradients were enabled.
+        autocast: Element type of matrix products under autocast, ``None`` if it was off.
     """
 
     function: Callable[..., Any]
@@ -158,16 +165,16 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Tape:
-    """A recorded forward.
+    """Contains a recorded forward.
 
     Attributes:
-        values: all tensors.
-        calls: all calls in order.
-        cuts: names of the cut points in the order they were passed.
-        loss: value of the loss.
-        device: where it was recorded.
-        aliases: other names of a parameter or buffer, by its first name.
-        autocast: element type of matrix products under mixed precision.
+        values: All tensors; their numbers are the indices.
+        calls: All calls in order.
+        cuts: Names of the cut points in the order of the forward.
+        loss: Number of the loss's value.
+        device: Device on which it was recorded.
+        aliases: Other names of a parameter or buffer, by its first name.
+        autocast: Element type of matrix products under mixed precision.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -180,44 +187,58 @@ class Tape:
 
     @property
     def num_segments(self) -> int:
-        """Pieces between cut points."""
+        """Returns the number of segments between cut points."""
         return len(self.cuts) + 1
 
     @property
     def is_random(self) -> bool:
-        """Whether any call draws random numbers."""
+        """Returns whether any call draws random numbers."""
         return any(call.is_random for call in self.calls)
 
 
-# Functions that give Python what is in a tensor.
+# These functions return the content of a tensor to Python.
 _READING = frozenset(
-    ("item __bool__ __int__ __float__ __complex__ __index__ tolist numpy __array__ __contains__ "
-     "equal allclose is_nonzero").split()
-)  # fmt: skip
-_RECOMPUTING = "CheckpointFunction"  # runs its function in another pass, which is not wanted here
+    (
+        "item",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__complex__",
+        "__index__",
+        "tolist",
+        "numpy",
+        "__array__",
+        "__contains__",
+        "equal",
+        "allclose",
+        "is_nonzero",
+    )
+)
+# Activation checkpointing calls this autograd function; only the function inside is recorded.
+_RECOMPUTING = "CheckpointFunction"
 
 
 class ReadsValueError(ConfigError):
-    """The forward decides by what is in a tensor."""
+    """Reports a forward that reads values of a tensor in Python."""
 
 
 @contextlib.contextmanager
 def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Leave the model's buffers and the generators of host and ``device`` as they were."""
-    kept = {name: one.detach().clone() for name, one in model.named_buffers()}
+    """Restores the model's buffers and the generators of host and ``device`` afterwards."""
+    kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, one in model.named_buffers():
+                for name, buffer in model.named_buffers():
                     if name in kept:
-                        one.copy_(kept[name])
+                        buffer.copy_(kept[name])
 
 
 @contextlib.contextmanager
 def _custom_functions(recorder: _Recorder) -> Iterator[None]:
-    """Let the recorder see ``autograd.Function.apply``, which is no function of torch."""
+    """Passes calls of ``autograd.Function.apply`` to the recorder, because torch does not."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,6 +257,14 @@ def _custom_functions(recorder: _Recorder) -> Iterator[None]:
 
 
 class _Recorder(TorchFunctionMode):
+    """Records calls of torch on a tape.
+
+    Args:
+        model: Model of the user.
+        inputs: Entries of the microbatch.
+        freeze: Whether values that Python reads from tensors count as fixed.
+    """
+
     def __init__(
         self, model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], freeze: bool
     ) -> None:
@@ -245,9 +274,12 @@ class _Recorder(TorchFunctionMode):
         self._freeze = freeze
         self._passing = -1
         self._numbers: dict[int, int] = {}
-        self._kept: list[torch.Tensor] = []  # so that no id is used twice
+        # Tensors are kept alive, so that no id is used twice.
+        self._kept: list[torch.Tensor] = []
         self._cut_names = {
-            id(one): name for name, one in model.named_modules() if isinstance(one, CutPoint)
+            id(module): name
+            for name, module in model.named_modules()
+            if isinstance(module, CutPoint)
         }
         self._names: dict[int, tuple[str, str]] = {}
         aliases: dict[int, list[str]] = {}
@@ -277,10 +309,10 @@ class _Recorder(TorchFunctionMode):
         return self.note(func, args, kwargs or {}, func)
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
-        """Run a call and write it down where it makes or changes a tensor."""
-        given = [one for one, _ in _paths((args, kwargs))]
-        self._refuse_reading(function, given)
-        versions = [one._version for one in given]
+        """Runs a call and records it if it makes or changes a tensor."""
+        tensors = [tensor for tensor, _ in _paths((args, kwargs))]
+        self._refuse_reading(function, tensors)
+        versions = [tensor._version for tensor in tensors]
         before = [generator.get_state() for generator in self._generators]
         self.is_inside = True
         try:
@@ -289,9 +321,9 @@ class _Recorder(TorchFunctionMode):
         finally:
             self.is_inside = False
         changed = {
-            id(one): one
-            for one, version in zip(given, versions, strict=True)
-            if one._version != version
+            id(tensor): tensor
+            for tensor, version in zip(tensors, versions, strict=True)
+            if tensor._version != version
         }
         results = list(_paths(result))
         if not (results or changed):
@@ -299,9 +331,10 @@ class _Recorder(TorchFunctionMode):
         reads: dict[int, None] = {}
         template: Any = map_aggregate((args, kwargs), partial(self._refer, reads))
         made: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
-        for one, path in results:
-            if id(one) not in self._numbers:  # what returns its argument has made nothing
-                made.setdefault(id(one), (one, path))
+        for tensor, path in results:
+            # An argument that is returned is not a new tensor.
+            if id(tensor) not in self._numbers:
+                made.setdefault(id(tensor), (tensor, path))
         if made or changed:
             self._write(function, template, reads, made.values(), changed.values(), before)
         return result
@@ -315,17 +348,29 @@ class _Recorder(TorchFunctionMode):
         changed: Iterable[torch.Tensor],
         before: list[torch.Tensor],
     ) -> None:
+        """Adds a call to the tape.
+
+        Args:
+            function: Function that was called.
+            template: Arguments with references in place of tensors.
+            reads: Values in the arguments.
+            made: New tensors, and the keys that lead to them in the result.
+            changed: Arguments that the call changed in place.
+            before: States of the random generators before the call.
+        """
         tape = self.tape
         is_random = any(
             not torch.equal(generator.get_state(), state)
             for generator, state in zip(self._generators, before, strict=True)
         )
-        varies = is_random or any(tape.values[one].varies for one in reads)
+        varies = is_random or any(tape.values[read].varies for read in reads)
         number = len(tape.calls)
-        outputs = [(self._add(one, made_by=number, varies=varies), path) for one, path in made]
+        outputs = [
+            (self._add(tensor, made_by=number, varies=varies), path) for tensor, path in made
+        ]
         changes = []
-        for one in changed:
-            old = self._numbers[id(one)]
+        for tensor in changed:
+            old = self._numbers[id(tensor)]
             value = tape.values[old]
             if value.source == "parameter":
                 raise ConfigError(
@@ -333,9 +378,10 @@ class _Recorder(TorchFunctionMode):
                     "may change there"
                 )
             if value.source == "buffer":
-                changes.append((old, old))  # stays with its name
+                # A buffer keeps its value number, because programs find it by its name.
+                changes.append((old, old))
                 continue
-            changes.append((old, self._add(one, made_by=number, varies=varies or value.varies)))
+            changes.append((old, self._add(tensor, made_by=number, varies=varies or value.varies)))
         tape.calls.append(
             Call(
                 function=function,
@@ -353,18 +399,18 @@ class _Recorder(TorchFunctionMode):
             )
         )
 
-    def _refer(self, reads: dict[int, None], one: Any) -> Any:
-        """Return what stands for an argument; the values among them are added to ``reads``."""
-        if not isinstance(one, torch.Tensor):
-            return one
-        number = self._numbers.get(id(one))
+    def _refer(self, reads: dict[int, None], argument: Any) -> Any:
+        """Returns a reference for a tensor, and adds it to ``reads``; other arguments unchanged."""
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        number = self._numbers.get(id(argument))
         if number is None:
-            number = self._source(one)
+            number = self._source(argument)
         reads[number] = None
         return Ref(number)
 
     def _source(self, tensor: torch.Tensor) -> int:
-        """Take in a tensor that no call made."""
+        """Adds a tensor that no call made and returns its number."""
         source, name = self._names.get(id(tensor), ("constant", ""))
         if source == "constant" and tensor.requires_grad:
             raise ConfigError(
@@ -379,7 +425,7 @@ class _Recorder(TorchFunctionMode):
             varies=source == "parameter",
         )
 
-    def _add(self, tensor: torch.Tensor, /, **known: Any) -> int:
+    def _add(self, tensor: torch.Tensor, /, **facts: Any) -> int:
         number = len(self.tape.values)
         self.tape.values.append(
             Value(
@@ -387,7 +433,7 @@ class _Recorder(TorchFunctionMode):
                 dtype=tensor.dtype,
                 requires_grad=tensor.requires_grad,
                 storage=_storage(tensor),
-                **known,
+                **facts,
             )
         )
         self._numbers[id(tensor)] = number
@@ -395,9 +441,12 @@ class _Recorder(TorchFunctionMode):
         return number
 
     def _pass_cut(self, cut_point: int, passing: int) -> None:
-        if passing == self._passing:  # another tensor of the same pass
+        """Records that the forward has reached a cut point."""
+        # An exported cut point marks each of its tensors, and only the first mark counts.
+        if passing == self._passing:
             return
-        self._passing, name = passing, self._cut_names.get(cut_point)
+        self._passing = passing
+        name = self._cut_names.get(cut_point)
         if name is None:
             raise ConfigError(
                 f"{_where()} calls a CutPoint that is no module of the model: make it in __init__ "
@@ -410,13 +459,14 @@ class _Recorder(TorchFunctionMode):
             )
         self.tape.cuts.append(name)
 
-    def _refuse_reading(self, function: Any, given: list[torch.Tensor]) -> None:
+    def _refuse_reading(self, function: Any, tensors: list[torch.Tensor]) -> None:
+        """Raises a ``ReadsValueError`` if a function reads values that may vary."""
         name = getattr(function, "__name__", "")
         if name not in _READING or self._freeze:
             return
-        for one in given:
-            number = self._numbers.get(id(one))
-            is_parameter = self._names.get(id(one), ("", ""))[0] == "parameter"
+        for tensor in tensors:
+            number = self._numbers.get(id(tensor))
+            is_parameter = self._names.get(id(tensor), ("", ""))[0] == "parameter"
             if is_parameter or (number is not None and self.tape.values[number].varies):
                 raise ReadsValueError(
                     f"{_where()} looks at the values of a tensor ({name}), and what follows may "
@@ -426,13 +476,13 @@ class _Recorder(TorchFunctionMode):
                 )
 
     def finish(self, loss: Any) -> None:
-        """Check what was recorded and take the loss."""
+        """Checks the recorded forward and stores the value of the loss."""
         missed = [name for name in self._cut_names.values() if name not in self.tape.cuts]
         if missed:
             raise ConfigError(
                 f"cut point {missed[0]} is not passed in the sample's forward"
                 f"{f', nor are {len(missed) - 1} others' if len(missed) > 1 else ''}: cut points "
-                "must not lie inside control flow; move it, or remove it"
+                "must not be inside control flow; move it, or remove it"
             )
         number = self._numbers.get(id(loss))
         if number is None or loss.dim() or not loss.is_floating_point():
@@ -446,28 +496,30 @@ class _Recorder(TorchFunctionMode):
 
 
 def _paths(
-    given: Any, path: tuple[Any, ...] = ()
+    structure: Any, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
-    """Yield the tensors in a structure with the way to each."""
-    if isinstance(given, torch.Tensor):
-        yield given, path
-    elif isinstance(given, (tuple, list)):
-        for number, one in enumerate(given):
-            yield from _paths(one, (*path, number))
-    elif isinstance(given, dict):
-        for name, one in given.items():
-            yield from _paths(one, (*path, name))
+    """Yields the tensors in a structure, each with the keys that lead to it."""
+    if isinstance(structure, torch.Tensor):
+        yield structure, path
+    elif isinstance(structure, (tuple, list)):
+        for number, part in enumerate(structure):
+            yield from _paths(part, (*path, number))
+    elif isinstance(structure, dict):
+        for name, part in structure.items():
+            yield from _paths(part, (*path, name))
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Returns the address of a tensor's memory, 0 if it has no storage."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse tensors and the like
+    except (RuntimeError, NotImplementedError):
+        # Sparse tensors have no storage.
         return 0
 
 
 def _where() -> str:
-    """Return file and line of the model's code that is running."""
+    """Returns file and line of the running code of the model."""
     for frame in reversed(traceback.extract_stack()):
         plain = frame.filename.replace("\\", "/")
         if "/torch/" not in plain and "/megatron/adaptive/" not in plain:
@@ -477,26 +529,26 @@ def _where() -> str:
 
 Slicing = Literal["auto", "record", "export"]
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Mixed precisions by their name."""
+"""Element type by the name of the mixed precision."""
 
 Loss = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Forward:
-    """Makes a loss of a microbatch.
+    """Computes the loss of a microbatch.
 
     Attributes:
-        model: with :class:`CutPoint` modules in its forward; called with the batch's entries as
-            keyword arguments; where ``loss`` is given, with those that it takes.
-        loss: ``(output, batch) -> scalar``; ``None`` where the model's output is the loss, has an
-            entry ``loss`` or begins with it.
-        arguments: further keyword arguments of forward, always the same.
-        mixed_precision: ``bf16`` or ``fp16`` for autocast with parameters as they are; fp16 with a
-            dynamic loss scale.
+        model: Model with :class:`CutPoint` modules in its forward. It is called with the batch's
+            entries as keyword arguments; with a ``loss`` function, only with those that it takes.
+        loss: Function ``(output, batch) -> scalar``; ``None`` if the model's output is the loss,
+            has an entry ``loss``, or begins with it.
+        arguments: Further keyword arguments of forward, the same for every microbatch.
+        mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their types. fp16 uses
+            a dynamic loss scale.
 
     Raises:
-        ConfigError: there is no such precision.
+        ConfigError: If there is no such precision.
     """
 
     model: torch.nn.Module
@@ -514,30 +566,32 @@ class Forward:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Element type of matrix products under mixed precision."""
+        """Returns the element type of matrix products under mixed precision, ``None`` without."""
         return None if self.mixed_precision is None else PRECISIONS[self.mixed_precision]
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> Any:
-        """Return the loss of a microbatch."""
-        given = {name: one for name, one in batch.items() if self._takes(name)}
-        output = self.model(**given, **(self.arguments or {}))
+        """Returns the loss of a microbatch."""
+        entries = {name: tensor for name, tensor in batch.items() if self._takes(name)}
+        output = self.model(**entries, **(self.arguments or {}))
         return self.loss(output, batch) if self.loss is not None else _loss_in(output)
 
     def _takes(self, name: str) -> bool:
-        """Whether an entry of the batch goes to the model; the loss function gets them all."""
+        """Returns whether the model takes an entry of the batch; a loss function takes them all."""
         if self.loss is None:
             return True
-        known = inspect.signature(self.model.forward).parameters
-        return name in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
+        parameters = inspect.signature(self.model.forward).parameters
+        return name in parameters or any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
 
     @property
     def device(self) -> torch.device:
-        """Device of the model's first parameter."""
+        """Returns the device of the model's first parameter."""
         first = next(self.model.parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
     def under_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of mixed precision."""
+        """Returns the context of mixed precision."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
@@ -545,13 +599,14 @@ class Forward:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SampledModel(Forward):
-    """A model with a batch to record its forward with.
+    """Contains a model and a sample batch, with which its forward is recorded.
 
     Attributes:
-        sample_batch: a dictionary of tensors whose first axis is that of the samples. Its first
-            microbatch is run to find the stages; a second one checks them.
-        shared_weights: groups of names of parameters that are one and used on both sides of a cut.
-        slicing: ``record``, ``export`` or ``auto``; see ``docs/cutpoint.md``.
+        sample_batch: Dictionary of tensors whose first axis is the axis of samples. The first
+            microbatch is recorded; a second one checks the recorded forward.
+        shared_weights: Groups of names; the names of a group belong to one parameter that is used
+            on both sides of a cut.
+        slicing: Kind of recording, ``record``, ``export`` or ``auto``; see ``docs/cutpoint.md``.
     """
 
     sample_batch: Mapping[str, torch.Tensor]
@@ -562,11 +617,12 @@ class SampledModel(Forward):
 
 @dataclass(frozen=True, kw_only=True)
 class Forwards:
-    """Both tapes.
+    """Contains the tapes of a model in training and in evaluation.
 
     Attributes:
-        training, evaluation: the tapes; they pass the same cut points.
-        way: ``record`` or ``export``.
+        training: Tape in training mode.
+        evaluation: Tape in evaluation mode, with the same cut points.
+        way: Kind of recording that was used, ``record`` or ``export``.
     """
 
     training: Tape
@@ -575,16 +631,16 @@ class Forwards:
 
     @classmethod
     def of(cls, forward: Forward, sample: Mapping[str, torch.Tensor], slicing: str) -> Forwards:
-        """Run the model in both modes on a microbatch and return what it did.
+        """Runs the model on a microbatch in both modes and returns the tapes.
 
         Args:
-            forward: the model.
-            sample: a microbatch on the model's device.
-            slicing: ``record`` takes the calls of torch as the model makes them, ``export`` those
-                of ``torch.export``; ``auto`` exports where the model looks at values.
+            forward: Model and loss.
+            sample: Microbatch on the model's device.
+            slicing: Kind of recording. ``record`` records the calls of torch that the model makes,
+                ``export`` those of ``torch.export``; ``auto`` exports if the model reads values.
 
         Raises:
-            ConfigError: neither is possible; names the place.
+            ConfigError: If neither is possible; names the line of the model.
         """
         if slicing not in get_args(Slicing):
             raise ConfigError(f"slicing {slicing!r}: choose one of {', '.join(get_args(Slicing))}")
@@ -615,7 +671,7 @@ class Forwards:
         if training.cuts != evaluation.cuts:
             raise ConfigError(
                 f"in training the forward passes the cut points {', '.join(training.cuts)}, in "
-                f"evaluation {', '.join(evaluation.cuts)}: cut points must not lie inside control "
+                f"evaluation {', '.join(evaluation.cuts)}: cut points must not be inside control "
                 "flow"
             )
         return cls(training=training, evaluation=evaluation, way=way)
@@ -623,7 +679,10 @@ class Forwards:
 
 @contextlib.contextmanager
 def mode_of(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Put a model into a mode; a model in training mode keeps parts of it that are not."""
+    """Sets the mode of a model and restores it afterwards.
+
+    If the model is in this mode already, submodules in the other mode stay in it.
+    """
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:
         model.train(training)
@@ -641,13 +700,13 @@ def _recorded(
     *,
     freeze: bool = False,
 ) -> Tape:
-    """Run a forward on a microbatch and return what it did; buffers and generators are as before.
+    """Runs a forward on a microbatch and returns its tape; buffers and generators do not change.
 
     Args:
-        forward: the model.
-        sample: the tensors that vary from microbatch to microbatch.
-        run: runs in place of ``forward``, with the microbatch's entries as keywords.
-        freeze: take what the forward reads from tensors as fixed.
+        forward: Model and loss.
+        sample: Entries of the microbatch.
+        run: Function to run instead of ``forward``, with the entries as keyword arguments.
+        freeze: Whether values that Python reads from tensors count as fixed.
     """
     recorder = _Recorder(forward.model, sample, freeze)
     with (
@@ -662,11 +721,11 @@ def _recorded(
 
 
 class _ExportError(ConfigError):
-    """torch.export refused."""
+    """Reports that ``torch.export`` failed."""
 
 
 class _Lossy(torch.nn.Module):
-    """A model that returns nothing but its loss."""
+    """Wraps a model so that it returns only its loss."""
 
     def __init__(self, forward: Forward) -> None:
         super().__init__()
@@ -678,18 +737,19 @@ class _Lossy(torch.nn.Module):
 
 
 def _exported(forward: Forward, sample: Mapping[str, torch.Tensor]) -> Tape:
-    """Export a model, then record a run of what came out: that is its tape."""
+    """Exports a model, runs the exported module and returns the tape of that run."""
     with undisturbed(forward.model, forward.device):
         try:
             exported = torch.export.export(_Lossy(forward), (), dict(sample), strict=False)
             module = exported.module()
-        except Exception as error:  # of very many kinds
+        except Exception as error:
+            # torch.export raises errors of many kinds.
             raise _ExportError(str(error).strip().splitlines()[0][:200]) from error
     return _recorded(forward, sample, module)
 
 
 def _loss_in(output: Any) -> Any:
-    """Return the loss of a model's output: itself, its entry ``loss``, or its first element."""
+    """Returns the loss in a model's output: itself, its entry ``loss``, or its first element."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):

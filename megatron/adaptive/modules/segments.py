@@ -1,14 +1,14 @@
-"""Measures every piece between two cut points as a stage of its own would run it.
+"""Measures every segment between two cut points as if it were a stage.
 
-One piece after the other is put on the device, so that the whole model need not fit there::
+One segment after the other is put on the device, so that the whole model need not fit there::
 
-    segment 0 ──message──> segment 1 ──message──> ...      forwards hand on what crosses the cut
+    segment 0 ──message──> segment 1 ──message──> ...      forwards pass their messages on
        │                      │
-       F, B whole             F, B whole                   gradients are made up: their sizes count
-       F, B by inputs, W      F, B by inputs, W            where backwards are split
+       F, B whole             F, B whole                   gradients are random: only sizes matter
+       F, B by inputs, W      F, B by inputs, W            if backwards are split
 
-What runs is :class:`~megatron.adaptive.modules.program.ProgramStages`, messages packed and all;
-``profiling.action_timing`` runs and times it. Also holds the recorded forward against the model
+``profiling.action_timing`` times a :class:`~megatron.adaptive.modules.program.ProgramStages` for
+each segment, which also packs messages. This file also compares the recorded forward with the model
 itself.
 """
 
@@ -28,30 +28,32 @@ from megatron.adaptive.modules.program import ProgramStages, RandomKey, StagePro
 from megatron.adaptive.modules.recording import Forward, Forwards, Tape, mode_of, undisturbed
 from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
-_MOST_NUMBERS = 1 << 24  # of parameters that an optimizer step is measured with
+# An optimizer step is measured with at most this many numbers.
+_MOST_NUMBERS = 1 << 24
 _OPTIMIZER_STEPS = 4
-# Of two runs of the same operations, which may add up in another order.
-_TOLERANCE, _TOLERANCE_OF_HALVES = 1e-4, 3e-2
+# Two runs of the same operations may sum in different orders.
+_TOLERANCE = 1e-4
+_TOLERANCE_OF_HALVES = 3e-2
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentSample:
-    """Holds what one piece takes with one size of microbatch; seconds are medians.
+    """Contains the costs of a segment for one size of microbatch; seconds are medians.
 
     Attributes:
-        segment: its number in the order of the forward.
-        micro_batch: samples.
-        forward_s: of a forward.
-        backward_s: of a whole backward.
-        split_s: of a backward by inputs and of its weight gradients; ``None`` where backwards are
-            not split.
-        output_bytes: of the message behind it.
-        kept_bytes: kept from forward to backward, beside parameters.
-        workspace_bytes: held beyond that while it runs; 0 on a device without such a count.
-        parameters: numbers that it trains or only holds.
-        durations_s: all that were taken, a row for forwards, one for backwards.
+        segment: Number of the segment in the order of the forward.
+        micro_batch: Number of samples of the microbatch.
+        forward_s: Duration of a forward, in seconds.
+        backward_s: Duration of a whole backward, in seconds.
+        split_s: Durations of a backward by inputs and of its weight gradients, in seconds;
+            ``None`` if backwards are not split.
+        output_bytes: Size of the message after the segment.
+        kept_bytes: Memory kept from forward to backward, without parameters.
+        workspace_bytes: Further memory while the segment runs; 0 on a CPU, where it is not counted.
+        parameters: Number of elements of its parameters, trained and frozen.
+        durations_s: All measured durations, a row of forwards and a row of backwards.
     """
 
     segment: int
@@ -67,7 +69,7 @@ class SegmentSample:
 
     @property
     def seconds(self) -> float:
-        """Forward and whole backward."""
+        """Returns the duration of a forward and a whole backward."""
         return self.forward_s + self.backward_s
 
 
@@ -80,22 +82,22 @@ def measure_segments(
     split: bool,
     repeats: int,
 ) -> list[SegmentSample]:
-    """Measures all pieces with one microbatch; gradients of the model stay as they are.
+    """Measures all segments with one microbatch; gradients of the model do not change.
 
     Args:
-        forward: the model, wholly there, on any device.
-        tape: its forward in training, recorded with a microbatch of this size.
-        batch: the microbatch.
-        device: where pieces run.
-        split: measure backwards in two halves as well.
-        repeats: runs that count, after those that warm up.
+        forward: Model with all its parameters, on any device.
+        tape: Forward in training, recorded with a microbatch of this size.
+        batch: Microbatch.
+        device: Device on which segments run.
+        split: Whether to measure split backwards too.
+        repeats: Number of measured runs after the warmup.
 
     Raises:
-        torch.OutOfMemoryError: a piece does not fit.
+        torch.OutOfMemoryError: If a segment does not fit.
     """
     plans = slice_tape(tape, (1,) * tape.num_segments)
     tensors = tensors_of(forward.model)
-    inputs = {name: one.to(device) for name, one in batch.items()}
+    inputs = {name: tensor.to(device) for name, tensor in batch.items()}
     size = len(next(iter(inputs.values())))
     message: torch.Tensor | None = None
     samples = []
@@ -103,22 +105,17 @@ def measure_segments(
         for segment, plan in enumerate(plans):
             held = _held(tape, plan, tensors, device)
             program = StageProgram(tape, plan, held, device)
-            before = peak = 0  # not counted on a CPU
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-                before = torch.cuda.memory_allocated(device)
+            before = _reset_peak_bytes(device)
             rows, output, kept = _time(
                 program, inputs, held, message, device, split=False, repeats=repeats
             )
-            if device.type == "cuda":
-                peak = torch.cuda.max_memory_allocated(device)
+            peak = _peak_bytes(device)
             halves = None
             if split:
                 both, _, _ = _time(
                     program, inputs, held, message, device, split=True, repeats=repeats
                 )
                 halves = (statistics.median(both[1]), statistics.median(both[2]))
-            parameters = [one for one in held.values() if isinstance(one, torch.nn.Parameter)]
             samples.append(
                 SegmentSample(
                     segment=segment,
@@ -129,7 +126,7 @@ def measure_segments(
                     output_bytes=program.next_forward.nbytes if plan.sent else 0,
                     kept_bytes=kept,
                     workspace_bytes=max(0, peak - before - kept),
-                    parameters=sum(one.numel() for one in parameters),
+                    parameters=_num_parameters(held),
                     durations_s=(tuple(rows[0]), tuple(rows[1])),
                 )
             )
@@ -137,22 +134,42 @@ def measure_segments(
     return samples
 
 
+def _reset_peak_bytes(device: torch.device) -> int:
+    """Resets the peak of memory and returns the memory in use, 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Returns the peak of memory since the reset, 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _num_parameters(held: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in held.values() if isinstance(tensor, torch.nn.Parameter))
+
+
 def _held(
     tape: Tape, plan: StagePlan, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Gives a piece its parameters, sharing memory where they are there, and copied buffers."""
+    """Returns parameters and buffers of a segment on the device.
+
+    Parameters share memory with the model if it is on the device; buffers are copied.
+    """
     names = {*plan.parameters, *plan.buffers}
     for number in (*plan.sent, tape.loss):
         if tape.values[number].source in ("parameter", "buffer"):
             names.add(tape.values[number].name)
     held: dict[str, torch.Tensor] = {}
     for name in names:
-        one = tensors[name]
-        if isinstance(one, torch.nn.Parameter):
-            moved = one.detach().to(device)
-            held[name] = torch.nn.Parameter(moved, requires_grad=one.requires_grad)
+        tensor = tensors[name]
+        if isinstance(tensor, torch.nn.Parameter):
+            moved = tensor.detach().to(device)
+            held[name] = torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
         else:
-            held[name] = one.detach().to(device, copy=True)
+            held[name] = tensor.detach().to(device, copy=True)
     return held
 
 
@@ -166,7 +183,7 @@ def _time(
     split: bool,
     repeats: int,
 ) -> tuple[list[list[float]], torch.Tensor, int]:
-    """Returns durations of F, B and W of one piece, the message behind it, and bytes kept."""
+    """Returns durations of F, B and W of a segment, its message, and the bytes that it keeps."""
     meter = ActivationMeter()
     stages = ProgramStages(
         programs=[program],
@@ -180,8 +197,8 @@ def _time(
     gradient = None
     if program.plan.sent:
         layout = program.next_backward
-        made_up = [torch.randn(shape, dtype=dtype) for _, _, shape, dtype in layout.places]
-        gradient = layout.pack(made_up, torch.device("cpu")).to(device)
+        gradients = [torch.randn(part.shape, dtype=part.dtype) for part in layout.parts]
+        gradient = layout.pack(gradients, torch.device("cpu")).to(device)
     try:
         rows, output = time_microbatches(
             stages,
@@ -192,14 +209,14 @@ def _time(
             split=split,
         )
     finally:
-        for one in held.values():
-            one.grad = None
+        for tensor in held.values():
+            tensor.grad = None
     assert output is not None
     return rows, output.detach(), meter.bytes_of(0)
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns how many numbers several pieces share, and the first and the last of these pieces."""
+    """Returns the number of shared elements, and the first and last segments that share them."""
     shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]
     count = sum(tensors[name].numel() for name in shared)
@@ -209,48 +226,48 @@ def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[in
 def optimizer_seconds(
     model: torch.nn.Module, device: torch.device, make: MakeOptimizer | None
 ) -> float:
-    """Returns the seconds of an optimizer step for each parameter, from some of the model's.
+    """Returns the seconds of an optimizer step per element, measured with some parameters.
 
     Args:
-        model: whose shapes are taken; it is not changed.
-        device: where the optimizer runs.
-        make: makes one; AdamW where ``None``.
+        model: Model, whose shapes are used; it is not changed.
+        device: Device on which the optimizer runs.
+        make: Function that makes an optimizer; AdamW if ``None``.
     """
     chosen: list[torch.nn.Parameter] = []
     total = 0
-    trained = [one for one in model.parameters() if one.requires_grad]
-    for one in trained:
-        if total + one.numel() <= _MOST_NUMBERS:
-            chosen.append(torch.nn.Parameter(torch.zeros_like(one, device=device)))
-            total += one.numel()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        if total + parameter.numel() <= _MOST_NUMBERS:
+            chosen.append(torch.nn.Parameter(torch.zeros_like(parameter, device=device)))
+            total += parameter.numel()
     if not trained:
         return 0.0
     if not chosen:
         total = _MOST_NUMBERS
         chosen.append(torch.nn.Parameter(torch.zeros(total, device=device)))
-    for made in chosen:
-        made.grad = torch.zeros_like(made)
+    for parameter in chosen:
+        parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW(chosen) if make is None else make(chosen)
     return time_call(optimizer.step, device, _OPTIMIZER_STEPS) / total
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers by their first name."""
+    """Returns parameters and buffers by their first names."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch.Tensor]) -> None:
-    """Compares the replay of another microbatch than the recorded one with the model itself.
+    """Compares a replay of the tape on another microbatch with the model itself.
 
-    Finds what Python computed of the sample's values behind torch's back.
+    They differ if Python code of the model used values of the sample that torch did not see.
 
     Args:
-        forward: the model, wholly there.
-        forwards: its tapes.
-        other: a microbatch that was not recorded, on the model's device.
+        forward: Model with all its parameters.
+        forwards: Tapes of the model.
+        other: Microbatch that was not recorded, on the model's device.
 
     Raises:
-        ConfigError: the losses differ.
+        ConfigError: If the losses differ.
     """
     tape = forwards.evaluation
     if tape.is_random:
@@ -265,7 +282,7 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
             expected = float(forward(other))
     assert replayed is not None
     halves = forward.autocast is not None or any(
-        one.dtype.itemsize < 4 for one in held.values() if one.is_floating_point()
+        tensor.dtype.itemsize < 4 for tensor in held.values() if tensor.is_floating_point()
     )
     tolerance = _TOLERANCE_OF_HALVES if halves else _TOLERANCE
     if abs(float(replayed) - expected) > tolerance * max(1.0, abs(expected)):

@@ -1,11 +1,11 @@
-"""Settles the sizes of a job: as given, as the planner chooses here, or as a job orders them.
+"""Settles the sizes of a pipeline: from the user, from the planner, or from an elastic job's order.
 
-A job that changes its shape is started by ``python -m megatron.adaptive run``::
+``python -m megatron.adaptive run`` starts an elastic job, whose layout may change::
 
     first start     measure the model ──> model.json ──> all ranks end: the job plans with it
-    every other     shape of the order, if the model is the one that was measured; else measure anew
+    later starts    use the order's layout if the model is the measured one, else measure again
 
-The job plans, not its ranks: only it knows which machines come and go.
+The job plans and its ranks do not, because only the job knows which machines come and go.
 """
 
 from __future__ import annotations
@@ -41,27 +41,33 @@ from megatron.adaptive.planner.measured_module import MeasuredModule, measured_c
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
 from megatron.adaptive.schedule.stage_placement import Placement
 
-_PIECES = 4  # of a weight gradient, under a rule
-# What a measured model depends on, besides the model and the sample, in the order of its digest:
-# models that elastic jobs measured are known by it.
+# Number of parts of a weight gradient under a run-time rule.
+_PIECES = 4
+# A measured model also depends on these settings. Elastic jobs recognize a model by its digest, so
+# the order must not change.
 _SIGNED_CUT = ("shared_weights", "partition", "weights", "slicing")
 _SIGNED_SHAPE = (
-    *("pipeline_size", "micro_batch_size", "samples", "schedule", "chunks"),
-    *("activation_cap", "split_backward"),
+    "pipeline_size",
+    "micro_batch_size",
+    "samples",
+    "schedule",
+    "chunks",
+    "activation_cap",
+    "split_backward",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Holds the planner's choice, and its reasons.
+    """Contains the planner's choice and its reasons.
 
     Attributes:
-        best: what is used; its ``pipeline_size``, ``replicas``, ``micro_batch_size``,
-            ``partition`` and ``seconds``, which are predicted for a step.
-        others: next best shapes that were timed, best first.
-        batch_size: samples of a step over all replicas.
-        weights: seconds of each segment with microbatches of that size.
-        profile: what the choice stands on.
+        best: Chosen option with ``pipeline_size``, ``replicas``, ``micro_batch_size``,
+            ``partition``, and the predicted ``seconds`` of a step.
+        others: Next best options that were simulated, the best first.
+        batch_size: Number of samples of a step over all replicas.
+        weights: Seconds of each segment with microbatches of the chosen size.
+        profile: Profile on which the choice is based.
     """
 
     best: Option
@@ -85,24 +91,35 @@ def _time(seconds: float) -> str:
 
 
 class JobEnded(SystemExit):
-    """Ends a rank's program in good order: the job goes on without it, or in another shape."""
+    """Ends a rank's program normally; the job continues without it, or in another layout."""
 
 
-def place(
-    request: PipelineSettings,
-) -> tuple[Mesh, PipelineSettings, Chosen | None, JobOrder | None]:
-    """Meet the other processes, and take or choose the shape of the job. Collective.
+@dataclass(frozen=True, kw_only=True)
+class SettledSizes:
+    """Contains the layout of a job.
+
+    Attributes:
+        mesh: Position of this process in the job.
+        request: Settings with all sizes.
+        plan: Choice of the planner, ``None`` if it was not used.
+        order: Order of the elastic job, ``None`` if the job is not elastic.
+    """
+
+    mesh: Mesh
+    request: PipelineSettings
+    plan: Chosen | None
+    order: JobOrder | None
+
+
+def settle_sizes(request: PipelineSettings) -> SettledSizes:
+    """Connects to the other processes, and takes or chooses the layout of the job. Collective.
 
     Args:
-        request: what the user asked for.
-
-    Returns:
-        This process in its job; the request with all sizes settled; the choice, where one was made
-        here; and the job's order, ``None`` where nothing changes its shape.
+        request: Settings of the user.
 
     Raises:
-        ConfigError: nothing is possible, or a setting breaks a rule.
-        JobEnded: the model was measured, and the job is to start it in a shape.
+        ConfigError: If no layout is possible, or a setting breaks a rule.
+        JobEnded: If the model was only measured, and the job will start it again in a layout.
     """
     job = join_job(request.timeout_s)
     plan: Chosen | None = None
@@ -125,11 +142,14 @@ def place(
     except AdaptiveError:
         job.close()
         raise
-    return mesh, request, plan, order
+    return SettledSizes(mesh=mesh, request=request, plan=plan, order=order)
 
 
 def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSettings:
-    """Take the shape of an order; where it is of another model, measure this one and end."""
+    """Returns the settings with the layout that an elastic job orders.
+
+    If the order is for another model, this one is measured and the program ends.
+    """
     world_size = dist.get_world_size()
     if order.signature and order.pipeline_size * order.replicas != world_size:
         raise ConfigError(
@@ -138,35 +158,35 @@ def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSe
         )
     if _signature(request) != order.signature:
         _measure_for_job(job, order, request)
-    found = dataclasses.replace(
+    settled = dataclasses.replace(
         request,
         pipeline_size=order.pipeline_size,
         micro_batch_size=order.micro_batch_size,
         partition=order.partition,
     )
-    known = MeasuredModule.read(Path(order.model)) if request.weights is None else None
-    if known is None:
-        return found
-    # A diagnosis needs to know what each stage should take.
-    return dataclasses.replace(found, weights=known.costs(order.micro_batch_size))
+    model = MeasuredModule.read(Path(order.model)) if request.weights is None else None
+    if model is None:
+        return settled
+    # A diagnosis compares each stage with its expected cost.
+    return dataclasses.replace(settled, weights=model.costs(order.micro_batch_size))
 
 
 def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Placement:
-    """Return where stages live under a schedule.
+    """Returns the placement of stages under a schedule.
 
     Args:
-        schedule: its name.
-        num_ranks: ranks of the pipeline.
-        chunks: stages of each rank, chosen by the schedule where ``None``.
+        schedule: Name of the schedule.
+        num_ranks: Number of ranks of the pipeline.
+        chunks: Number of stages of each rank; ``None`` takes the schedule's default.
 
     Raises:
-        ConfigError: the schedule has another number.
-        ScheduleError: there is no such schedule.
+        ConfigError: If the schedule has another number of stages per rank.
+        ScheduleError: If there is no such schedule.
     """
     if schedule == "forward-only":
         raise ConfigError("schedule forward-only trains nothing: eval() uses it; choose another")
-    wanted = schedule_spec(schedule).least_chunks if chunks is None else chunks
-    placement = placement_for(schedule, num_ranks, wanted)
+    num_chunks = schedule_spec(schedule).least_chunks if chunks is None else chunks
+    placement = placement_for(schedule, num_ranks, num_chunks)
     if chunks is not None and placement.num_chunks != chunks:
         raise ConfigError(
             f"chunks {chunks} was given with schedule {schedule}, which has "
@@ -176,18 +196,19 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
 
 
 def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Orders:
-    """Returns the order of work of a rank.
+    """Returns the orders of work of a rank.
 
     Args:
-        request: what the user asked for.
-        num_ranks: ranks of the pipeline.
-        pp_rank: which of them.
+        request: Settings of the pipeline.
+        num_ranks: Number of ranks of the pipeline.
+        pp_rank: Position of this rank in the pipeline.
 
     Raises:
-        ConfigError: the schedule has another number of chunks, or splits backwards otherwise.
-        ScheduleError: there is no such schedule.
+        ConfigError: If ``chunks`` or ``split_backward`` contradict the schedule.
+        ScheduleError: If there is no such schedule.
     """
-    schedule, split = request.schedule, request.split_backward
+    schedule = request.schedule
+    split = request.split_backward
     placement = choose_placement(schedule, num_ranks, request.chunks)
     if is_rule(schedule):
         by_default = schedule_spec(schedule).splits_backward == "by default"
@@ -211,7 +232,7 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
 
 
 def _choose(job: Job, request: PipelineSettings) -> Chosen:
-    """Profile and plan. Collective over all ranks; the same on all of them."""
+    """Profiles the model and returns a plan, the same on all ranks. Collective over all ranks."""
     require_whole(1, batch_size=request.samples)
     if request.pipeline_size == "auto":
         request = dataclasses.replace(request, pipeline_size=None)
@@ -225,19 +246,20 @@ def _choose(job: Job, request: PipelineSettings) -> Chosen:
 
 
 def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, MeasuredModule]:
-    """Profiles a model; returns that, and what layouts are planned with. Collective."""
-    size, given = request.micro_batch_size, request.pipeline_size
-    # As several ranks would run it; what is wrong with it is said before anything is measured.
+    """Profiles a model; returns the profile, and the model for the planner. Collective."""
+    size = request.micro_batch_size
+    pipeline_size = request.pipeline_size
+    # Orders are made first, so that wrong settings raise an error before anything is measured.
     orders = choose_orders(request, 2, 0)
     splits = orders.weight_pieces > 0
-    model = {one.name: getattr(request, one.name) for one in dataclasses.fields(SampledModel)}
+    model = {spec.name: getattr(request, spec.name) for spec in dataclasses.fields(SampledModel)}
     profiler = Profiler(
         **model,
         micro_batch_sizes=None if size is None else (size,),
         split_backward=splits,
         memory_limit_bytes=request.memory_limit_bytes,
     )
-    # With larger ones there would be fewer microbatches than processes.
+    # This limit leaves at least one microbatch for each process.
     most = max(1, request.samples // dist.get_world_size())
     profile = profiler.measure(job, most=most)
     check_weights(request.weights, len(profile.cut_points) + 1)
@@ -253,7 +275,7 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
         schedule=request.schedule,
         chunks=orders.placement.num_chunks,
         cap=request.activation_cap,
-        pipeline_size=given if isinstance(given, int) else None,
+        pipeline_size=pipeline_size if isinstance(pipeline_size, int) else None,
         micro_batch_size=size,
         partition=None if request.partition is None else read_partition(request.partition),
         weights=None if request.weights is None else tuple(request.weights),
@@ -262,6 +284,7 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
 
 
 def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProfile) -> Chosen:
+    """Returns the planner's choice for a measured model."""
     count = len(profile.cut_points) + 1
     size = request.pipeline_size
     sizes: tuple[int, ...] = (size,) if isinstance(size, int) else ()
@@ -273,7 +296,7 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
             return given_partition(request.partition, count, num_stages)
         return None if request.weights is None else balanced(request.weights, num_stages)
 
-    given = module.micro_batch_size
+    micro_batch_size = module.micro_batch_size
     whole = module.profile(split=False)
     best, *others = choose_option(
         Running(
@@ -288,7 +311,7 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
             cap=module.cap,
         ),
         pipeline_sizes=sizes,
-        micro_batches=() if given is None else (given,),
+        micro_batches=() if micro_batch_size is None else (micro_batch_size,),
         partition=partition,
         most=module.most,
     )
@@ -302,39 +325,45 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
 
 
 def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
-    """Return the pipeline sizes that a given partition makes."""
-    given = request.partition
-    assert given is not None
-    stages = len(given.split("-") if isinstance(given, str) else tuple(given))
+    """Returns the pipeline sizes that have as many stages as the user's partition."""
+    partition = request.partition
+    assert partition is not None
+    stages = len(partition.split("-") if isinstance(partition, str) else tuple(partition))
     sizes = [
         size
         for size in range(1, dist.get_world_size() + 1)
         if choose_placement(request.schedule, size, request.chunks).num_stages == stages
     ]
     if not sizes:
-        given_partition(given, num_segments, stages)
+        given_partition(partition, num_segments, stages)
         raise ConfigError(
-            f"partition of {stages} stages: no number of processes has so many under schedule "
+            f"partition of {stages} stages: no number of processes has {stages} under schedule "
             f"{request.schedule}; give another partition, or chunks"
         )
     return tuple(sizes)
 
 
 def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> None:
-    """Measure the model for the job, and raise `JobEnded`; it starts the ranks again."""
+    """Measures the model for the job, which starts the ranks again.
+
+    Raises:
+        JobEnded: Always, after the model is measured.
+    """
     size = request.micro_batch_size
     if size is not None and request.samples % size:
         raise ConfigError(
             f"batch_size {request.samples} does not divide into microbatches of {size}: give a"
             f" multiple of {size}, or leave micro_batch_size to the job"
         )
-    _, made = _measure(job, request)
+    _, module = _measure(job, request)
 
     def write() -> None:
         if order.signature:
-            print("the model is not the one that the job was planned for: planned anew", flush=True)
+            print(
+                "the model is not the one that the job was planned for: planning again", flush=True
+            )
         try:
-            made.write(Path(order.model))
+            module.write(Path(order.model))
         except OSError as error:
             raise CheckpointError(
                 f"{order.model}: {error.strerror or error}: free space there, or name another"
@@ -347,13 +376,15 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> No
 
 
 def _signature(request: PipelineSettings) -> str:
-    """Returns a digest of this model and of what is wanted of it."""
+    """Returns a digest of the model and of the settings that its measurement depends on."""
     model, sample = request.model, request.sample_batch
     content: dict[str, Any] = {
         "model": type(model).__qualname__,
-        "parameters": [(n, list(one.shape), str(one.dtype)) for n, one in model.named_parameters()],
-        "cuts": [name for name, one in model.named_modules() if isinstance(one, CutPoint)],
-        "sample": [(n, list(one.shape[1:]), str(one.dtype)) for n, one in sample.items()],
+        "parameters": [
+            (n, list(item.shape), str(item.dtype)) for n, item in model.named_parameters()
+        ],
+        "cuts": [name for name, item in model.named_modules() if isinstance(item, CutPoint)],
+        "sample": [(n, list(item.shape[1:]), str(item.dtype)) for n, item in sample.items()],
         "cut": [getattr(request, name) for name in _SIGNED_CUT],
         "wanted": [getattr(request, name) for name in _SIGNED_SHAPE],
         "memory": request.memory_limit_bytes,

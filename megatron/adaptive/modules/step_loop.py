@@ -1,14 +1,13 @@
-"""The steps of a training that may end early and go on later, in another shape.
+"""Iterates over the steps of a training that may stop and continue later in another layout.
 
 ::
 
     for step in pipeline.loop(1000, save_interval=100):      # 300, 301, ... after a checkpoint
         loss, overflow = pipeline.step(pipeline.share(batch_of(step)))
-    ── asked to stop: checkpoint, and the program ends with status 0; what follows runs at the end
+    ── on a request to stop: checkpoint, and the program ends with status 0
 
-It owns the signals and the progress file while the pipeline is open. When to stop, how
-checkpoints appear and what is reported of them is as with the trainer: ``engine.stop``,
-``checkpoint.folder``, ``engine.progress``.
+It owns the signals and the progress file while the pipeline is open. Stops, checkpoints and reports
+work as in the trainer: see ``engine.stop``, ``checkpoint.folder`` and ``engine.progress``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from megatron.adaptive.modules.sizes import JobEnded
 
 NO_LOOP = (
     "this process belongs to a job that changes its shape, and Pipeline.step was called outside of"
-    " Pipeline.loop: train within `for step in pipeline.loop(...)`, which saves and goes on; see"
+    " Pipeline.loop: train within `for step in pipeline.loop(...)`, which saves and continues; see"
     " docs/elastic.md"
 )
 
@@ -44,29 +43,38 @@ _LEFT = "the script left the loop"
 _BATCH = "loop_batch_size"
 
 
-class Loop:
-    """Iterates over the steps that are left, as ``range(total_steps)`` from a checkpoint on.
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Checks that objects of the user have ``state_dict`` and ``load_state_dict``."""
+    for name, user_object in state.items():
+        if not (hasattr(user_object, "state_dict") and hasattr(user_object, "load_state_dict")):
+            raise ConfigError(
+                f"state[{name!r}] is a {type(user_object).__name__}: give an object with"
+                " state_dict() and load_state_dict()"
+            )
 
-    Collective over all processes of the job, as each of its steps is.
+
+class Loop:
+    """Iterates over the remaining steps: ``range(total_steps)`` from the newest checkpoint on.
+
+    Making it and each of its iterations are collective over all processes of the job.
 
     Args:
-        pipeline: whose steps are counted.
-        total_steps: of the whole training, those before a checkpoint included.
-        folder: of checkpoints; that of the job in one that changes its shape; none where
-            ``None``.
-        save_interval: steps from one checkpoint to the next; only when the steps end where
-            ``None``.
-        keep: complete checkpoints that stay, the newest; all where ``None``.
-        state: as of :meth:`Pipeline.save`; loaded from the checkpoint.
-        async_save: write while training goes on, which waits only for a copy in memory.
-        local_folder: on each node's own disk, written so, and copied to ``folder`` behind it.
-        diagnose_interval: steps between two diagnoses where traces are written, 0 for none.
-        trust_checkpoint: as of :meth:`Pipeline.load`.
+        pipeline: Pipeline that runs the steps.
+        total_steps: Number of steps of the whole training, from step 0.
+        folder: Folder of checkpoints, ``None`` for none. An elastic job uses its own instead.
+        save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
+        keep: Number of newest complete checkpoints to keep; ``None`` for all.
+        state: Objects to save and load, see :meth:`Pipeline.save`.
+        async_save: Whether a thread writes checkpoints; training waits only for a copy in memory.
+        local_folder: Folder on each node's local disk, to which checkpoints are written before a
+            thread copies them to ``folder``.
+        diagnose_interval: Number of steps between two diagnoses if traces are written, 0 for none.
+        trust_checkpoint: Whether to load checkpoints of old versions, see :meth:`Pipeline.load`.
 
     Raises:
-        CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size;
+        CheckpointError: If the newest checkpoint cannot be loaded or has another batch size, or
             another job saves into the folder.
-        ConfigError: a setting is not a valid whole number.
+        ConfigError: If a setting is invalid.
     """
 
     def __init__(
@@ -87,37 +95,36 @@ class Loop:
         require_whole(0, total_steps=total_steps, diagnose_interval=diagnose_interval)
         require_whole(1, save_interval=1 if save_interval is None else save_interval)
         require_whole(1, keep=1 if keep is None else keep)
-        for name, one in state.items():
-            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
-                raise ConfigError(
-                    f"state[{name!r}] is a {type(one).__name__}: give an object with state_dict()"
-                    " and load_state_dict()"
-                )
+        _check_state(state)
         mesh: Mesh = pipeline._mesh
         order: JobOrder | None = pipeline._order_of_job
-        self._pipeline, self._mesh, self._batch_size = pipeline, mesh, pipeline._batch_size
-        self._total, self._state, self._extra = total_steps, state, {_BATCH: self._batch_size}
-        self._save_interval, self._keep, self._local_folder = save_interval, keep, local_folder
+        self._pipeline = pipeline
+        self._mesh = mesh
+        self._batch_size = pipeline._batch_size
+        self._total = total_steps
+        self._state = state
+        self._extra = {_BATCH: self._batch_size}
+        self._save_interval = save_interval
+        self._keep = keep
+        self._local_folder = local_folder
         self._folder = folder if order is None else order.checkpoints
-        self._progress_folder = None if order is None else order.progress
         self._is_first = mesh.rank == 0
-        self._given: int | None = None
+        self._current: int | None = None
         self._is_over = False
         self._steps = self._run()
         loaded_s = self._resume(trust_checkpoint)
         self._saved_at = pipeline.steps if pipeline.steps else -1
-        self._waited_s = 0.0  # for the last checkpoint
+        self._waited_s = 0.0
         self._saves_behind = self._folder is not None and (async_save or local_folder is not None)
         self._group = dist.new_group(backend="gloo", timeout=mesh.timeout)
-        self._progress = ProgressFile(self._progress_folder if self._is_first else None)
+        progress_folder = None if order is None else order.progress
+        self._progress = ProgressFile(progress_folder if self._is_first else None)
         self._stop = StopRequest()
         self._progress.begins(pipeline.steps, total_steps)
         if loaded_s is not None:
             self._progress.report({"loaded_s": loaded_s})
-            self._say(f"goes on after step {pipeline.steps} of {total_steps}")
-        self._snapshots = make_snapshots(
-            mesh, self._taken_apart, lambda text: self._progress.report({"copies": text}), self._say
-        )
+            self._say(f"continues after step {pipeline.steps} of {total_steps}")
+        self._snapshots = make_snapshots(mesh, self._snapshot_state, self._report_copies, self._say)
         self._diagnosis = RunningDiagnosis(
             pipeline._trace_dir if self._is_first else None,
             diagnose_interval,
@@ -131,14 +138,14 @@ class Loop:
         return self
 
     def __next__(self) -> int:
-        """End the step that was given last, and give the next one.
+        """Ends the present step, and returns the number of the next one.
 
         Raises:
-            StopIteration: all steps are done.
-            JobEnded: the job was asked to stop; all is saved.
-            CheckpointError: a checkpoint could not be written.
-            ConfigError: the step was not trained, or was trained twice.
-            PeerLostError: another rank is gone.
+            StopIteration: If all steps are done.
+            JobEnded: If a stop was requested; the state is saved.
+            CheckpointError: If a checkpoint could not be written.
+            ConfigError: If the step was not trained, or was trained twice.
+            PeerLostError: If another rank is gone.
         """
         if self._is_over:
             raise StopIteration
@@ -146,11 +153,12 @@ class Loop:
             return next(self._steps)
 
     def _run(self) -> Iterator[int]:
+        """Yields the numbers of the steps, and ends each after the caller has trained it."""
         pipeline = self._pipeline
         while pipeline.steps < self._total:
-            self._given = pipeline.steps
+            self._current = pipeline.steps
             self._begun_s = time.perf_counter()
-            yield self._given
+            yield self._current
             self._end_step()
             if pipeline.steps < self._total and self._stop.agreed(self._group):
                 assert self._stop.reason is not None
@@ -160,39 +168,39 @@ class Loop:
         self._finish(COMPLETE)
 
     def require(self, samples: int) -> None:
-        """Refuse a batch that would not be the whole batch of the step over all replicas.
+        """Checks that all replicas together train the whole batch of the present step.
 
         Args:
-            samples: of this replica's batch.
+            samples: Number of samples of this replica's batch.
 
         Raises:
-            ConfigError: it is another one, or no step was given.
+            ConfigError: If they do not, or there is no present step.
         """
-        whole, replicas = self._batch_size, self._pipeline.replicas
-        if self._given is None or self._is_over:
+        batch_size = self._batch_size
+        replicas = self._pipeline.replicas
+        if self._current is None or self._is_over:
             raise ConfigError(
                 "Pipeline.step was called outside of the steps of Pipeline.loop: call it once in"
                 " each turn of the loop; eval() trains nothing"
             )
-        if self._pipeline.steps != self._given:
+        if self._pipeline.steps != self._current:
             raise ConfigError(
-                f"Pipeline.step was called twice in step {self._given} of Pipeline.loop: call it"
-                " once in each turn, or what was trained would be lost or done again after a"
-                " checkpoint"
+                f"Pipeline.step was called twice in step {self._current} of Pipeline.loop: call it"
+                " once in each turn, or training would be lost or repeated after a checkpoint"
             )
-        if samples * replicas != whole:
+        if samples * replicas != batch_size:
             raise ConfigError(
-                f"step {self._given} of Pipeline.loop was given {samples} samples on each of"
-                f" {replicas} replicas, and its batch has {whole}: give Pipeline.step"
-                " pipeline.share(batch) of a whole batch, or say batch_size to Pipeline"
+                f"step {self._current} of Pipeline.loop was given {samples} samples on each of"
+                f" {replicas} replicas, and its batch has {batch_size}: give Pipeline.step"
+                " pipeline.share(batch) of a whole batch, or give batch_size to Pipeline"
             )
 
     def before_update(self) -> None:
-        """Wait until the state may change."""
+        """Waits until snapshots have copied the present state, so that an update may change it."""
         self._snapshots.before_update()
 
     def close(self) -> None:
-        """Give the signals back and end the progress file. Collective; idempotent."""
+        """Restores the signal handlers and ends the progress file. Collective; idempotent."""
         self._snapshots.close()
         self._diagnosis.close()
         if self._saves_behind:
@@ -203,13 +211,19 @@ class Loop:
             self._progress.report({"ended": _LEFT})
         self._stop.close()
         self._progress.close()
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None and dist.is_initialized():
-            dist.barrier(group=group)  # nobody waits in it any more
+            # After the barrier no rank uses the group.
+            dist.barrier(group=group)
             dist.destroy_process_group(group)
 
-    def _taken_apart(self) -> SnapshotState:
-        # It imports much that most runs do without.
+    def _report_copies(self, text: str) -> None:
+        self._progress.report({"copies": text})
+
+    def _snapshot_state(self) -> SnapshotState:
+        """Returns the state of this rank for snapshots."""
+        # The module imports much that most runs do not need.
         from megatron.adaptive.modules.checkpointer import PipelineState
 
         pipeline = self._pipeline
@@ -217,19 +231,21 @@ class Loop:
         return PipelineState(pipeline._checkpointer, head, self._state)
 
     def _resume(self, trust: bool) -> float | None:
-        """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none."""
-        begin_s, local_folder = time.perf_counter(), self._local_folder
+        """Loads the newest checkpoint and returns the seconds it took, ``None`` without one."""
+        begin_s = time.perf_counter()
+        local_folder = self._local_folder
         if self._folder is None:
             if local_folder is not None:
                 raise ConfigError(
-                    f"local_folder {local_folder} is where checkpoints are on their way to"
-                    " folder, and there is none: give Pipeline.loop folder, on storage that all"
-                    " nodes share"
+                    f"local_folder {local_folder} was given without folder, to which checkpoints"
+                    " are copied from there: give Pipeline.loop folder, on storage that all nodes"
+                    " share"
                 )
             return None
         local = self._pipeline._checkpointer.prepare(self._folder, local_folder, self._keep)
-        found = next(PipelineFolder(self._folder).candidates(), None) if self._is_first else None
-        is_there = found is not None
+        is_there = (
+            self._is_first and next(PipelineFolder(self._folder).candidates(), None) is not None
+        )
         if local is not None:
             local.resumed = 0
         if not self._mesh.from_first(is_there):
@@ -240,18 +256,19 @@ class Loop:
         before = extra.get(_BATCH, self._batch_size)
         if before != self._batch_size:
             raise CheckpointError(
-                f"{self._folder}: its steps are of {before} samples, those of the script of"
+                f"{self._folder}: its steps have {before} samples, those of the script have"
                 f" {self._batch_size}: samples would be lost or repeated; give"
                 f" batch_size={before}, or another folder"
             )
         return time.perf_counter() - begin_s
 
     def _end_step(self) -> None:
+        """Reports the present step, and saves if it is time to."""
         pipeline = self._pipeline
-        assert self._given is not None
-        if pipeline.steps != self._given + 1:
+        assert self._current is not None
+        if pipeline.steps != self._current + 1:
             raise ConfigError(
-                f"step {self._given} of Pipeline.loop was not trained: call Pipeline.step once in"
+                f"step {self._current} of Pipeline.loop was not trained: call Pipeline.step once in"
                 " each turn"
             )
         done = pipeline.steps
@@ -272,7 +289,7 @@ class Loop:
             self._save(is_behind=self._saves_behind and done < self._total)
 
     def _finish(self, reason: str) -> None:
-        """End the steps: save if that is left to do, and report why. Collective."""
+        """Ends the steps: saves if the last step is not saved, and reports why. Collective."""
         self._is_over = True
         self._stop.finish()
         self._snapshots.close()
@@ -299,14 +316,15 @@ class Loop:
             state=self._state,
             is_behind=is_behind,
         )
-        self._saved_at, self._waited_s = self._pipeline.steps, time.perf_counter() - begin_s
+        self._saved_at = self._pipeline.steps
+        self._waited_s = time.perf_counter() - begin_s
         if path is not None:
             self._report_saved(self._saved_at, path, is_behind=False)
 
     def _report_completed(self) -> None:
-        """Report a checkpoint that was completed behind training since."""
-        if (found := self._pipeline._checkpointer.saver.completed()) is not None:
-            self._report_saved(*found, is_behind=True)
+        """Reports a checkpoint that a thread has completed since the last step."""
+        if (completed := self._pipeline._checkpointer.saver.completed()) is not None:
+            self._report_saved(*completed, is_behind=True)
 
     def _report_saved(self, step: int, path: Path, *, is_behind: bool) -> None:
         self._progress.report({"saved": step, "seconds": self._waited_s})

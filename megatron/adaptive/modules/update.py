@@ -1,10 +1,10 @@
-"""Ends a step: makes gradients whole, updates the parameters, gives all ranks the totals.
+"""Ends a step: sums gradients, updates the parameters, and reports loss and norm to all ranks.
 
 ::
 
     sums of shared weights over stages -> mean over replicas -> norm of all -> clipped, unscaled
 
-The norm and the loss of the whole model are one message between all ranks.
+One all-reduce over all ranks gives both the norm and the loss of the whole model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 
 from megatron.adaptive.errors import ConfigError
 
-if TYPE_CHECKING:  # it imports megatron-core
+# The mesh imports megatron-core, which this file does not need at run time.
+if TYPE_CHECKING:
     from megatron.adaptive.modules.mesh import Mesh
 
 _BUCKET_BYTES = 32 << 20
@@ -28,13 +29,13 @@ _BUCKET_BYTES = 32 << 20
 
 @dataclass(slots=True, kw_only=True)
 class LossScale:
-    """The factor of the loss in fp16: halved after an overflow, doubled after long peace.
+    """Contains the loss scale of fp16, which halves after an overflow and doubles after a while.
 
     Attributes:
-        scale: the present factor.
-        growth_interval: steps without an overflow before it doubles.
-        least: it never falls below.
-        good_steps: steps since the last change.
+        scale: Present factor of the loss.
+        growth_interval: Number of steps without an overflow after which the factor doubles.
+        least: Smallest factor.
+        good_steps: Number of steps since the last change.
     """
 
     scale: float = 65536.0
@@ -43,7 +44,7 @@ class LossScale:
     good_steps: int = 0
 
     def update(self, *, overflow: bool) -> None:
-        """Take note of a step."""
+        """Updates the factor after a step."""
         if overflow:
             self.scale = max(self.least, self.scale / 2)
             self.good_steps = 0
@@ -55,46 +56,46 @@ class LossScale:
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int = 1) -> None:
-    """Sum tensors over a group in few messages, each of one element type. Collective.
+    """Sums tensors over a group in few messages, each of one element type. Collective.
 
     Args:
-        tensors: of the same shapes, in the same order, on all ranks of the group.
-        group: the ranks.
-        divide_by: divides the sums.
+        tensors: Tensors, of the same shapes and in the same order on all ranks of the group.
+        group: Process group.
+        divide_by: Divisor of the sums.
     """
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat, group=group)
         if divide_by != 1:
             flat /= divide_by
-        for one, part in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-            one.copy_(part)
+        for gradient, part in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            gradient.copy_(part)
 
 
 def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares as ``[] float64``; not finite where an element is not."""
+    """Returns the sum of squares as ``[] float64``; not finite if an element is not."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(
-        [one.float() if one.dtype.itemsize < 4 else one for one in gradients]
+        [gradient.float() if gradient.dtype.itemsize < 4 else gradient for gradient in gradients]
     )
-    return torch.stack([one.double() for one in norms]).square().sum()
+    return torch.stack([gradient.double() for gradient in norms]).square().sum()
 
 
 class Update:
     """Turns the gradients of a rank's stages into those of the whole model, and applies them.
 
     Args:
-        mesh: the job.
-        parameters: of this rank's stages, by name.
-        shared: positions in the pipeline of the ranks that hold a parameter, ascending, by the
-            names of parameters that several hold.
-        groups: process groups of such positions, those that this rank is in.
+        mesh: Position of this process in the job.
+        parameters: Parameters of this rank's stages, by name.
+        shared: Pipeline positions of the ranks that share a parameter, ascending, by the name of
+            the parameter.
+        groups: Process groups of such positions that contain this rank.
 
     Attributes:
-        parameters: as given.
-        optimizer: of this rank's parameters, ``None`` without one.
-        scaler: the loss scale, ``None`` except in fp16.
+        parameters: Parameters of this rank's stages, by name.
+        optimizer: Optimizer of this rank's parameters, ``None`` without one.
+        scaler: Loss scale, ``None`` except in fp16.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Update:
         self._mesh = mesh
         self._groups = groups
         self._shared: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
-        # A shared parameter counts on the first rank that has it.
+        # The norm counts a shared parameter once, on the first rank that has it.
         counted = dict(self.parameters)
         for name, positions in shared.items():
             if name in self.parameters:
@@ -123,13 +124,13 @@ class Update:
 
     @property
     def scale(self) -> float:
-        """Factor of the loss."""
+        """Returns the factor of the loss."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def set_optimizer(
         self, optimizer: Any, clip_norm: float | None, initial_scale: float, interval: int
     ) -> None:
-        """Takes the optimizer; see ``Pipeline.set_optimizer``."""
+        """Sets the optimizer; see ``Pipeline.set_optimizer``."""
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise ConfigError(f"clip_norm {clip_norm}: give a finite number above 0, or None")
         if self.scaler is not None:
@@ -140,27 +141,31 @@ class Update:
                 )
             self.scaler = LossScale(scale=initial_scale, growth_interval=interval)
         if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-            wanted = list(self.parameters.values())
-            optimizer = optimizer(wanted) if wanted else None
+            owned = list(self.parameters.values())
+            optimizer = optimizer(owned) if owned else None
         if optimizer is not None:
             self._check(optimizer)
         self.optimizer = optimizer
         self._clip_norm = clip_norm
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        mine = {id(one) for one in self.parameters.values()}
-        given = [one for group in optimizer.param_groups for one in group["params"]]
-        foreign = [one for one in given if id(one) not in mine]
+        """Checks that an optimizer has only parameters of this rank's stages."""
+        owned = {id(parameter) for parameter in self.parameters.values()}
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        foreign = [parameter for parameter in parameters if id(parameter) not in owned]
         if foreign:
             raise ConfigError(
-                f"the optimizer holds {len(foreign)} of {len(given)} parameters that are not of "
-                f"this process's stages (the first of shape {list(foreign[0].shape)}): make it "
+                f"the optimizer holds {len(foreign)} of {len(parameters)} parameters that are not "
+                f"of this process's stages (the first of shape {list(foreign[0].shape)}): make it "
                 "after the Pipeline, with pipeline.parameters()"
             )
 
     def reduce(self) -> None:
-        """Sum shared weights over stages and average over replicas. Collective."""
-        for parameter in self.parameters.values():  # ranks that sum them must agree in shape
+        """Sums shared weights over stages and averages over replicas. Collective."""
+        # All ranks take part in the sums, so a missing gradient becomes zero.
+        for parameter in self.parameters.values():
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         for positions, parameters in self._shared.items():
@@ -172,17 +177,20 @@ class Update:
     def totals(
         self, losses: Sequence[torch.Tensor], count: int, *, with_norm: bool = True
     ) -> tuple[float, float]:
-        """Return loss and gradient norm of the whole model. Collective over all ranks.
+        """Returns loss and gradient norm of the whole model. Collective over all ranks.
 
         Args:
-            losses: of the microbatches, on the rank of the last stage.
-            count: microbatches of the step.
-            with_norm: compute the norm; 0 without.
+            losses: Losses of the microbatches, on the rank of the last stage.
+            count: Number of microbatches of the step.
+            with_norm: Whether to compute the norm; otherwise it is 0.
         """
         device = self._mesh.accelerator.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         if losses:
-            totals[0] = torch.stack([one.double() for one in losses]).sum() / count
+            totals[0] = (
+                torch.stack([loss_of_microbatch.double() for loss_of_microbatch in losses]).sum()
+                / count
+            )
         if with_norm:
             totals[1] = _squared_norm(_gradients(self._counted), device)
         dist.all_reduce(totals)
@@ -190,7 +198,14 @@ class Update:
         return loss, math.sqrt(square) / self.scale if math.isfinite(square) else math.nan
 
     def apply(self, norm: float) -> bool:
-        """Unscale, clip and update; returns whether the gradient is not finite."""
+        """Unscales and clips gradients and updates the parameters.
+
+        Args:
+            norm: Gradient norm of the whole model.
+
+        Returns:
+            Whether the norm is not finite, so that nothing was updated.
+        """
         overflow = not math.isfinite(norm)
         if not overflow:
             factor = 1 / self.scale
@@ -207,4 +222,4 @@ class Update:
 
 
 def _gradients(parameters: Any) -> list[torch.Tensor]:
-    return [one.grad for one in parameters if one.grad is not None]
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -26,7 +26,7 @@ from megatron.adaptive.errors import ConfigError
 
 MEMORY_MARGIN = 0.1
 """Share of each GPU's memory that plans leave free. Predicted peaks were at most this share below
-measured ones (``benchmarks/planner.py``, memory)."""
+measured ones (``studies/planner.py``, memory)."""
 _NOISE = re.compile(r"nvidia|geforce|tesla|quadro|[^a-z0-9]+")
 
 

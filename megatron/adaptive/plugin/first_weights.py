@@ -2,12 +2,12 @@
 
 Megatron-LM seeds the generators by pipeline rank, and a rank draws its layers one after the other.
 So the same model begins with other weights if a layer moves to another rank. With ``first_weights
-by-layer`` the generators are seeded anew for each part of a GPT and restored after it::
+by-layer`` the generators are seeded for each part of a GPT and restored after it::
 
     outside of layers       seed, "outside"         output layer
       └─ embedding          seed, "embedding"
-      └─ layer n of all     seed, "layer n"         wherever it is
-      └─ further-token n    seed, "mtp n"           with the layer in it
+      └─ layer n of all     seed, "layer n"         on any rank
+      └─ prediction n       seed, "mtp n"           including the layer in it
 
 As before, ranks of a tensor- or expert-parallel group draw different numbers from the generators
 that megatron-core keeps for that, and equal numbers from the others.
@@ -36,7 +36,7 @@ from megatron.adaptive.plugin.placement_patch import exchange, standing_for
 from megatron.adaptive.plugin.settings import megatron_arguments
 
 DEFAULT_SEED = 1234
-"""Megatron-LM's."""
+"""Default seed of Megatron-LM."""
 _MARK = "first_weights_by_layer"
 
 
@@ -44,7 +44,7 @@ class FirstWeights:
     """Seeds the generators for each part of a model while it is built.
 
     Args:
-        is_on: Returns whether weights are to be drawn by layer.
+        is_on: Function that returns whether weights are drawn by layer.
     """
 
     def __init__(self, is_on: Callable[[], bool]) -> None:
@@ -61,14 +61,14 @@ class FirstWeights:
             (MultiTokenPredictionLayer, self._build_prediction),
         ):
             original = kind.__init__
-            ours = standing_for(original, replacement)
-            self._replaced.append((kind, original, ours))
-            exchange(kind, "__init__", original, ours)
+            wrapper = standing_for(original, replacement)
+            self._replaced.append((kind, original, wrapper))
+            exchange(kind, "__init__", original, wrapper)
 
     def take_back(self) -> None:
         """Restores megatron-core's own constructors."""
-        for kind, original, ours in self._replaced:
-            exchange(kind, "__init__", ours, original)
+        for kind, original, wrapper in self._replaced:
+            exchange(kind, "__init__", wrapper, original)
         self._replaced.clear()
 
     def _build_model(self, build: Callable[..., None], model: Any, *args: Any, **more: Any) -> None:
@@ -117,9 +117,12 @@ class FirstWeights:
         if self._is_in_layer or not self._is_on():  # an inner layer belongs to the outer layer
             yield
             return
-        tracker, device = get_cuda_rng_tracker(), default_generator(current_device())
-        states, seeds = tracker.get_states(), set(getattr(tracker, "seeds_", ()))
-        host_state, device_state = torch.get_rng_state(), device.get_state()
+        tracker = get_cuda_rng_tracker()
+        device = default_generator(current_device())
+        states = tracker.get_states()
+        seeds = set(getattr(tracker, "seeds_", ()))
+        host_state = torch.get_rng_state()
+        device_state = device.get_state()
         self._is_in_layer = is_layer
         try:
             torch.manual_seed(_number(part))
@@ -148,7 +151,7 @@ def _number(key: str) -> int:
 
 
 def _place(name: str) -> str:
-    """Returns this rank's positions on the axes along which a generator's numbers differ."""
+    """Returns this rank's positions on the mesh axes that a generator depends on."""
     if "data-parallel" in name:
         return ""
     if "expert" in name:

@@ -1,9 +1,10 @@
-"""The name ``get_forward_backward_func`` and who answers to it.
+"""Replaces megatron-core's ``get_forward_backward_func``.
 
-megatron-core defines it in ``pipeline_parallel.schedules`` and repeats it in its package; modules
-of Megatron-LM hold it from their own import on. All of them get the same replacement, and later
-megatron-core's own function back. The replacement is the plugin's only state. Where stages lie is
-:mod:`~megatron.adaptive.plugin.placement_patch`'s.
+megatron-core defines this function in ``pipeline_parallel.schedules`` and exports it from its
+package, and modules of Megatron-LM import it by name. All of them get the same replacement, and
+later megatron-core's own function again. The replacement is the plugin's only state.
+:mod:`~megatron.adaptive.plugin.placement_patch` replaces the functions about the placement of
+stages.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ from megatron.adaptive.without_cuda import renew_program
 
 _NAME = "get_forward_backward_func"
 _INTERRUPTED = 130
+"""Exit status after SIGINT."""
 StepFunction = Callable[..., Any]
 
 
 class Seam:
-    """Answers in place of ``get_forward_backward_func``.
+    """Replaces ``get_forward_backward_func``.
 
     Args:
-        original: megatron-core's own function.
-        settings: those of ``install``; flags are read when Megatron-LM first asks for a function.
+        original: Function of megatron-core.
+        settings: Settings of ``install``. Flags are read when Megatron-LM first asks for a
+            function.
 
     Attributes:
-        original: see above.
-        engine: runs the steps, ``None`` before the first.
-        placed: answers where stages lie.
-        first_weights: draws first weights by layer, if the settings say so.
+        original: Function of megatron-core.
+        engine: Engine that runs the steps, ``None`` before the first one.
+        placed: Replacements of megatron-core's functions about the placement of stages.
+        first_weights: Replacements that draw first weights by layer, if the settings ask for it.
     """
 
     original: StepFunction
@@ -60,15 +63,15 @@ class Seam:
         self.placed = Placed(self._kind)
         self.first_weights = FirstWeights(self._draws_by_layer)
         self._settings = settings
-        self._asked: tuple[Any, Settings, Settings] | None = None
+        self._cached: tuple[Any, Settings, Settings] | None = None
         self._is_asked = False
         self._in_force = True
 
     def change(self, settings: Settings) -> None:
-        """Take other settings.
+        """Changes the settings.
 
         Raises:
-            ConfigError: a step has run with those before.
+            ConfigError: A step has run with the former settings.
         """
         if settings == self._settings:
             return
@@ -80,10 +83,10 @@ class Seam:
         self._settings = settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepFunction:
-        """Return the function that runs a step; arguments as megatron-core's own takes them.
+        """Returns the function that runs a step; arguments are those of megatron-core's function.
 
         Raises:
-            ConfigError: the settings are not possible, or megatron-core names a loop that is
+            ConfigError: The settings are not possible, or megatron-core returns a loop that is
                 unknown here.
         """
         if not self._is_asked:
@@ -105,33 +108,34 @@ class Seam:
         ):
             raise ConfigError(
                 f"megatron-core would run a step with {getattr(chosen, '__name__', chosen)}, which "
-                "the engine has nothing for; use schedule megatron"
+                "the engine cannot replace; use schedule megatron"
             )
 
         @functools.wraps(chosen)
-        def step(**given: Any) -> Any:
-            if not self._in_force:  # taken out meanwhile
-                return chosen(**given)
+        def step(**arguments: Any) -> Any:
+            if not self._in_force:  # uninstalled since this function was returned
+                return chosen(**arguments)
             if self.engine is None:
-                own = chosen if is_own else None
-                self.engine = Engine(self._settings_in_force(), self.placed, own)
-            return self.engine.run(given)
+                traced = chosen if is_own else None
+                self.engine = Engine(self._settings_in_force(), self.placed, traced)
+            return self.engine.run(arguments)
 
         return step
 
     def end(self) -> None:
-        """Stand for megatron-core's own function from here on, and close the engine."""
+        """Passes all later calls to megatron-core's own function, and closes the engine."""
         self._in_force = False
         atexit.unregister(self.leave_at_once)
-        engine, self.engine = self.engine, None
+        engine = self.engine
+        self.engine = None
         if engine is not None:
             engine.close()
 
     def leave_at_once(self) -> None:
-        """End the process after an error that nobody caught, with the status Python gives it.
+        """Ends the process after an uncaught error, with the exit status that Python would give.
 
-        Runs as one of the last exit functions, installed early as it is. The engine's threads still
-        wait for messages; one that comes while the interpreter is torn down would abort it.
+        It is registered early, so it is one of the last exit functions. The engine's threads still
+        wait for messages; a message that arrives during the shutdown of Python would abort it.
         """
         error = getattr(sys, "last_value", None)
         if error is None or self.engine is None or not self.engine.left_open:
@@ -142,7 +146,7 @@ class Seam:
         os._exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
     def _kind(self) -> PlacementKind:
-        """Return the placement in force; asked several times for each microbatch."""
+        """Returns the placement in force; called several times per microbatch."""
         return self._settings_of_model().kind
 
     def _draws_by_layer(self) -> bool:
@@ -152,43 +156,44 @@ class Seam:
         return self._settings.overridden(megatron_arguments())
 
     def _settings_of_model(self) -> Settings:
-        """Return the settings in force, worked out once for each set of arguments."""
-        arguments, asked = megatron_arguments(), self._asked
-        if asked is None or asked[0] is not arguments or asked[1] is not self._settings:
-            asked = (arguments, self._settings, self._settings.overridden(arguments))
-            self._asked = asked
-        return asked[2]
+        """Returns the settings in force, computed once for each set of arguments."""
+        arguments = megatron_arguments()
+        cached = self._cached
+        if cached is None or cached[0] is not arguments or cached[1] is not self._settings:
+            cached = (arguments, self._settings, self._settings.overridden(arguments))
+            self._cached = cached
+        return cached[2]
 
 
 def _keeping_outputs(run_step: StepFunction) -> StepFunction:
-    """Return a step of megatron-core's own loop that keeps outputs until they are sent.
+    """Returns a step of megatron-core's own loop that keeps outputs until they are sent.
 
-    megatron-core frees outputs when sending has begun. On a GPU the stream still holds them, but
+    megatron-core frees outputs when sending has begun. On a GPU the stream still keeps them, but
     gloo sends directly from their memory, which the next tensor would overwrite.
     """
 
     @functools.wraps(run_step)
-    def step(**given: Any) -> Any:
-        model = given["model"]
+    def step(**arguments: Any) -> Any:
+        model = arguments["model"]
         chunks = [model] if isinstance(model, torch.nn.Module) else model
         configs = {id(config): config for config in map(get_model_config, chunks)}.values()
-        asked = [config.deallocate_pipeline_outputs for config in configs]
+        former = [config.deallocate_pipeline_outputs for config in configs]
         for config in configs:
             config.deallocate_pipeline_outputs = False
         try:
-            return run_step(**given)
+            return run_step(**arguments)
         finally:
-            for config, value in zip(configs, asked, strict=True):
+            for config, value in zip(configs, former, strict=True):
                 config.deallocate_pipeline_outputs = value
 
     return step
 
 
 def put(settings: Settings) -> None:
-    """Let every module that holds megatron-core's function hold a :class:`Seam` instead.
+    """Replaces megatron-core's function by a :class:`Seam` in every module that has it.
 
     Raises:
-        ConfigError: steps have run with other settings.
+        ConfigError: Steps have run with other settings.
     """
     present = getattr(schedules, _NAME)
     if isinstance(present, Seam):
@@ -202,7 +207,7 @@ def put(settings: Settings) -> None:
 
 
 def take_back() -> None:
-    """Give every module megatron-core's own function back."""
+    """Restores megatron-core's own function in every module."""
     present = getattr(schedules, _NAME)
     if isinstance(present, Seam):
         exchange(schedules, _NAME, present, present.original)

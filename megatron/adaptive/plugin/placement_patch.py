@@ -1,7 +1,7 @@
-"""Lays the model of an unmodified Megatron-LM out in a V.
+"""Places the stages of an unmodified Megatron-LM in a V.
 
-megatron-core asks in a few places where a stage lies. Each is answered here, as long as the plug-in
-is installed and the placement in force is a V; else megatron-core answers itself::
+A few functions of megatron-core return the position of a stage. They are replaced here while the
+plug-in is installed. The replacements act only if the placement in force is a V::
 
     4 ranks, 2 chunks    megatron-core's loop    V
     rank 0               E: 0   4                   3   4
@@ -9,16 +9,16 @@ is installed and the placement in force is a V; else megatron-core answers itsel
     rank 2                  2   6                   1   6
     rank 3                  3   7 :L             E: 0   7 :L
 
-Both ends are on the *last* rank, where Megatron-LM looks for losses and numbers of tokens, and
-where it writes its logs: the last stage stays where it was, only the first one moves. The engine
-counts positions from there, so that its own V begins at position 0 as everywhere.
+The first and the last stage are on the *last* rank, because Megatron-LM reads losses and numbers of
+tokens there and writes its logs there. So only the first stage moves. The engine counts positions
+from the last rank, so that its V begins at position 0 as everywhere in this package.
 
-- The layers of each stage are those that megatron-core's loop gives it, in another place. Layer
-  numbers, and with them names in checkpoints, follow from :class:`PlacedLayout`.
-- Both copies of a tied embedding are on one rank; :mod:`megatron.adaptive.gpt.model_placement` says
-  what that asks for. In a checkpoint they are one tensor of two names on a rank.
-- A forward that asks whether its rank is the first, without saying which chunk is meant, gets the
-  answer for the chunk that runs: a batch's tokens are for one, its labels for the other.
+- Each stage has the same layers as in megatron-core's loop. Layer numbers, and names in
+  checkpoints, follow from :class:`PlacedLayout`.
+- Both copies of a tied embedding are on one rank; :mod:`megatron.adaptive.gpt.model_placement`
+  handles the consequences. In a checkpoint they are one tensor with two names on a rank.
+- If a forward asks whether its rank is the first without a chunk, the answer is for the chunk that
+  runs: the first chunk needs the tokens of a batch, the second chunk the labels.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ _CHUNKS = 2
 
 
 class TurnedLayout(PlacedLayout):
-    """A layout whose positions count from the last rank of the pipeline.
+    """Describes a layout whose positions count from the last rank of the pipeline.
 
     Args:
-        placement: where stages live, by position.
-        stages: layers of each stage in pipeline order.
-        given: the layout that the configuration had without the plug-in.
+        placement: Placement of the stages on positions.
+        stages: Layers of each stage in pipeline order.
+        original: Layout of the configuration without the plug-in.
     """
 
-    def __init__(self, placement: Placement, stages: Sequence[list[str]], given: Any) -> None:
+    def __init__(self, placement: Placement, stages: Sequence[list[str]], original: Any) -> None:
         super().__init__(placement, stages)
-        self.given = given
+        self.original = original
 
     def _stage_of(self, pp_rank: int | None, vp_stage: int | None) -> int:
         if pp_rank is None:
@@ -70,13 +70,14 @@ class TurnedLayout(PlacedLayout):
 
 
 class Placed:
-    """Answers for megatron-core where stages lie.
+    """Replaces megatron-core's functions about the placement of stages.
 
     Args:
-        kind: returns the placement in force.
+        kind: Function that returns the placement in force.
 
     Attributes:
-        running: the chunk that is meant where megatron-core does not say which one, if one runs.
+        running: Index of the chunk whose forward runs, ``None`` if none does. It is the chunk that
+            megatron-core means if it names none.
     """
 
     def __init__(self, kind: Callable[[], PlacementKind]) -> None:
@@ -86,10 +87,10 @@ class Placed:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def put(self) -> None:
-        """Replace megatron-core's functions.
+        """Replaces the functions of megatron-core.
 
         Raises:
-            SetupError: megatron-core has none of a name.
+            SetupError: megatron-core lacks one of them.
         """
         for owner, name, replacement in (
             (parallel_state, "initialize_model_parallel", self._initialize),
@@ -110,30 +111,31 @@ class Placed:
                     "out"
                 )
             self._replaced.append((owner, name, original, standing_for(original, replacement)))
-        for owner, name, original, ours in self._replaced:
-            exchange(owner, name, original, ours)
+        for owner, name, original, replacement in self._replaced:
+            exchange(owner, name, original, replacement)
 
     def take_back(self) -> None:
-        """Give megatron-core its functions back."""
-        for owner, name, original, ours in self._replaced:
-            exchange(owner, name, ours, original)
+        """Restores the functions of megatron-core."""
+        for owner, name, original, replacement in self._replaced:
+            exchange(owner, name, replacement, original)
         self._replaced.clear()
 
     @property
     def is_v(self) -> bool:
-        """Whether the placement in force is a V."""
+        """Returns whether the placement in force is a V."""
         return self._kind() == "v"
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Give embedding groups the rank that the first stage is on."""
-        renew_program()  # by now the program has imported what it needs
+        """Puts the rank of the first stage into the embedding groups."""
+        renew_program()  # the program has imported all its modules by now
         if self.is_v:
-            given = inspect.signature(original).bind(*args, **kwargs)
+            bound = inspect.signature(original).bind(*args, **kwargs)
             for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
                 default = getattr(parallel_state, name.replace("get", "default"))
-                choose = given.arguments.get(name) or default
-                given.arguments[name] = functools.partial(_first_moved, choose)
-            args, kwargs = given.args, given.kwargs
+                choose = bound.arguments.get(name) or default
+                bound.arguments[name] = functools.partial(_first_moved, choose)
+            args = bound.args
+            kwargs = bound.kwargs
         return original(*args, **kwargs)
 
     def _is_first(
@@ -162,21 +164,23 @@ class Placed:
     def _build_data(
         self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Let rank 0 build the data, though it holds neither end of a V.
+        """Makes rank 0 build the data, though it has neither the first nor the last stage of a V.
 
-        In a loop it always does: it makes the indices that other ranks then read, and whether it
-        has data decides for all ranks whether Megatron-LM trains.
+        Rank 0 makes the indices that other ranks then read. If it has no data, Megatron-LM does not
+        train on any rank.
         """
-        given = inspect.signature(original).bind(builder, *args, **kwargs)
-        reads = given.arguments["is_built_on_rank"]
+        bound = inspect.signature(original).bind(builder, *args, **kwargs)
+        builds_here = bound.arguments["is_built_on_rank"]
         if self.is_v:
-            given.arguments["is_built_on_rank"] = lambda: reads() or dist.get_rank() == 0
-        original(*given.args, **given.kwargs)
+            bound.arguments["is_built_on_rank"] = lambda: builds_here() or dist.get_rank() == 0
+        original(*bound.args, **bound.kwargs)
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
-        """Give a configuration the layout of a V."""
-        if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):  # a copy is made
-            config.pipeline_model_parallel_layout = config.pipeline_model_parallel_layout.given
+        """Gives a configuration the layout of a V."""
+        if isinstance(
+            config.pipeline_model_parallel_layout, TurnedLayout
+        ):  # a configuration is being copied
+            config.pipeline_model_parallel_layout = config.pipeline_model_parallel_layout.original
         original(config)
         if self.is_v and config.pipeline_model_parallel_size > 1:
             _check(config)
@@ -187,7 +191,7 @@ class Placed:
             )
 
     def _set_up_embeddings(self, original: Callable[..., None], model: Any) -> None:
-        """Let both copies of a tied embedding start equal: megatron-core has set one to zero."""
+        """Makes both copies of a tied embedding equal, because megatron-core sets one to zero."""
         original(model)
         if not self.is_v or model.config.pipeline_model_parallel_size == 1:
             return
@@ -210,32 +214,32 @@ class Placed:
             return loaded
         from megatron.adaptive.checkpoint.megatron_state import with_own_storage
 
-        if isinstance(loaded, tuple):  # with the keys that did not fit
+        if isinstance(loaded, tuple):  # the rest lists keys that did not fit
             return (with_own_storage(loaded[0]), *loaded[1:])
         return with_own_storage(loaded)
 
 
 def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
-    """Replace a name where it is defined and in every module that holds it from its import on."""
+    """Replaces an object where it is defined and in every module that has imported it by name."""
     setattr(owner, name, new)
     for module in list(sys.modules.values()):
-        # Through the dictionary: getattr would load what lazy modules put off.
+        # Read the dictionary, because getattr would make lazy modules load.
         if getattr(module, "__dict__", {}).get(name) is old:
             setattr(module, name, new)
 
 
 def kind_of(config: Any) -> PlacementKind:
-    """Return how the chunks of a model with this configuration lie."""
+    """Returns the kind of placement of a model with this configuration."""
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     return layout.placement.kind if isinstance(layout, PlacedLayout) else "loop"
 
 
-def standing_for(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``ours`` with the original and what it is called with."""
+def standing_for(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a replacement that passes the original and all arguments to ``function``."""
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return ours(original, *args, **kwargs)
+        return function(original, *args, **kwargs)
 
     return replacement
 
@@ -246,7 +250,7 @@ def _first_moved(choose: Callable[..., list[int]], pp_ranks: list[int], *rest: A
 
 
 def _check(config: Any) -> None:
-    """Refuse what cannot lie in a V."""
+    """Refuses a configuration that cannot run in a V."""
     chunks = config.virtual_pipeline_model_parallel_size or 1
     if chunks != _CHUNKS:
         raise ConfigError(
@@ -256,14 +260,14 @@ def _check(config: Any) -> None:
         )
     if getattr(config, "mtp_standalone", False):
         raise ConfigError(
-            "pipeline_model_parallel_layout of the model with multi-token prediction on a stage of "
-            "its own: a V has it on the last stage; move its layers there or use placement loop"
+            "pipeline_model_parallel_layout of the model has multi-token prediction on a separate "
+            "stage: a V has it on the last stage; move its layers there or use placement loop"
         )
     holders = parallel_state.get_embedding_group(check_initialized=False)
     if holders is not None and holders.size() > 1:
         ranks = ", ".join(map(str, dist.get_process_group_ranks(holders)))
         raise ConfigError(
-            f"ranks {ranks} have an embedding in common, as in a loop, where a V has it on one: "
+            f"ranks {ranks} share an embedding, as in a loop; in a V it is on one rank: "
             "call install() with placement v before megatron-core's process groups are made"
         )
     arguments = megatron_arguments()
@@ -273,8 +277,8 @@ def _check(config: Any) -> None:
         return
     if getattr(arguments, "ckpt_format", None) == "torch":
         raise ConfigError(
-            "checkpoints of --ckpt-format torch with placement v: they name layers by their place "
-            "on a rank, which a loop would read wrongly; use torch_dist"
+            "checkpoints of --ckpt-format torch with placement v: they name layers by their "
+            "position on a rank, which a loop would read wrongly; use torch_dist"
         )
     if getattr(arguments, "use_distributed_optimizer", False) and not getattr(
         arguments, "dist_ckpt_optim_fully_reshardable", True
@@ -286,21 +290,21 @@ def _check(config: Any) -> None:
 
 
 def _stages_in_loop(config: Any) -> tuple[tuple[str, ...], ...]:
-    """Return the layers that megatron-core gives each stage, in pipeline order."""
+    """Returns the layers that megatron-core gives each stage, in pipeline order."""
     ranks = config.pipeline_model_parallel_size
-    places = [(rank, chunk) for chunk in range(_CHUNKS) for rank in range(ranks)]
+    chunks = [(rank, chunk) for chunk in range(_CHUNKS) for rank in range(ranks)]
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
-        return tuple(tuple(layer.name for layer in layout.layout[r][c]) for r, c in places)
+        return tuple(tuple(layer.name for layer in layout.layout[r][c]) for r, c in chunks)
     layers = [
         transformer_block.get_num_layers_to_build(config, vp_stage=chunk, pp_rank=rank)
-        for rank, chunk in places
+        for rank, chunk in chunks
     ]
     return tuple(map(tuple, stages_of(layers, config.mtp_num_layers or 0)))
 
 
-# Megatron-LM makes a configuration for every batch that it reads.
+# Cached, because Megatron-LM makes a configuration for every batch that it reads.
 @functools.lru_cache(maxsize=8)
-def _turned(ranks: int, stages: Sequence[Sequence[str]], given: Any) -> TurnedLayout:
+def _turned(ranks: int, stages: Sequence[Sequence[str]], original: Any) -> TurnedLayout:
     placement = Placement(num_ranks=ranks, num_chunks=_CHUNKS, kind="v")
-    return TurnedLayout(placement, [list(stage) for stage in stages], given)
+    return TurnedLayout(placement, [list(stage) for stage in stages], original)

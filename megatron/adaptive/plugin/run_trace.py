@@ -1,10 +1,10 @@
-"""The trace of a user's Megatron-LM, and how far its run is.
+"""Traces a user's Megatron-LM and writes the progress of its run.
 
-Actions, waits and messages come from the executor, as in our own trainer. Around them there are
-places to look from without changing anything of Megatron-LM's: the iterator it hands in (``data``),
-the function that finishes gradients (``reduce``), torch's own hooks around the step of every
-optimizer (``optimizer``), steps without backwards (``evaluate``), and ``dist_checkpointing.save``
-(``checkpoint``). What a step returns has the losses.
+The executor traces actions, waits and messages, as in the trainer of this package. Other spans need
+no change of Megatron-LM either: its data iterator (``data``), the function that finishes gradients
+(``reduce``), torch's hooks around the step of every optimizer (``optimizer``), steps without
+backwards (``evaluate``), and ``dist_checkpointing.save`` (``checkpoint``). The result of a step
+contains the losses.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _ENDED = "the program ended"
 
 @dataclass(frozen=True, kw_only=True)
 class _Begun:
-    """A training step under way.
+    """Describes the training step under way.
 
     Attributes:
-        iteration: its number.
-        begin_s: when it began, on :func:`time.perf_counter`.
-        samples: of all replicas.
-        tokens: of them.
+        iteration: Number of the step.
+        begin_s: Start of the step, in seconds of :func:`time.perf_counter`.
+        samples: Number of samples of all replicas.
+        tokens: Number of tokens of these samples.
     """
 
     iteration: int
@@ -57,16 +57,16 @@ class _Begun:
 
 
 class StepTrace:
-    """The trace of this rank, step by step; one rank also writes how far the run is.
+    """Traces the steps of this rank; one rank also writes the progress of the run.
 
-    A trace that cannot be written ends, and says so once; training goes on.
+    If the trace cannot be written, it ends with one message, and training continues.
 
     Args:
-        tracing: where it goes.
-        settings: the plugin's.
-        accelerator: this rank's device.
-        iteration: training steps that were done before.
-        finish_step: ends the step under way, called before a checkpoint is saved.
+        tracing: Trace of this process.
+        settings: Settings of the plugin.
+        accelerator: Device of this rank.
+        iteration: Number of training steps done before.
+        finish_step: Function that ends the step under way; called before a checkpoint is saved.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StepTrace:
         self._rate: float | None = None
         self._done = iteration
         self._total = int(getattr(megatron_arguments(), "train_iters", None) or 0)
-        self._optimizers = 0  # within each other
+        self._optimizers = 0  # number of nested optimizer steps under way
         self._update: AbstractContextManager[None] | None = None
         self._hooks = [
             register_optimizer_step_pre_hook(self._update_begins),
@@ -93,7 +93,7 @@ class StepTrace:
         ]
         self._save = dist_checkpointing.save
         dist_checkpointing.save = self._saving(self._save)
-        # The rank that writes Megatron-LM's log, for it knows the losses.
+        # Only the rank that writes Megatron-LM's log has the losses.
         is_writer = dist.get_rank() == dist.get_world_size() - 1
         folder = settings.trace_dir if is_writer else None
         self._progress = ProgressFile(folder)
@@ -107,39 +107,45 @@ class StepTrace:
             lambda **values: self._progress.report(values),
         )
 
-    def begin(self, iteration: int, given: Mapping[str, Any]) -> None:
-        """Begin a training step.
+    def begin(self, iteration: int, arguments: Mapping[str, Any]) -> None:
+        """Begins a training step.
 
         Args:
-            iteration: its number, as the log has it; the next one where that step is run again.
-            given: the arguments of megatron-core's function.
+            iteration: Number of the step in the log. If Megatron-LM runs a step again, the trace
+                uses the next number.
+            arguments: Arguments of megatron-core's function.
         """
         iteration = max(iteration, self._done + 1)
-        microbatches = given["num_microbatches"]
+        microbatches = arguments["num_microbatches"]
         replicas = parallel_state.get_data_parallel_world_size()
-        samples = microbatches * given["micro_batch_size"] * replicas
+        samples = microbatches * arguments["micro_batch_size"] * replicas
         self._begun = _Begun(
             iteration=iteration,
             begin_s=time.perf_counter(),
             samples=samples,
-            tokens=samples * given["seq_length"],
+            tokens=samples * arguments["seq_length"],
         )
         self._try(
             functools.partial(self.tracing.begin_iteration, iteration, microbatches, is_traced=True)
         )
 
     def returned(self, reported: Sequence[Any]) -> None:
-        """Take what a training step returned. Collective over replicas, without waiting for it."""
+        """Takes the result of a training step.
+
+        Collective over replicas, but does not wait for them.
+        """
         self._loss = _mean_loss(reported)
 
     def end(self) -> None:
-        """Write what the step under way did, if one is; its device must be done with it."""
-        begun, self._begun = self._begun, None
+        """Writes the step under way, if there is one; the device must have finished it."""
+        begun = self._begun
+        self._begun = None
         if begun is None:
             return
         elapsed_s = time.perf_counter() - begun.begin_s
         self._try(self.tracing.end_iteration)
-        loss, self._loss = self._loss, None
+        loss = self._loss
+        self._loss = None
         self._done = begun.iteration
         self._progress.iteration(
             begun.iteration,
@@ -156,17 +162,17 @@ class StepTrace:
         self._diagnosis.after_iteration(begun.iteration)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Trace the block as evaluation."""
+        """Returns a context that traces the block as an evaluation."""
         return self.tracing.host_span("evaluate")
 
     def close(self, *, is_orderly: bool) -> None:
-        """End the trace.
+        """Ends the trace.
 
         Args:
-            is_orderly: no step failed.
+            is_orderly: True if no step failed.
 
         Raises:
-            TraceError: something could not be written.
+            TraceError: A file could not be written.
         """
         for hook in self._hooks:
             hook.remove()
@@ -179,9 +185,9 @@ class StepTrace:
         self.tracing.close()
 
     def timed(self, iterators: Any) -> Any:
-        """The data iterators of a training step, their reads traced; ``None`` stays what it is."""
+        """Returns the data iterators of a training step with traced reads; keeps ``None``."""
         if isinstance(iterators, list):
-            return [self.timed(one) for one in iterators]
+            return [self.timed(iterator) for iterator in iterators]
         return None if iterators is None else _Timed(iterators, self.tracing.data_read)
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -215,11 +221,11 @@ class StepTrace:
 
 
 class _Timed:
-    """An iterator whose reads are timed; in everything else the one that it stands for.
+    """Wraps a data iterator and times its reads; all other attributes are those of the iterator.
 
     Args:
-        iterator: gives a microbatch at a time.
-        was_read: called with the number, start and end of each.
+        iterator: Iterator over microbatches.
+        was_read: Function that is called with the index, start and end of each read.
     """
 
     def __init__(self, iterator: Iterator[Any], was_read: Callable[[int, int, int], None]) -> None:
@@ -244,29 +250,30 @@ class _Timed:
 def stage_sizes(
     job: Job, placement: Placement, pp_rank: int, chunks: Sequence[torch.nn.Module], seq_length: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Returns the layers of each stage, and its work in layers. Collective over all ranks.
+    """Returns the number of layers of each stage, and its work in layers.
 
-    By multiply-adds alone, as our trainer counts them. Both are empty where a chunk has no list of
-    layers.
+    Collective over all ranks. Work counts multiply-adds only, as in the trainer of this package.
+    Both results are empty if a chunk has no list of layers.
     """
-    own = {
+    local = {
         placement.stage_of(pp_rank, chunk): _sizes_of(model, seq_length)
         for chunk, model in enumerate(chunks)
     }
-    found: dict[int, tuple[int, float, float] | None] = {}
-    for part in job.gather(own):
-        found |= part
-    sizes = [one for _, one in sorted(found.items()) if one is not None]
+    by_stage: dict[int, tuple[int, float, float] | None] = {}
+    for part in job.gather(local):
+        by_stage |= part
+    sizes = [size for _, size in sorted(by_stage.items()) if size is not None]
     layer = max((layer for _, layer, _ in sizes), default=0.0)
-    if len(sizes) < len(found) or not layer:
+    if len(sizes) < len(by_stage) or not layer:
         return (), ()
     layers = tuple(count for count, _, _ in sizes)
     return layers, tuple(count + beside / layer for count, _, beside in sizes)
 
 
 def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, float] | None:
-    """Returns a chunk's layers, and multiply-adds of a token: of a layer, and of its logits."""
-    model, config = unwrap_model([chunk])[0], get_model_config(chunk)
+    """Returns a chunk's number of layers, and multiply-adds per token of a layer and of logits."""
+    model = unwrap_model([chunk])[0]
+    config = get_model_config(chunk)
     layers = getattr(getattr(model, "decoder", None), "layers", None)
     if layers is None:
         return None
@@ -279,20 +286,20 @@ def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, floa
 
 
 def _mean_loss(reported: Sequence[Any]) -> torch.Tensor | None:
-    """Returns the mean over microbatches and replicas of what Megatron-LM reports, if it does.
+    """Returns the mean loss over microbatches and replicas, ``None`` if Megatron-LM reports none.
 
-    Source: ``train_step`` of Megatron-LM: a loss comes by itself, or as its sum over tokens with
+    Source: ``train_step`` of Megatron-LM: it reports a loss, or the sum over tokens together with
     their number.
     """
     if not reported or not isinstance(reported[0], Mapping) or not reported[0]:
         return None
     name = _LOSS if _LOSS in reported[0] else next(iter(reported[0]))
-    values = [one[name] for one in reported]
+    values = [losses[name] for losses in reported]
     if isinstance(values[0], (tuple, list)):
-        values = [torch.stack([part.detach().reshape(()) for part in one]) for one in values]
-    if not all(isinstance(one, torch.Tensor) and one.numel() in (1, 2) for one in values):
+        values = [torch.stack([part.detach().reshape(()) for part in pair]) for pair in values]
+    if not all(isinstance(value, torch.Tensor) and value.numel() in (1, 2) for value in values):
         return None
-    total = torch.stack([one.detach().reshape(-1).float() for one in values]).sum(dim=0)
+    total = torch.stack([value.detach().reshape(-1).float() for value in values]).sum(dim=0)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if group.size() > 1:
         dist.all_reduce(total, group=group)
@@ -301,7 +308,7 @@ def _mean_loss(reported: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _sizes() -> dict[str, int]:
-    """Returns the parallel sizes of the run, as our trainer's progress names them."""
+    """Returns the parallel sizes of the run, by the names of ``progress.jsonl``."""
     return {
         "world_size": dist.get_world_size(),
         "data_parallel_size": parallel_state.get_data_parallel_world_size(),

@@ -1,6 +1,6 @@
-"""Settings of the plugin, in code or on Megatron-LM's command line.
+"""Defines the settings of the plugin, in code or on Megatron-LM's command line.
 
-Imports neither torch nor megatron-core: flags are added before either is needed.
+Imports neither torch nor megatron-core, because flags are added before either is needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.flag_rules import Given, order_rules
+from megatron.adaptive.config.flag_rules import GivenFlags, order_rules
 from megatron.adaptive.config.flags import FieldSpec, assign, check_values, fields_of, flag
 from megatron.adaptive.config.model import RecomputeConfig
 from megatron.adaptive.config.parallel import AUTO, ParallelConfig, TransportConfig
@@ -22,7 +22,7 @@ from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 
 @dataclass(frozen=True, kw_only=True)
 class _PluginFlags:
-    """Flags that our own trainer has no need of, and settings of a model that rules ask for."""
+    """Lists flags that the trainer does not need, and settings of a model that rules check."""
 
     moe_token_dispatcher_type: str = flag("How tokens get to their experts.", "allgather")
 
@@ -33,8 +33,8 @@ class _PluginFlags:
         choices=("by-rank", "by-layer"),
     )
     keyed_dropout: bool = flag(
-        "Draw dropout's numbers from step, microbatch and layer, so that the order of work does "
-        "not change them; else they are Megatron-LM's own, in the order of the forwards.",
+        "Draw dropout's random numbers from step, microbatch and layer, so that the order of work "
+        "does not change them; otherwise Megatron-LM draws them in the order of the forwards.",
         False,
         takes_value=True,
     )
@@ -42,46 +42,46 @@ class _PluginFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of :func:`~megatron.adaptive.plugin.install`.
+    """Contains the settings of :func:`~megatron.adaptive.plugin.install`.
 
     Attributes:
-        schedule: a rule that chooses at run time (``adaptive``, ``hinted``, ``dfc``, ``bfc``), a
-            fixed order (``1f1b``, ``interleaved``, ``gpipe``, ``breadth-first``, ``varuna``,
-            ``zb-h1``, ``zb-v``, ``v-half``), ``auto``, which measures the first steps and takes
-            what is fastest in simulation, ``file``, or ``megatron``: megatron-core's own code.
-        placement: how stages lie over the ranks of the pipeline where each holds two chunks:
-            ``loop``, as in megatron-core, or ``v``, there and back, which must be known before
-            megatron-core's process groups are made. A V where ``None`` only for ``zb-v`` and
-            ``v-half``.
-        auto_candidates: Names of schedules of yours that ``auto`` tries beside its own, each as
+        schedule: Rule that chooses at run time (``adaptive``, ``hinted``, ``dfc``, ``bfc``), fixed
+            order (``1f1b``, ``interleaved``, ``gpipe``, ``breadth-first``, ``varuna``, ``zb-h1``,
+            ``zb-v``, ``v-half``), ``file``, or ``auto``, which measures the first steps and takes
+            the schedule that is fastest in simulation. ``megatron`` runs megatron-core's own code.
+        placement: Placement of the stages if each rank has two chunks: ``loop``, as in
+            megatron-core, or ``v``. A V must be set before megatron-core's process groups are made.
+            ``None`` for a V with ``zb-v`` and ``v-half``, a loop with all others.
+        auto_candidates: Names of the user's schedules that ``auto`` tries as well, each as
             ``package.module:name``.
-        schedule_file: the order of ``file``: JSON, or the CSV of ``torch.distributed.pipelining``.
-        activation_cap: most activations that a rank keeps, in microbatches over all its chunks; for
-            a rule. Chosen from the shape of the pipeline where ``None``.
-        split_backward: compute weight gradients as work of their own. Of itself with ``zb-h1``, and
-            with ``adaptive`` and ``hinted`` where it costs nothing (see docs/plugin.md).
-        weight_pieces: parts into which a rule may cut each weight gradient, with
+        schedule_file: Path of the schedule file for ``file``: JSON, or the CSV of
+            ``torch.distributed.pipelining``.
+        activation_cap: Most activations that a rank keeps under a rule, in microbatches over all
+            its chunks; ``None`` to derive it from the shape of the pipeline.
+        split_backward: Whether weight gradients are separate actions. ``None`` for True with
+            ``zb-h1``, and with ``adaptive`` and ``hinted`` if it costs nothing (see
+            docs/plugin.md).
+        weight_pieces: Most parts into which a rule cuts each weight gradient, with
             ``split_backward``.
-        keyed_dropout: draw dropout's numbers from step, microbatch and layer, as our own trainer
-            does, so that the order of work does not change them. Else they are Megatron-LM's own,
-            which depend on that order where a rank has several chunks.
-        first_weights: ``by-rank``, as Megatron-LM draws them, or ``by-layer``, by seed and layer
-            number. A new GPT then begins with the same weights in a loop, in a V and for every
-            number of stages. Must be set before the model is built.
-        trace_dir: folder for a trace of every rank; none is written where ``None``.
-        diagnose_interval: with ``trace_dir``, look every so many steps for what slows the run, and
-            report it once; 0 for never.
-        transport: what connects neighbouring ranks of the pipeline: ``shm``, ``rdma``, ``tcp``,
-            ``gloo``, ``nccl``, or ``auto``, which chooses for each pair.
-        transport_silence_s: a rank from which nothing, not even a heartbeat, came for so long is
-            lost.
-        timeout_s: limit of every wait for a message of the pipeline.
-        hang_after_s: name the rank that others wait for when nothing has moved for this long; 0 for
-            never, 10 times the median step and at least 30 s where ``None``.
-        on_hang: ``report``, a page and a line, or ``end`` the job besides.
+        keyed_dropout: True to draw dropout's random numbers from step, microbatch and layer, as in
+            the trainer of this package, so that the order of work does not change them. Otherwise
+            Megatron-LM draws them, and they depend on that order if a rank has several chunks.
+        first_weights: ``by-rank`` to draw first weights as Megatron-LM does, or ``by-layer`` to
+            draw them by seed and layer number. A new GPT then begins with the same weights in a
+            loop, in a V and for every number of stages. It must be set before the model is built.
+        trace_dir: Folder for a trace of every rank, ``None`` for no trace.
+        diagnose_interval: Number of steps between two searches for causes that slow the run, each
+            reported once; needs ``trace_dir``; 0 for never.
+        transport: Connection between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
+            ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses for each pair.
+        transport_silence_s: Seconds without any message or heartbeat after which a rank is lost.
+        timeout_s: Time limit in seconds of every wait for a message of the pipeline.
+        hang_after_s: Seconds without progress after which the rank that others wait for is named;
+            0 for never, ``None`` for 10 times the median step and at least 30 s.
+        on_hang: ``report`` to write a page and a line, ``end`` to end the job as well.
 
     Raises:
-        ConfigError: one of them is not possible, by itself or with another.
+        ConfigError: A setting is not possible, by itself or with another one.
     """
 
     schedule: str = "adaptive"
@@ -109,57 +109,58 @@ class Settings:
         self.require()
 
     def require(self, **model: Any) -> None:
-        """Holds the settings against the rules of orders.
+        """Checks the settings against the rules of schedules.
 
         Args:
-            model: further settings, of a model and its layout.
+            **model: Further settings, of a model and its layout.
 
         Raises:
-            ConfigError: the first rule that is broken.
+            ConfigError: A rule is broken.
         """
-        own = {spec.dest: getattr(self, name) for name, spec in _flags().items()}
-        Given(own | model, _specs()).require(order_rules(self.schedule))
+        settings = {spec.dest: getattr(self, name) for name, spec in _flags().items()}
+        GivenFlags(settings | model, _specs()).require(order_rules(self.schedule))
 
     @property
     def kind(self) -> PlacementKind:
-        """Placement of the stages over the ranks of the pipeline."""
+        """Returns the kind of placement of the stages."""
         return self.placement or ("v" if schedule_spec(self.schedule).is_v_only else "loop")
 
     @property
     def is_rule(self) -> bool:
-        """Whether the order is chosen at run time."""
+        """Returns whether the order is chosen at run time."""
         return schedule_spec(self.schedule).is_rule
 
     @property
     def splits(self) -> bool | None:
-        """Whether backwards are split, ``None`` where the model decides."""
+        """Returns whether backwards are split, ``None`` if that depends on the model."""
         splits = schedule_spec(self.schedule).splits_backward
         if self.split_backward is None and splits == "by default":
             return None
         return splits == "always" or bool(self.split_backward)
 
     def overridden(self, arguments: Any) -> Settings:
-        """Return these settings with those that ``arguments`` holds under a flag's name.
+        """Returns these settings, overridden by the flags on the command line.
 
         Args:
-            arguments: Megatron-LM's, or ``None``; an attribute that is missing or ``None`` leaves
-                the setting as it is.
+            arguments: Parsed arguments of Megatron-LM, or ``None``. An attribute that is missing or
+                ``None`` does not change a setting.
 
         Raises:
-            ConfigError: the result is not possible.
+            ConfigError: The resulting settings are not possible.
         """
         values = {name: getattr(arguments, spec.dest, None) for name, spec in _flags().items()}
-        given = {field: value for field, value in values.items() if value is not None}
-        return dataclasses.replace(self, **given)
+        flags = {field: value for field, value in values.items() if value is not None}
+        return dataclasses.replace(self, **flags)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the plugin's flags; for ``extra_args_provider`` of Megatron-LM's ``pretrain``.
+    """Adds the plugin's flags; for ``extra_args_provider`` of Megatron-LM's ``pretrain``.
 
-    A flag that is not given leaves the setting to :func:`~megatron.adaptive.plugin.install`.
+    For flags that are not on the command line, the settings of
+    :func:`~megatron.adaptive.plugin.install` apply.
 
     Returns:
-        ``parser``.
+        The same ``parser``.
     """
     group = parser.add_argument_group(title="megatron.adaptive")
     for spec in _flags().values():
@@ -168,8 +169,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _flags() -> dict[str, FieldSpec]:
-    """Return the trainer's flags of the same meaning, by setting."""
-    specs, settings = _specs(), [field.name for field in dataclasses.fields(Settings)]
+    """Returns the trainer's flag for each setting."""
+    specs = _specs()
+    settings = [field.name for field in dataclasses.fields(Settings)]
     names = {
         "schedule": "pipeline_schedule",
         "placement": "pipeline_placement",
@@ -184,12 +186,12 @@ def _specs() -> dict[str, FieldSpec]:
 
 
 def megatron_arguments() -> Any:
-    """Return Megatron-LM's parsed arguments, ``None`` where there are none."""
+    """Returns Megatron-LM's parsed arguments, ``None`` if there are none."""
     training = sys.modules.get("megatron.training")
     get_args = getattr(training, "get_args", None)
     if get_args is None:
         return None
     try:
         return get_args()
-    except AssertionError:  # how Megatron-LM says that it has parsed none yet
+    except AssertionError:  # Megatron-LM raises it before it has parsed arguments
         return None

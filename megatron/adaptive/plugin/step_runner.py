@@ -1,8 +1,8 @@
-"""Runs Megatron-LM's steps on the executor, which all ranks build together at the first one.
+"""Runs Megatron-LM's steps on the executor, which all ranks build together at the first step.
 
-Owns the channels, the choice of ``auto``, the keys of dropout, the trace and the end of all. What a
-step does is :class:`~megatron.adaptive.engine.stages.ForwardBackward`, what is seen of
-Megatron-LM around it :mod:`~megatron.adaptive.plugin.run_trace`.
+Owns the channels, the choice of ``auto``, the keys of dropout, the trace, and their end.
+:class:`~megatron.adaptive.engine.stages.ForwardBackward` runs a step, and
+:mod:`~megatron.adaptive.plugin.run_trace` traces Megatron-LM around it.
 """
 
 from __future__ import annotations
@@ -60,24 +60,25 @@ class Engine:
     """Runs the steps of this rank.
 
     Args:
-        settings: the plugin's, in force for all steps.
-        placed: answers where stages lie.
-        own: megatron-core's own function, to be traced from outside; the executor where ``None``.
+        settings: Settings of the plugin, in force for all steps.
+        placed: Replacements of megatron-core's functions about the placement of stages.
+        traced: Function of megatron-core that runs the steps and is traced from outside; ``None``
+            to run them on the executor.
 
     Attributes:
-        left_open: it was closed after a failed step: threads still wait for messages.
+        left_open: True after a close that followed a failed step: threads still wait for messages.
     """
 
-    # From the first step on.
+    # The first step sets both.
     _job: Job
     _orders: Orders
 
     def __init__(
-        self, settings: Settings, placed: Placed, own: Callable[..., Any] | None = None
+        self, settings: Settings, placed: Placed, traced: Callable[..., Any] | None = None
     ) -> None:
         self._settings = settings
         self._placed = placed
-        self._own = own
+        self._traced = traced
         self._accelerator = _this_device()
         self._chunks: list[torch.nn.Module] = []
         self._forward_backward: ForwardBackward | OutsideTrace | None = None
@@ -89,74 +90,84 @@ class Engine:
         self._tuner: Tuner | None = None
         self._trace: StepTrace | None = None
         self._iteration = 0
-        self._step: int | None = None  # microbatches of the training step under way
-        self._done: tuple[RankTimes, int] | None = None  # what the last one took, and the same
+        self._step: int | None = None  # number of microbatches of the training step under way
+        # Times of the last training step, and its number of microbatches.
+        self._done: tuple[RankTimes, int] | None = None
         self._broken = False
         self._guard: HangGuard | None = None
-        self._runs = False  # within a step
+        self._runs = False  # True within a step
         self.left_open = False
 
-    def run(self, given: Mapping[str, Any]) -> list[Any]:
-        """Run a step. The first one is collective over all ranks of the job.
+    def run(self, arguments: Mapping[str, Any]) -> list[Any]:
+        """Runs a step. The first one is collective over all ranks of the job.
 
         Args:
-            given: the arguments of megatron-core's function.
+            arguments: Arguments of megatron-core's function.
 
         Returns:
-            What megatron-core's function returns.
+            Result of megatron-core's function.
 
         Raises:
-            ConfigError: the model or an argument asks for what the engine does not do.
-            TransportError: another rank is gone or silent.
+            ConfigError: The engine does not support the model or an argument.
+            TransportError: Another rank is gone or silent.
         """
-        if self._own is None:
-            check_call(given)
-        model, trains = given["model"], not given.get("forward_only", False)
+        if self._traced is None:
+            check_call(arguments)
+        model = arguments["model"]
+        trains = not arguments.get("forward_only", False)
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         config = get_model_config(chunks[0])
         self._finish_step()
         if chunks != self._chunks:
             replicas = parallel_state.get_data_parallel_world_size()
-            if self._own is None:
+            if self._traced is None:
                 check_model(config, chunks, self._settings, replicas=replicas)
-            self._chunks, self._forward_backward = chunks, None
-        self._connect(config, given)
+            self._chunks = chunks
+            self._forward_backward = None
+        self._connect(config, arguments)
         self._tune()
         assert self._forward_backward is not None
         trace = self._trace
         if trains:
-            current = getattr(megatron_arguments(), "curr_iteration", None)
-            # Megatron-LM may run a step again, to see whether its results are the same.
-            self._iteration = (self._iteration if current is None else current) + 1
-            if self._dropout is not None:
-                keyed = self._dropout.keyed(
-                    given["forward_step_func"], chunks, step=self._iteration
-                )
-                given = {**given, "forward_step_func": keyed}
-            if trace is not None:
-                trace.begin(self._iteration, given)
-                given = {**given, "data_iterator": trace.timed(given["data_iterator"])}
+            arguments = self._begin_training_step(arguments)
         if self._settings.kind == "v":
-            given = {**given, "forward_step_func": self._by_chunk(given["forward_step_func"])}
+            by_chunk = self._by_chunk(arguments["forward_step_func"])
+            arguments = {**arguments, "forward_step_func": by_chunk}
         self._runs = True
         try:
             with nullcontext() if trace is None or trains else trace.evaluating():
-                reported = self._forward_backward(**given)
+                reported = self._forward_backward(**arguments)
             if trains:
                 if self._settings.kind == "v":
                     add_up_copies(chunks)
-                self._step = given["num_microbatches"]
+                self._step = arguments["num_microbatches"]
                 if trace is not None:
                     trace.returned(reported)
             return reported
         except BaseException:
-            self._broken = True  # peers are not where a farewell would find them
+            self._broken = True  # peers would not answer an orderly close
             raise
         finally:
             self._runs = False
 
+    def _begin_training_step(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Counts the step and returns its arguments, with keyed dropout and traced data."""
+        current = getattr(megatron_arguments(), "curr_iteration", None)
+        # Megatron-LM may run a step again, to check that its results are the same.
+        self._iteration = (self._iteration if current is None else current) + 1
+        if self._dropout is not None:
+            keyed = self._dropout.keyed(
+                arguments["forward_step_func"], self._chunks, step=self._iteration
+            )
+            arguments = {**arguments, "forward_step_func": keyed}
+        if self._trace is not None:
+            self._trace.begin(self._iteration, arguments)
+            timed = self._trace.timed(arguments["data_iterator"])
+            arguments = {**arguments, "data_iterator": timed}
+        return arguments
+
     def _by_chunk(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-        """Let megatron-core know which chunk runs."""
+        """Wraps a forward step so that megatron-core knows which chunk runs."""
         numbers = {id(chunk): number for number, chunk in enumerate(self._chunks)}
         placed = self._placed
 
@@ -171,10 +182,10 @@ class Engine:
         return step
 
     def close(self) -> None:
-        """End the trace and the channels; all ranks must do so. After a failed step only the trace.
+        """Ends the trace and, unless a step has failed, the channels. All ranks must call it.
 
         Raises:
-            TransportError: another rank did not close its channels in time.
+            TransportError: Another rank did not close its channels in time.
         """
         atexit.unregister(self._close_at_exit)
         self._finish_step()
@@ -185,28 +196,30 @@ class Engine:
             self._dropout.detach(self._chunks)
         if self._guard is not None:
             self._guard.close()
-        wiring, self._wiring = self._wiring, None
+        wiring = self._wiring
+        self._wiring = None
         if wiring is not None and self._broken:
             self.left_open = True
         elif wiring is not None:
             wiring.close()
 
     def _close_at_exit(self) -> None:
-        # After an error that nobody caught the others wait elsewhere, so no farewell.
+        # After an uncaught error, other ranks do not close their channels, so do not wait for them.
         self._broken = self._broken or getattr(sys, "last_value", None) is not None
         try:
             self.close()
         except (TransportError, TraceError) as error:
             say(f"megatron.adaptive at exit: {error}")
 
-    def _connect(self, config: Any, given: Mapping[str, Any]) -> None:
+    def _connect(self, config: Any, arguments: Mapping[str, Any]) -> None:
         group = parallel_state.get_pipeline_model_parallel_group()
         placement = Placement(
             num_ranks=group.size(), num_chunks=len(self._chunks), kind=self._settings.kind
         )
-        payload = _payload_shape(config, given, len(self._chunks))
+        payload = _payload_shape(config, arguments, len(self._chunks))
         if self._group is None:
-            self._group, self._payload = group, payload
+            self._group = group
+            self._payload = payload
             self._job = Job(
                 environment=environment_of_rank(),
                 accelerator=self._accelerator,
@@ -217,9 +230,9 @@ class Engine:
             self._splits = self._choose_split(config)
             self._orders = self._make_orders(config, placement)
             if self._settings.trace_dir is not None:
-                self._trace = self._open_trace(self._settings.trace_dir, given)
-            if self._own is None:
-                self._build(config, given["num_microbatches"])
+                self._trace = self._open_trace(self._settings.trace_dir, arguments)
+            if self._traced is None:
+                self._build(config, arguments["num_microbatches"])
             settings = self._settings
             self._guard = HangGuard(
                 self._job,
@@ -235,12 +248,12 @@ class Engine:
                 "each is not the one of the first step, which the engine is connected for: call "
                 "megatron.adaptive.uninstall() and install() on all ranks in between"
             )
-        elif self._own is None and self._payload is not None and payload != self._payload:
-            self._payload = None  # not all alike, as it seemed
-            self._build(config, given["num_microbatches"])
-        if self._forward_backward is None and self._own is not None:
+        elif self._traced is None and self._payload is not None and payload != self._payload:
+            self._payload = None  # shapes vary, other than in the steps before
+            self._build(config, arguments["num_microbatches"])
+        if self._forward_backward is None and self._traced is not None:
             assert self._trace is not None
-            self._forward_backward = OutsideTrace(self._own, self._trace.tracing)
+            self._forward_backward = OutsideTrace(self._traced, self._trace.tracing)
             self._trace.tracing.watch(self._forward_backward.snapshot)
         elif self._forward_backward is None:
             assert self._wiring is not None
@@ -254,25 +267,27 @@ class Engine:
             self._tuner = self._make_tuner(config)
 
     def _evidence(self) -> dict[str, Any]:
-        """Returns what this rank does; called from the thread of the hang guard."""
-        known = {} if self._trace is None else self._trace.tracing.now()
+        """Returns the activity of this rank; the thread of the hang guard calls it."""
+        activity = {} if self._trace is None else self._trace.tracing.now()
         if self._wiring is not None:
-            known |= self._wiring.executor.evidence()
+            activity |= self._wiring.executor.evidence()
         elif isinstance(self._forward_backward, OutsideTrace):
-            known |= self._forward_backward.snapshot()
-        return {"doing": "", **known, "iteration": self._iteration, "in_step": self._runs}
+            activity |= self._forward_backward.snapshot()
+        return {"doing": "", **activity, "iteration": self._iteration, "in_step": self._runs}
 
-    def _open_trace(self, folder: str, given: Mapping[str, Any]) -> StepTrace:
-        job, orders, placement = self._job, self._orders, self._orders.placement
-        sizes = stage_sizes(job, placement, orders.pp_rank, self._chunks, given["seq_length"])
+    def _open_trace(self, folder: str, arguments: Mapping[str, Any]) -> StepTrace:
+        orders = self._orders
+        layers, work = stage_sizes(
+            self._job, orders.placement, orders.pp_rank, self._chunks, arguments["seq_length"]
+        )
         tracing = open_trace(
             folder,
-            job,
-            placement,
+            self._job,
+            orders.placement,
             schedule=self._settings.schedule,
-            num_microbatches=given["num_microbatches"],
-            layers=sizes[0],
-            work=sizes[1],
+            num_microbatches=arguments["num_microbatches"],
+            layers=layers,
+            work=work,
             pp_rank=orders.pp_rank,
         )
         tracing.experts = measured_experts(self._chunks, self._accelerator)
@@ -280,13 +295,13 @@ class Engine:
         return StepTrace(tracing, self._settings, self._accelerator, done, self._finish_step)
 
     def _make_keys(self, config: Any) -> DropoutKeys | None:
-        """Returns what seeds dropout; says who does where that changes from run to run."""
+        """Returns the keys of dropout, or prints that dropout will differ from run to run."""
         has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         if not has_dropout or not self._settings.keyed_dropout:
             if has_dropout and len(self._chunks) > 1 and self._settings.is_rule:
                 self._say(
                     "dropout's numbers follow the order of forwards, which a rule with several "
-                    "chunks chooses anew each time: give --keyed-dropout True to repeat a run"
+                    "chunks chooses again in each run: give --keyed-dropout True to repeat a run"
                 )
             return None
         seed = getattr(megatron_arguments(), "seed", None)
@@ -295,9 +310,9 @@ class Engine:
         return keys
 
     def _make_tuner(self, config: Any) -> Tuner | None:
-        """Returns what chooses for ``auto``, as long as it has not chosen. Collective."""
-        orders, settings = self._orders, self._settings
-        if orders.schedule != "auto":
+        """Returns the tuner of ``auto``, ``None`` if the schedule is another. Collective."""
+        settings = self._settings
+        if self._orders.schedule != "auto":
             return None
         assert self._wiring is not None
         assert isinstance(self._forward_backward, ForwardBackward)
@@ -312,14 +327,15 @@ class Engine:
             loads=None,
             gain=None,
             cap=settings.activation_cap,
-            can_turn=False,  # the model is Megatron-LM's
+            can_turn=False,  # Megatron-LM built the model, so its placement is fixed
             timeout_s=settings.timeout_s,
             say=self._say,
         )
 
     def _tune(self) -> None:
-        """Adds what the last training step took to the choice of ``auto``; it may be made now."""
-        done, self._done = self._done, None
+        """Passes the times of the last training step to the tuner, which may choose now."""
+        done = self._done
+        self._done = None
         if self._tuner is None or done is None:
             return
         decision = self._tuner.after_step(*done)
@@ -328,26 +344,28 @@ class Engine:
             self._tuner = None
 
     def _choose_split(self, config: Any) -> bool:
-        """Return whether backwards are split, on all ranks alike; collective over all of them."""
-        wanted, reason = self._settings.splits, None
-        if self._own is not None:
-            return bool(wanted)
-        if wanted is None and self._settings.schedule != "file":
+        """Returns whether backwards are split, the same on all ranks. Collective over all ranks."""
+        requested = self._settings.splits
+        reason = None
+        if self._traced is not None:
+            return bool(requested)
+        if requested is None and self._settings.schedule != "file":
             replicas = parallel_state.get_data_parallel_world_size()
             reason = why_not_by_default(config, self._chunks, replicas=replicas)
-        if wanted is not False:
+        if requested is not False:
             reason = reason or why_not_split(self._chunks)
         reasons = [each for each in gather(reason) if each is not None]
-        if wanted and reasons:
+        if requested and reasons:
             raise ConfigError(
                 f"backwards cannot be split: {reasons[0]}; choose a schedule with whole backwards "
                 "such as 1f1b, or drop split_backward"
             )
-        return wanted is not False and not reasons
+        return requested is not False and not reasons
 
     def _build(self, config: Any, num_microbatches: int) -> None:
-        """Connect this rank with the others; collective over all ranks of the job."""
-        dtype, placement = config.pipeline_dtype, self._orders.placement
+        """Connects this rank with the others. Collective over all ranks of the job."""
+        dtype = config.pipeline_dtype
+        placement = self._orders.placement
         former = self._wiring
         self._wiring = build_executor(
             placement=placement,
@@ -367,7 +385,7 @@ class Engine:
         )
         self._forward_backward = None
         if former is not None:
-            former.close()  # by now all ranks are here, with nothing under way
+            former.close()  # all ranks are here now, and no message is under way
             return
         self._say(
             f"schedule {self._settings.schedule} on {placement.num_ranks} pipeline ranks "
@@ -377,7 +395,10 @@ class Engine:
 
     @property
     def _pp_ranks(self) -> list[int]:
-        """The ranks of this pipeline by position: a V begins and ends at megatron-core's last."""
+        """Returns the ranks of this pipeline by position.
+
+        A V starts at megatron-core's last rank.
+        """
         ranks: list[int] = dist.get_process_group_ranks(self._group)
         return ranks[::-1] if self._settings.kind == "v" else ranks
 
@@ -397,8 +418,9 @@ class Engine:
         )
 
     def _finish_step(self) -> None:
-        """Take what the training step under way did, if one is; waits until its device is done."""
-        step, self._step = self._step, None
+        """Ends the training step under way, if there is one; waits until its device is done."""
+        step = self._step
+        self._step = None
         waits = self._trace is not None or self._tuner is not None
         if step is None or not waits or self._broken:
             return
@@ -413,7 +435,7 @@ class Engine:
 
 
 def _this_device() -> Accelerator:
-    """Return the device that Megatron-LM has chosen for this process."""
+    """Returns the device that Megatron-LM has chosen for this process."""
     device = current_device()
     if device.type != "cuda":
         keep_freed_memory()
@@ -425,26 +447,26 @@ def _this_device() -> Accelerator:
 
 
 def _shared_settings(settings: Settings, config: Any) -> dict[str, str]:
-    """Returns what all ranks must have alike, of the plug-in and of how experts communicate."""
-    own = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    """Returns the settings that must be equal on all ranks, of the plug-in and of experts."""
+    shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     for name in ("trace_dir", "schedule_file"):  # paths may differ
-        own.pop(name, None)
+        shared.pop(name, None)
     for name in ("overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type"):
-        own[name] = getattr(config, name, None)
-    return {name: f"{name}={value}" for name, value in own.items()}
+        shared[name] = getattr(config, name, None)
+    return {name: f"{name}={value}" for name, value in shared.items()}
 
 
 def _payload_shape(
-    config: Any, given: Mapping[str, Any], num_chunks: int
+    config: Any, arguments: Mapping[str, Any], num_chunks: int
 ) -> tuple[int, ...] | None:
-    """Return ``[s, b, h]`` of the tensors between stages, ``None`` where they may differ."""
-    differs = ("variable_seq_lengths", "mtp_num_layers", "fp32_residual_connection")
-    if config.pipeline_dtype is None or any(getattr(config, name, None) for name in differs):
+    """Returns the shape ``[s, b, h]`` of the tensors between stages, ``None`` if it may vary."""
+    varying = ("variable_seq_lengths", "mtp_num_layers", "fp32_residual_connection")
+    if config.pipeline_dtype is None or any(getattr(config, name, None) for name in varying):
         return None
-    length: int = given["seq_length"]
-    if num_chunks == 1 and given.get("decoder_seq_length") is not None:
-        length = given["decoder_seq_length"]
+    length: int = arguments["seq_length"]
+    if num_chunks == 1 and arguments.get("decoder_seq_length") is not None:
+        length = arguments["decoder_seq_length"]
     length //= parallel_state.get_context_parallel_world_size()
     if config.sequence_parallel:
         length //= parallel_state.get_tensor_model_parallel_world_size()
-    return (length, given["micro_batch_size"], config.hidden_size)
+    return (length, arguments["micro_batch_size"], config.hidden_size)

@@ -1,7 +1,7 @@
-"""Refuses by name, before the first step, what the engine does not run of Megatron-LM.
+"""Refuses features of Megatron-LM that the engine does not support, before the first step.
 
-megatron-core's own loop does more than call forwards and backwards. Each entry here is a part of it
-that the engine leaves out, or a model that relies on the order of that loop.
+megatron-core's own loop does more than call forwards and backwards. Each entry here is a part of
+the loop that the engine does not have, or a model that relies on the order of the loop.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron.adaptive.plugin.settings import Settings
 
 _GRAPHS = "a CUDA graph replays the order it was captured in"
 _CONFIG = {
-    "delay_wgrad_compute": "weight gradients are the engine's to delay, see split_backward",
-    "defer_embedding_wgrad_compute": "megatron-core's own loop computes what it puts off",
+    "delay_wgrad_compute": "the engine itself delays weight gradients, see split_backward",
+    "defer_embedding_wgrad_compute": "only megatron-core's own loop computes deferred gradients",
     "num_microbatches_with_partial_activation_checkpoints": (
-        "it counts on the order of megatron-core's own loop"
+        "it relies on the order of megatron-core's own loop"
     ),
-    "fine_grained_activation_offloading": "it counts on the order of megatron-core's own loop",
-    "moe_paged_stash": "megatron-core's own loop resets what it puts aside",
-    "hybrid_context_parallel": "it has a loop of its own",
+    "fine_grained_activation_offloading": "it relies on the order of megatron-core's own loop",
+    "moe_paged_stash": "only megatron-core's own loop resets the stash",
+    "hybrid_context_parallel": "it needs a special loop",
     "cuda_graph_impl": _GRAPHS,
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
@@ -38,69 +38,69 @@ _CONFIG = {
 _OFF = (None, False, "none")
 _INSTEAD = "or use schedule megatron"
 _GROUPS = {"pipeline": "pp", "tensor-parallel": "tp", "context-parallel": "cp"}
-# By an attribute of the unwrapped chunk.
 _SEVERAL_INPUTS = {
     "add_encoder": "an encoder with a decoder",
     "modality_submodules": "a model of several modalities",
 }
+"""Attributes of unwrapped chunks that have several inputs, with the kind of model."""
 
 
-def check_call(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of a step that ask for what the engine does not do.
+def check_call(arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments of a step that the engine does not support.
 
     Args:
-        given: the arguments of megatron-core's function.
+        arguments: Arguments of megatron-core's function.
 
     Raises:
-        ConfigError: the first that is refused.
+        ConfigError: An argument is refused.
     """
-    if given.get("adjust_tensor_shapes_fn") is not None:
+    if arguments.get("adjust_tensor_shapes_fn") is not None:
         raise ConfigError(
-            "adjust_tensor_shapes_fn was given (distillation does): stages exchange one tensor of "
-            f"its own shape here; leave it out {_INSTEAD}"
+            "adjust_tensor_shapes_fn was given (distillation does): stages exchange one "
+            f"tensor with its shape; leave it out {_INSTEAD}"
         )
-    _check_groups("pg_collection was given", given.get("pg_collection"))
-    communicator = given.get("p2p_communicator")
+    _check_groups("pg_collection was given", arguments.get("pg_collection"))
+    communicator = arguments.get("p2p_communicator")
     if communicator is not None:
         _check_groups("p2p_communicator was given", communicator, {"pipeline": "pp_group"})
 
 
-def _check_groups(what: str, groups: Any, names: Mapping[str, str] = _GROUPS) -> None:
-    """Refuse groups of processes that are not those of ``parallel_state``.
+def _check_groups(origin: str, groups: Any, names: Mapping[str, str] = _GROUPS) -> None:
+    """Refuses process groups other than those of ``parallel_state``.
 
-    Also those of several models at once, which exchange a dictionary of tensors: they have none by
-    these names.
+    This includes the groups of several models at once, which exchange a dictionary of tensors and
+    have no groups with these names.
     """
     for kind, name in names.items() if groups is not None else ():
-        if not _is_ours(kind, getattr(groups, name, None)):
+        if not _is_of_parallel_state(kind, getattr(groups, name, None)):
             raise ConfigError(
-                f"{what} with a {kind} group that is not parallel_state's: the engine connects "
+                f"{origin} with a {kind} group that is not parallel_state's: the engine connects "
                 f"the ranks of that one; leave it out {_INSTEAD}"
             )
 
 
-def _is_ours(kind: str, group: Any) -> bool:
+def _is_of_parallel_state(kind: str, group: Any) -> bool:
     if not parallel_state.model_parallel_is_initialized():
         return False
-    ours = {
+    expected = {
         "pipeline": parallel_state.get_pipeline_model_parallel_group,
         "tensor-parallel": parallel_state.get_tensor_model_parallel_group,
         "context-parallel": parallel_state.get_context_parallel_group,
     }[kind]()
-    if group is ours:
+    if group is expected:
         return True
     if not isinstance(group, dist.ProcessGroup):
         return False
-    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(ours)
+    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(expected)
 
 
 def check_model(
     config: Any, chunks: Sequence[torch.nn.Module], settings: Settings, *, replicas: int
 ) -> None:
-    """Refuse a model that the engine would train wrongly or not at all.
+    """Refuses a model that the engine would train wrongly or not at all.
 
     Raises:
-        ConfigError: the first thing that is refused.
+        ConfigError: A setting or chunk of the model is refused.
     """
     for name, reason in _CONFIG.items():
         value = getattr(config, name, None)
@@ -115,15 +115,16 @@ def check_model(
     overlaps = getattr(config, "overlap_moe_expert_parallel_comm", False)
     if overlaps and "moe" in (config.recompute_modules or ()):
         raise ConfigError(
-            "overlap_moe_expert_parallel_comm of the model with layers of experts recomputed, "
-            "which would change one that a forward was left in: change one of the two "
-            f"{_INSTEAD}"
+            "overlap_moe_expert_parallel_comm of the model with recomputed layers of experts: a "
+            "recomputation would change a layer whose forward is still under way; turn one of the "
+            f"two off {_INSTEAD}"
         )
     built = kind_of(config)
     if built != settings.kind and config.pipeline_model_parallel_size > 1:
         raise ConfigError(
-            f"the model's chunks lie in a {built}, and schedule {settings.schedule} was given with "
-            f"placement {settings.kind}: call install() with it before the model is built"
+            f"the model's chunks are placed in a {built}, and schedule {settings.schedule} was "
+            f"given with placement {settings.kind}: call install() with it before the model is "
+            "built"
         )
     for number, chunk in enumerate(chunks):
         _check_chunk(number, chunk)
@@ -143,7 +144,7 @@ def check_model(
 
 
 def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
-    """Delayed scaling reduces over replicas within forwards and backwards."""
+    """Refuses delayed scaling with a rule, because its forwards reduce over replicas."""
     delayed = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
     if not delayed or replicas == 1 or getattr(config, "tp_only_amax_red", False):
         return
@@ -164,11 +165,11 @@ def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
             f"stage to stage here; use a model of type encoder_or_decoder {_INSTEAD}"
         )
     model = unwrap_model([chunk])[0]
-    for attribute, what in _SEVERAL_INPUTS.items():
+    for attribute, model_kind in _SEVERAL_INPUTS.items():
         if hasattr(model, attribute):
             raise ConfigError(
-                f"chunk {number} is a {type(model).__name__}, {what}: one tensor goes from stage "
-                f"to stage here; use a model with one input {_INSTEAD}"
+                f"chunk {number} is a {type(model).__name__}, {model_kind}: one tensor goes from "
+                f"stage to stage here; use a model with one input {_INSTEAD}"
             )
     _check_groups(f"chunk {number} was built", getattr(model, "pg_collection", None))
     if "FullyShardedDataParallel" in type(chunk).__name__:
@@ -181,10 +182,11 @@ def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
 def why_not_by_default(
     config: Any, chunks: Sequence[torch.nn.Module], *, replicas: int
 ) -> str | None:
-    """Return where split backwards may cost more than they gain, ``None`` where they do not.
+    """Returns why split backwards may cost more than they gain, ``None`` if they do not.
 
-    What a split backward keeps for its weight gradients is less than the activations it frees,
-    which the cap counts; not so in these cases, and reductions no longer hide behind backwards.
+    Usually, a split backward keeps less for its weight gradients than it frees in activations,
+    which the cap counts. This does not hold in these cases, or reductions of gradients no longer
+    overlap with backwards.
     """
     if getattr(config, "recompute_granularity", None) == "full":
         return "full recomputation keeps less than weight gradients need"

@@ -1,7 +1,7 @@
-"""Whether the installed megatron-core has the functions that the pipeline engine calls.
+"""Checks that the installed megatron-core has the functions that the pipeline engine calls.
 
-Asks signatures, not version numbers: a Megatron-LM between two releases is what it is, whatever
-number it carries. Imports of megatron-core only what every version since 0.14 has.
+The check reads signatures instead of version numbers, because these do not describe a Megatron-LM
+between two releases. This module imports only names that every megatron-core since 0.14 has.
 """
 
 from __future__ import annotations
@@ -19,38 +19,46 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.adaptive.errors import SetupError
 
 NEWEST = (0, 19)
-"""The newest release that the tests run with."""
+"""Newest release that the tests run with."""
 
-# ``backward_step`` is not among them: the engine asks it itself whether it takes the model's type.
-# How the engine calls each function: positional arguments by the name they must arrive under, then
-# keywords.
+# ``backward_step`` is not listed: ``engine.stages`` checks whether it takes the model's type.
 _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "forward_step": (
         [
-            *("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor"),
-            *("forward_data_store", "config", "cp_group_size"),
+            "forward_step_func",
+            "data_iterator",
+            "model",
+            "num_microbatches",
+            "input_tensor",
+            "forward_data_store",
+            "config",
+            "cp_group_size",
         ],
         [
-            *("collect_non_loss_data", "is_first_microbatch", "current_microbatch"),
-            *("vp_stage", "is_last_stage"),
+            "collect_non_loss_data",
+            "is_first_microbatch",
+            "current_microbatch",
+            "vp_stage",
+            "is_last_stage",
         ],
     ),
     "check_first_val_step": (["first_val_step", "forward_only", "cond"], []),
     "deallocate_output_tensor": (["out", "deallocate_pipeline_outputs"], []),
     "finalize_model_grads": (["model", "num_tokens"], ["pg_collection"]),
 }
+"""Names of the parameters that the engine passes to each function, by position and by keyword."""
 
 
 def check() -> None:
-    """Refuse a megatron-core that the engine cannot run on; warn of one that is newer than known.
+    """Refuses a megatron-core that the engine cannot run on, and warns about untested releases.
 
     Raises:
-        SetupError: a function is missing or takes other arguments.
+        SetupError: A function is missing or takes other arguments.
     """
-    found: dict[str, Any] = {name: getattr(schedules, name, None) for name in _CALLS}
-    found["finalize_model_grads"] = finalize_model_grads
+    functions: dict[str, Any] = {name: getattr(schedules, name, None) for name in _CALLS}
+    functions["finalize_model_grads"] = finalize_model_grads
     has_groups = hasattr(process_groups_config, "ProcessGroupCollection")
-    reason = why_not(found, has_groups=has_groups)
+    reason = why_not(functions, has_groups=has_groups)
     if reason is not None:
         raise SetupError(
             f"megatron-core {megatron.core.__version__}: {reason}; use megatron-core 0.15 to 0.19 "
@@ -66,11 +74,11 @@ def check() -> None:
 
 
 def why_not(functions: Mapping[str, Callable[..., Any] | None], *, has_groups: bool) -> str | None:
-    """Return what in a megatron-core does not fit the engine, ``None`` if all does.
+    """Returns why a megatron-core does not fit the engine, ``None`` if it does.
 
     Args:
-        functions: its functions by the names in this module.
-        has_groups: whether it has ``ProcessGroupCollection``.
+        functions: Functions of megatron-core by name, ``None`` for a missing one.
+        has_groups: Whether it has ``ProcessGroupCollection``.
     """
     if not has_groups:
         return "it has no ProcessGroupCollection, by which schedules get their groups"
@@ -80,8 +88,8 @@ def why_not(functions: Mapping[str, Callable[..., Any] | None], *, has_groups: b
             return f"it has no {name} among its schedules"
         if not _takes(function, positional, keywords):
             taken = ", ".join(inspect.signature(function).parameters)
-            wanted = ", ".join((*positional, *keywords))
-            return f"its {name} takes ({taken}) where the pipeline engine gives ({wanted})"
+            passed = ", ".join((*positional, *keywords))
+            return f"its {name} takes ({taken}), but the pipeline engine passes ({passed})"
     return None
 
 

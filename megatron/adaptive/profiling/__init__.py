@@ -1,1 +1,1 @@
-"""Measures what the planner and the run-time schedules need: layers, links, nodes, free memory."""
+"""Measures layers, links, nodes and free memory, for the planner and the run-time schedules."""

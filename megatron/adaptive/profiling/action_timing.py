@@ -1,12 +1,12 @@
-"""Times actions: the one clock, the one warm-up, the one spread.
+"""Times actions on one stage, with the same clock, warmup and statistics for all callers.
 
 ::
 
     F 0, B 0, W 0   F 1, B 1, W 1   F 2, B 2, W 2 ...      microbatches of one stage, alone
-    └─ warm-up ─┘   └───── count: their medians ─────
+    └── warmup ─┘   └───── count: their medians ─────
 
 The layers of megatron-core's GPT and the segments of a recorded module both run through
-:func:`time_microbatches`; what builds them is in ``training`` and ``modules``.
+:func:`time_microbatches`; ``training`` and ``modules`` build them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 WARM_UP = 1
-"""Runs that do not count."""
+"""Number of first runs that do not count."""
 _LEAST_LOGS = 4
-_QUARTILES_OF_SIGMA = 1.349  # between the quartiles of a normal distribution
+_QUARTILES_OF_SIGMA = 1.349
+"""Distance between the quartiles of a normal distribution in standard deviations."""
 
 
 def now(device: torch.device) -> float:
-    """Returns the seconds of a clock at which all work given to the device is done."""
+    """Waits for all work on the device; returns the time of a monotonic clock in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -37,9 +38,9 @@ def time_call(call: Callable[[], Any], device: torch.device, repeats: int) -> fl
     """Returns the median seconds of a call.
 
     Args:
-        call: what is timed.
-        device: that it works on.
-        repeats: calls that count, after those that warm up.
+        call: Function to time.
+        device: Device that it uses.
+        repeats: Number of timed calls, after the warmup.
     """
     times = []
     for _ in range(WARM_UP + repeats):
@@ -61,23 +62,24 @@ def time_microbatches(
     """Runs microbatches through chunk 0 of a rank's stages, one after the other.
 
     Args:
-        stages: as the executor runs them, made for ``WARM_UP + repeats`` microbatches; finished
-            when this returns or raises.
-        received: makes what a forward is given, ``None`` on the first stage.
-        gradient: makes what a backward is given, ``None`` on the last stage.
-        device: of the stages.
-        repeats: microbatches that count.
-        split: whether gradients of weights are an action of their own.
+        stages: Stages as the executor runs them, made for ``WARM_UP + repeats`` microbatches. They
+            are finished when this function returns or raises.
+        received: Function that makes the input of a forward, ``None`` on the first stage.
+        gradient: Function that makes the input of a backward, ``None`` on the last stage.
+        device: Device of the stages.
+        repeats: Number of timed microbatches.
+        split: Whether gradients of weights are a separate action.
 
     Returns:
-        Durations of forwards, of backwards and of weight gradients, 0 each where they are not
+        Durations of forwards, of backwards and of weight gradients, which are 0 if they are not
         split; and the last output.
     """
     rows: list[list[float]] = [[], [], []]
     output = None
     try:
         for index in range(WARM_UP + repeats):
-            message, returned = received(), gradient()
+            message = received()
+            returned = gradient()
             marks = [now(device)]
             output = stages.forward(0, index, message)
             marks.append(now(device))
@@ -96,12 +98,12 @@ def time_microbatches(
 
 
 def spread(lanes: Iterable[Sequence[float]]) -> float:
-    """Returns the sigma of the logarithm of durations around the median of their lane.
+    """Returns the standard deviation of durations, as logarithms around the median of their kind.
 
-    From quartiles, so that one that the system interrupted does not count as the rule.
+    It is computed from quartiles, so that a few actions that the system interrupted do not matter.
 
     Args:
-        lanes: durations of the same work, for each kind of work, in any unit.
+        lanes: Durations of each kind of work, in any unit.
     """
     logs: list[float] = []
     for values in lanes:

@@ -1,15 +1,15 @@
 """Measures links between ranks and all-reduces within nodes, as a run would use them.
 
-:func:`measure_link` is the one meter: ``auto``, profiles and ``transport --check`` call it.
+``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`.
 
 ::
 
     round with a burst of 1      leader ──> follower ──> leader      2 (latency + occupancy)
     round with a burst of n      leader ══> follower ──> leader      (n - 1) occupancy more
 
-For a profile, messages go over the transport that a run chooses for the pair. Each link is measured
-with one pair of ranks, and with as many at the same time as the nodes have processes, for a network
-card is shared and a switch between GPUs is not.
+For a profile, messages use the transport that a run chooses for the pair. Each link is measured
+with one pair of ranks, and with as many pairs at the same time as the nodes have processes, because
+they share a network card but not a switch between GPUs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,20 +35,39 @@ from megatron.adaptive.transport.connect import Connector, Payloads
 from megatron.adaptive.transport.interface import Arrival, Label, Transport
 
 SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
-"""Bytes of messages. The smallest stands for the latency."""
+"""Sizes of messages in bytes; the time of the smallest one is the latency."""
 NO_STEP = -1
-"""Step of messages that belong to none."""
-_ROUNDS = 8
+"""Step in the labels of messages outside of any step."""
 _BURST = 4
-_GO, _STOP = 0, 1  # chunk of a label: whether another round follows
-_LONG_S = 0.2  # a message that takes longer is the last: larger ones add nothing new
+_GO = 0
+"""Chunk in the label of a message after which another round follows."""
+_STOP = 1
+"""Chunk in the label of a message of the last round."""
+_LONG_S = 0.2
+"""Duration in seconds of a message after which no larger one is sent: the bandwidth is known."""
 _LIMIT_S = 60.0
 _SLOT_BYTES = 4 << 20
 _REPEATS = 6
 
 Pair = tuple[int, int]
 Points = list[tuple[int, float]]
-"""Bytes and seconds, ascending."""
+"""Bytes and seconds of messages, in ascending order of bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """Says how often to measure a link.
+
+    Attributes:
+        burst: Number of messages of a long round, at least 2.
+        least: Least number of short and of long rounds, at least 2; the first does not count.
+        seconds: Least duration of the short and of the long rounds. The leader's values of
+            ``least`` and ``seconds`` are used.
+    """
+
+    burst: int = _BURST
+    least: int = 8
+    seconds: float = 0.0
 
 
 def measure_link(
@@ -57,37 +77,35 @@ def measure_link(
     leads: bool,
     payload: torch.Tensor,
     timeout_s: float,
-    burst: int = _BURST,
-    rounds: int = _ROUNDS,
-    seconds: float = 0.0,
+    rounds: Rounds | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Link:
-    """Sends messages to and fro between two ranks that do nothing else meanwhile.
+    """Sends messages back and forth between two ranks that do nothing else meanwhile.
 
     Args:
-        transport: the channels; nothing may be under way on them.
-        peer: global rank of the other one, which calls this too.
-        leads: whether this rank sends first; exactly one of the two does.
-        payload: a tensor as it travels in a step.
-        timeout_s: limit of each wait.
-        burst: messages of a long round, at least 2.
-        rounds: short and long ones each, at least 2; the first does not count.
-        seconds: more rounds of each are added for so long. Rounds and seconds of the leader count.
-        clock: seconds.
+        transport: Channels of this rank; no message may be in flight on them.
+        peer: Global rank of the peer, which must call this function as well.
+        leads: Whether this rank sends first; exactly one of the two must.
+        payload: Tensor like those of a step.
+        timeout_s: Limit of each wait in seconds.
+        rounds: Number and length of rounds; both ranks must have the same ``burst``.
+        clock: Function that returns the time in seconds.
 
     Raises:
-        DeadlineError: the peer did not answer.
-        TransportError: the peer is gone.
+        DeadlineError: The peer did not answer.
+        TransportError: The peer is gone.
     """
+    rounds = rounds or Rounds()
     medians = []
-    for count in (1, burst):
+    for count in (1, rounds.burst):
         taken_s: list[float] = []
         first_s = clock()
         is_last = False
         while not is_last:
             begin_s = clock()
             if leads:
-                is_last = len(taken_s) + 1 >= rounds and begin_s - first_s >= seconds
+                is_enough = begin_s - first_s >= rounds.seconds
+                is_last = len(taken_s) + 1 >= rounds.least and is_enough
                 _send(transport, peer, payload, count, _STOP if is_last else _GO)
                 receive(transport, peer, timeout_s).take()
             else:
@@ -98,10 +116,10 @@ def measure_link(
                 _send(transport, peer, payload, 1, _GO)
             taken_s.append(clock() - begin_s)
         medians.append(statistics.median(taken_s[1:]))
-    there_and_back_s, burst_s = medians
-    occupancy_s = max(0.0, (burst_s - there_and_back_s) / (burst - 1))
-    occupancy_s = min(occupancy_s, there_and_back_s / 2)
-    return Link(latency_s=there_and_back_s / 2 - occupancy_s, occupancy_s=occupancy_s)
+    round_trip_s, burst_s = medians
+    occupancy_s = max(0.0, (burst_s - round_trip_s) / (rounds.burst - 1))
+    occupancy_s = min(occupancy_s, round_trip_s / 2)
+    return Link(latency_s=round_trip_s / 2 - occupancy_s, occupancy_s=occupancy_s)
 
 
 def _send(transport: Transport, peer: int, payload: torch.Tensor, count: int, chunk: int) -> None:
@@ -113,7 +131,7 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
     """Waits for the next message of a measurement.
 
     Raises:
-        DeadlineError: none came in time.
+        DeadlineError: No message arrived in time.
     """
     arrival = transport.completions.wait(time.monotonic() + timeout_s)
     if arrival is None:
@@ -124,10 +142,10 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
     return arrival
 
 
-def process_groups(
+def make_connector(
     job: Job, *, in_flight: int = 2 * _BURST, timeout_s: float = _LIMIT_S
 ) -> Connector:
-    """Returns what connects ranks for a measurement, as a run would."""
+    """Returns an object that connects ranks for a measurement, as a run would."""
 
     def describe(other: int) -> str:
         return f"rank {other} on {job.places[other]['host']}"
@@ -143,33 +161,33 @@ def process_groups(
 
 
 def pairings(machines: Sequence[str], names: Sequence[str]) -> list[tuple[bool, Pair, list[Pair]]]:
-    """Chooses which pairs of ranks to measure, one after the other.
+    """Chooses which pairs of ranks to measure, one measurement after the other.
 
     Args:
-        machines: of each rank.
-        names: node type of each rank.
+        machines: Machine of each rank.
+        names: Node type of each rank.
 
     Returns:
-        Whether a link is within a node, the ranks whose node types it stands for, and the pairs
-        that send at the same time.
+        For each measurement: whether the link is within a node, two ranks with the node types of
+        its ends, and the pairs that send at the same time.
     """
     members: dict[str, list[int]] = {}
     for rank, machine in enumerate(machines):
         members.setdefault(machine, []).append(rank)
     nodes = list(members.values())
-    found: list[tuple[bool, Pair, list[Pair]]] = []
+    measurements: list[tuple[bool, Pair, list[Pair]]] = []
     seen: set[tuple[bool, str, str]] = set()
-    for one, other in [*zip(nodes, nodes, strict=True), *itertools.combinations(nodes, 2)]:
-        within = one is other
-        first, second = sorted((names[one[0]], names[other[0]]))
-        ends = (one[::2], one[1::2]) if within else (one, other)
+    for node, other in [*zip(nodes, nodes, strict=True), *itertools.combinations(nodes, 2)]:
+        within = node is other
+        first, second = sorted((names[node[0]], names[other[0]]))
+        ends = (node[::2], node[1::2]) if within else (node, other)
         together = list(zip(*ends, strict=False))
         if not together or (within, first, second) in seen:
             continue
         seen.add((within, first, second))
         one_and_all = [together[:1], together] if len(together) > 1 else [together]
-        found += [(within, together[0], pairs) for pairs in one_and_all]
-    return found
+        measurements += [(within, together[0], pairs) for pairs in one_and_all]
+    return measurements
 
 
 def measure_links(
@@ -178,22 +196,24 @@ def measure_links(
     """Measures every kind of link once. Collective over all ranks.
 
     Args:
-        job: this process within the job.
-        names: node type of each rank.
-        most_bytes: size of the largest message that matters.
+        job: This process within the job.
+        names: Node type of each rank.
+        most_bytes: Size of the largest message of a run.
 
     Returns:
-        Rows of ``links`` as a profile file holds them.
+        Rows of ``links`` in the form of a profile file.
     """
     options = TransportConfig(transport_slot_bytes=_SLOT_BYTES)
-    groups, rows = process_groups(job), []
-    own = groups.own_end(job.places, options, job.environment.master_addr)
-    for within, ends, pairs in pairings([str(place["machine"]) for place in job.places], names):
+    connector = make_connector(job)
+    rows = []
+    machines = [str(process["machine"]) for process in job.places]
+    endpoint = connector.own_end(job.places, options, job.environment.master_addr)
+    for within, ends, pairs in pairings(machines, names):
         peer = next((sum(pair) - job.rank for pair in pairs if job.rank in pair), None)
         leads = any(job.rank == pair[0] for pair in pairs)
-        transport = groups.connect(own, [] if peer is None else [peer], options)
-        mine = _measure(job, transport, peer, leads, sizes_up_to(most_bytes))
-        measured = [points for points in job.gather(mine if leads else None) if points]
+        transport = connector.connect(endpoint, [] if peer is None else [peer], options)
+        curve = _measure(job, transport, peer, leads, sizes_up_to(most_bytes))
+        measured = [points for points in job.gather(curve if leads else None) if points]
         if transport is not None:
             transport.close()
         rows.append(
@@ -208,7 +228,7 @@ def measure_links(
 
 
 def sizes_up_to(most_bytes: float) -> tuple[int, ...]:
-    """Returns the sizes to measure where messages have at most so many bytes; two at least."""
+    """Returns the sizes to measure for messages up to ``most_bytes``, at least two."""
     needed = sum(size < most_bytes for size in SIZES) + 1
     return SIZES[: max(2, needed)]
 
@@ -241,22 +261,22 @@ def measure_reductions(
     """Measures all-reduces of neighbouring ranks within nodes. Collective over all ranks.
 
     Args:
-        job: this process within the job.
-        names: node type of each rank.
-        widths: numbers of ranks, each dividing the ranks of every node.
-        most_bytes: size of the largest tensor that matters.
+        job: This process within the job.
+        names: Node type of each rank.
+        widths: Numbers of ranks per all-reduce; each divides the number of ranks of every node.
+        most_bytes: Size of the largest tensor of a run.
 
     Returns:
-        Rows of ``all_reduce`` as a profile file holds them.
+        Rows of ``all_reduce`` in the form of a profile file.
     """
     rows = []
     for width in widths:
         group = None
         for first in range(0, dist.get_world_size(), width):
             ranks = list(range(first, first + width))
-            made = dist.new_group(ranks)
+            new_group = dist.new_group(ranks)
             if job.rank in ranks:
-                group = made
+                group = new_group
         measured = job.gather(_reduce(job, group, sizes_up_to(most_bytes)))
         dist.destroy_process_group(group)
         by_node: dict[str, list[Points]] = {}
@@ -287,10 +307,10 @@ def _reduce(job: Job, group: Any, sizes: Sequence[int]) -> Points:
 
 
 def as_curve(points: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Turns sizes and seconds into latency and bandwidths, as a profile file holds them.
+    """Converts sizes and seconds to latency and bandwidths, in the form of a profile file.
 
-    The smallest message is taken for the latency; what larger ones take beyond it is their size
-    over a bandwidth.
+    The time of the smallest message is the latency. The bandwidth of a larger message is its size
+    divided by its time beyond the latency.
     """
     (_, latency_s), *others = points
     curve = [

@@ -1,10 +1,10 @@
 """Measures a pipeline while it trains, for ``auto`` and ``--repartition``.
 
-Owns what a rank measures of its own stages and how samples of all ranks become a
-:class:`~megatron.adaptive.schedule.workload.StageProfile`; what follows from that is the planner's
-and ``schedule.choose_by_simulation``'s. The first stage also looks tokens up, the last one computes
-the loss: times of actions alone do not say what a layer takes there, so :class:`LayerShare`
-measures around the modules themselves.
+Each rank measures its stages, and the samples of all ranks become a
+:class:`~megatron.adaptive.schedule.workload.StageProfile`. The planner and
+``schedule.choose_by_simulation`` use it. The first stage also computes the embedding, and the last
+one the loss, so times of actions do not show the time of a layer there. Therefore
+:class:`LayerShare` measures around the modules themselves.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 _FORWARDS = 16
-_ALIKE = 0.05  # spread of microbatches that is taken for none
-F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
+_ALIKE = 0.05
+"""Spread of microbatches' lengths up to which they count as equal."""
+F = ActionKind.F
+B = ActionKind.B
+W = ActionKind.W
 
 
 @dataclass(kw_only=True)
 class Sample:
-    """Collects what one rank measured in some steps.
+    """Collects the measurements of one rank in some steps.
 
     Attributes:
-        pp_rank: its position in the pipeline.
-        durations_ns: per (kind, chunk), the durations of all its microbatches; the pieces of one
-            weight gradient count as one.
-        free_bytes: memory that activations may take.
-        kept_bytes: what one microbatch keeps in each chunk.
-        held_bytes: weights, gradients and optimizer state of each chunk.
-        links: to the neighbours that it measured, by their position in the pipeline.
+        pp_rank: Position in the pipeline.
+        durations_ns: Durations of all microbatches by kind and chunk; the pieces of a weight
+            gradient are summed.
+        free_bytes: Memory that is free for activations.
+        kept_bytes: Bytes that one microbatch keeps in each chunk.
+        held_bytes: Bytes of weights, gradients and optimizer state of each chunk.
+        links: Measured links to neighbours, by their position in the pipeline.
     """
 
     pp_rank: int
@@ -68,15 +71,16 @@ class Sample:
 def profile_of(
     samples: Sequence[Sample], placement: Placement, num_microbatches: int = 0
 ) -> StageProfile:
-    """Puts the ranks' samples together; replicas of a stage count alike.
+    """Combines the samples of all ranks; replicas of a stage have equal weight.
 
     Args:
-        samples: at least one of every rank of the pipeline.
-        placement: where stages live.
-        num_microbatches: of each step measured; with it unequal microbatches are found.
+        samples: Samples, at least one of every rank of the pipeline.
+        placement: Placement of stages on ranks.
+        num_microbatches: Number of microbatches of each measured step, needed to find unequal
+            microbatches; 0 if unknown.
 
     Returns:
-        The profile; links that were not measured are as slow as the slowest that was.
+        The profile; a link that was not measured gets the times of the slowest measured one.
     """
     times: dict[ActionKind, tuple[float, ...]] = {}
     for kind in (F, B, W):
@@ -89,7 +93,7 @@ def profile_of(
                 if sample.pp_rank == pp_rank
                 for value in sample.durations_ns.get((kind, chunk), ())
             ]
-            # A median per stage: one action that the system interrupted must not count for all.
+            # The median ignores a few actions that the system interrupted.
             means.append(statistics.median(lanes) / 1e9 if lanes else 0.0)
         times[kind] = tuple(means)
     links = {
@@ -120,60 +124,65 @@ def _microbatch_factors(
 ) -> tuple[list[list[float]], float]:
     """Separates the lengths of microbatches from the spread of actions.
 
-    The n-th samples of all pipeline ranks are those of one replica, which sees the same
-    microbatches everywhere: the median over their lanes is a microbatch's factor. Where factors
-    differ no more than the noise of so many lanes, and where steps had other numbers of
-    microbatches, there are none.
+    The n-th samples of all pipeline ranks belong to one replica, whose ranks all process the same
+    microbatches. The factor of a microbatch is the median over their lanes. There are no factors
+    if they differ no more than by noise, or if the number of microbatches was not constant.
 
     Returns:
-        Per replica, how many times the median each microbatch of its steps took, or nothing; and
-        the spread of actions beside that.
+        Ratio of each microbatch's time to the median for each replica, or an empty list; and the
+        spread of actions without this effect.
     """
     seen = [0] * placement.num_ranks
     replicas: dict[int, list[list[int]]] = defaultdict(list)
     for sample in samples:
-        own_lanes = sample.durations_ns.values()
-        replicas[seen[sample.pp_rank]] += [lane for lane in own_lanes if min(lane) > 0]
+        lanes_of_rank = sample.durations_ns.values()
+        replicas[seen[sample.pp_rank]] += [lane for lane in lanes_of_rank if min(lane) > 0]
         seen[sample.pp_rank] += 1
     plain = spread(lane for lanes in replicas.values() for lane in lanes)
     lengths = {len(lane) for lanes in replicas.values() for lane in lanes}
     if not num_microbatches or len(lengths) != 1 or lengths.pop() % num_microbatches:
         return [], plain
-    found, rest = [], []
+    all_factors = []
+    rest = []
     for lanes in replicas.values():
         middles = [statistics.median(lane) for lane in lanes]
-        own = [
+        factors = [
             statistics.median(map(truediv, values, middles)) for values in zip(*lanes, strict=True)
         ]
-        found.append(own)
-        rest += [[value / one for value, one in zip(lane, own, strict=True)] for lane in lanes]
+        all_factors.append(factors)
+        rest += [
+            [value / factor for value, factor in zip(lane, factors, strict=True)] for lane in lanes
+        ]
     sigma = spread(rest)
     noise = sigma / math.sqrt(min(map(len, replicas.values())))
-    return (found, sigma) if spread(found) > max(_ALIKE, 3 * noise) else ([], plain)
+    is_unequal = spread(all_factors) > max(_ALIKE, 3 * noise)
+    return (all_factors, sigma) if is_unequal else ([], plain)
 
 
 def most_of(
     samples: Sequence[Sample],
     present: Placement,
-    wanted: Placement,
+    target: Placement,
     layers: Sequence[int] = (),
     others: Sequence[int] = (),
 ) -> float:
-    """Returns activations that memory allows under a placement, in whole-rank microbatches.
+    """Returns how many microbatches fit into memory under a placement, on the fullest rank.
 
     Args:
-        samples: at least one of every rank, under ``present``.
-        present: where stages live.
-        wanted: where they would live.
-        layers: of each stage as they are, where they would change.
-        others: of each stage as they would be. A layer is taken for the smallest mean of a stage
-            where it goes, for the largest of those in the middle where it comes.
+        samples: Samples under ``present``, at least one of every rank.
+        present: Present placement of stages.
+        target: Placement in question.
+        layers: Present number of layers of each stage; needed with ``others``.
+        others: Number of layers of each stage in question, empty to keep them. A layer that leaves
+            counts with the smallest mean size of a stage, one that arrives with the largest mean
+            of a middle stage.
 
     Returns:
-        That of the rank with the least room; below 1, even negative, where stages do not fit.
+        Microbatches on the rank with the least room; below 1, even negative, if stages do not fit.
     """
     free = [math.inf] * present.num_ranks
-    kept, held = [0.0] * present.num_stages, [0.0] * present.num_stages
+    kept = [0.0] * present.num_stages
+    held = [0.0] * present.num_stages
     for sample in samples:
         free[sample.pp_rank] = min(free[sample.pp_rank], sample.free_bytes)
         for chunk in range(present.num_chunks):
@@ -193,21 +202,21 @@ def most_of(
         return sum(sizes[placement.stage_of(rank, chunk)] for chunk in chunks)
 
     return min(
-        (free[rank] * (1 - KEPT_FREE) + total(held_now, present, rank) - total(held, wanted, rank))
-        / max(1, total(kept, wanted, rank))
+        (free[rank] * (1 - KEPT_FREE) + total(held_now, present, rank) - total(held, target, rank))
+        / max(1, total(kept, target, rank))
         for rank in range(present.num_ranks)
     )
 
 
 class LayerShare:
-    """Measures the share of layers in the forward of some chunks.
+    """Measures which part of the forward of some chunks their layers take.
 
-    On the clock of the device, in the first forwards after each :meth:`begin`.
+    It measures on the clock of the device, in the first forwards after each :meth:`begin`.
 
     Args:
-        models: the model and its block of layers, by local chunk.
-        clock: of the device.
-        layers: the layers of chunks in which each is measured.
+        models: Model and its block of layers, by local chunk.
+        clock: Clock of the device.
+        layers: Layers of those chunks in which each layer is measured.
     """
 
     def __init__(
@@ -230,14 +239,14 @@ class LayerShare:
                 self._handles.append(layer.register_forward_hook(self._marking(chunk)))
 
     def begin(self) -> None:
-        """Measures anew."""
+        """Discards the measurements and starts again."""
         for marks in self._marks.values():
             marks.clear()
 
     def share(self, chunk: int) -> float:
-        """Returns the median share of the layers in a forward, 1 for a chunk that is not measured.
+        """Returns the layers' median share of a forward, 1 for a chunk that is not measured.
 
-        The device must have passed the forwards, as it has between two steps.
+        The device must have finished the forwards, as it has between two steps.
         """
         shares = [
             (times[-2] - times[1]) / max(1, times[-1] - times[0]) for times in self._times(chunk)
@@ -245,15 +254,15 @@ class LayerShare:
         return statistics.median(shares) if shares else 1.0
 
     def parts(self, chunk: int) -> tuple[float, ...]:
-        """Returns the share of each layer in that of all, empty where they are not measured."""
+        """Returns each layer's fraction of the time of all; empty if they are not measured."""
         forwards = [
             [end - start for start, end in pairwise(times[1:-2])] for times in self._times(chunk)
         ]
         layers = [statistics.median(durations) for durations in zip(*forwards, strict=True)]
-        return tuple(one / max(1, sum(layers)) for one in layers)
+        return tuple(layer / max(1, sum(layers)) for layer in layers)
 
     def close(self) -> None:
-        """Leaves the modules as they were."""
+        """Removes the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
 
@@ -263,18 +272,19 @@ class LayerShare:
     def _times(self, chunk: int) -> list[list[int]]:
         """Returns the times of complete forwards: start, block, each layer, block, end."""
         resolve = self._clock.resolve_ns
-        marks, complete = self._marks.get(chunk, ()), self._complete(chunk)
-        return [[*map(resolve, own)] for own in marks if len(own) == complete]
+        complete = self._complete(chunk)
+        forwards = self._marks.get(chunk, ())
+        return [[*map(resolve, marks)] for marks in forwards if len(marks) == complete]
 
     def _marking(self, chunk: int, begins: bool = False) -> Any:
-        """Returns a hook that notes the time; ``begins``: of a new forward."""
+        """Returns a hook that notes the time; with ``begins`` it starts a new forward."""
         complete = self._complete(chunk)
 
         def note(module: torch.nn.Module, *_: Any) -> None:
             marks = self._marks[chunk]
             if begins and module.training and len(marks) <= _FORWARDS:
                 marks.append([])
-            # A layer that a backward computes again comes after its forward.
+            # A forward with all its marks is complete; later marks are from recomputation.
             if marks and len(marks) <= _FORWARDS and len(marks[-1]) < complete:
                 marks[-1].append(self._clock.mark())
 

@@ -1,11 +1,11 @@
-"""Tries every transport between some pairs of a job's ranks; what ``transport --check`` runs.
+"""Tries every transport between some pairs of a job's ranks, for ``transport --check``.
 
-Owns the rendezvous of the ranks, which pairs are tried, and that all ranks go through the same
-steps whatever fails. On each pair and transport::
+It performs the rendezvous of the ranks and chooses the pairs. All ranks go through the same steps
+even if a transport fails. The steps for each pair and transport are::
 
     contents     one message of each size both ways, compared bit by bit
-    latency      1 KiB to and fro for a quarter of the time
-    bandwidth    bursts of 4 MiB messages for the rest of it
+    latency      1 KiB back and forth for a quarter of the time
+    bandwidth    bursts of 4 MiB messages for the rest of the time
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
 from megatron.adaptive.engine.process_context import Job, gather
 from megatron.adaptive.engine.rendezvous import MeetingError, meet, no_rendezvous
 from megatron.adaptive.errors import SetupError, TransportError
-from megatron.adaptive.profiling.links import NO_STEP, measure_link, process_groups, receive
+from megatron.adaptive.profiling.links import NO_STEP, Rounds, make_connector, measure_link, receive
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Endpoint, Label, Transport
 from megatron.adaptive.transport.liveness import here
@@ -31,22 +31,23 @@ from megatron.adaptive.transport.select import Choice, choose, why_not
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8
-_LEAST_ROUNDS = 3  # a slow network shall not take much longer than asked for
-_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 4 << 20
+_LEAST_ROUNDS = 3  # few, so that a slow network does not need much longer than requested
+_SMALL_BYTES = 1 << 10
+_LARGE_BYTES = 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
-_PATTERN = 251  # prime, so that a payload that is shifted by a slot is not the same
+_PATTERN = 251  # a prime, so that a payload shifted by a slot differs
 
 
 class TransportCheck:
-    """Takes one rank's part in the check; all ranks call the same methods in one order.
+    """Runs one rank's part of the check; all ranks must call the same methods in the same order.
 
     Args:
-        options: the user's settings.
-        environment: who this rank is and where all meet.
-        timeout: limit of the rendezvous.
+        options: Settings of the user.
+        environment: Rank of this process and address of the rendezvous.
+        timeout: Limit of the rendezvous.
 
     Raises:
-        TransportError: the ranks do not meet.
+        TransportError: The rendezvous failed.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class TransportCheck:
         self._options = options
         self.rank = environment.rank
         if environment.master_port is None:
-            raise SetupError("the ranks have nowhere to meet: start them with torchrun")
+            raise SetupError("no address for the rendezvous: start the ranks with torchrun")
         try:
             self._store = meet(environment, timeout)
         except (dist.DistError, MeetingError, ValueError) as error:
@@ -79,42 +80,43 @@ class TransportCheck:
             control_group=dist.group.WORLD,
             places=gather(here(0)),
         )
-        self._groups = process_groups(self._job, in_flight=2 * _BURST, timeout_s=_LIMIT_S)
-        self._own = self._groups.own_end(self._job.places, options, environment.master_addr)
-        self._ends: list[Endpoint] = gather(self._own)
+        self._connector = make_connector(self._job, in_flight=2 * _BURST, timeout_s=_LIMIT_S)
+        self._endpoint = self._connector.own_end(self._job.places, options, environment.master_addr)
+        self._endpoints: list[Endpoint] = gather(self._endpoint)
 
     def outcomes(self, seconds: float) -> list[dict[str, Any]]:
-        """Tries every transport between every pair. Collective; the same on every rank.
+        """Tries every transport between every pair. Collective; the result is equal on all ranks.
 
-        Pairs are rank 0 with the first other rank of its machine, and of every other machine.
+        Each pair is rank 0 with the first other rank of its machine or of another machine.
 
         Args:
-            seconds: for each of them.
+            seconds: Duration of each measurement.
 
         Returns:
-            What ``transport --check`` prints of each, as the fields of its ``Outcome``.
+            Fields of an ``Outcome`` of ``transport --check`` for each pair and transport.
 
         Raises:
-            TransportError: a rank is gone.
+            TransportError: A rank is gone.
         """
         first: dict[str, int] = {}
-        for end in self._ends[1:]:
-            first.setdefault(end.machine, end.rank)
+        for endpoint in self._endpoints[1:]:
+            first.setdefault(endpoint.machine, endpoint.rank)
         forced = self._options.forced
         kinds = TRANSPORTS if forced is None else (forced,)
         pairs = [(0, rank) for rank in sorted(first.values())]
         return [self._outcome(pair, kind, seconds) for pair in pairs for kind in kinds]
 
     def _outcome(self, pair: tuple[int, int], kind: str, seconds: float) -> dict[str, Any]:
-        one, other = self._ends[pair[0]], self._ends[pair[1]]
+        source = self._endpoints[pair[0]]
+        target = self._endpoints[pair[1]]
         try:
-            choice = choose(one, other, self._options.forced)
+            choice = choose(source, target, self._options.forced)
         except SetupError as error:
             choice = Choice(str(self._options.forced), str(error))
         chosen = choice.kind == kind
-        hosts = one.host, other.host
+        hosts = source.host, target.host
         facts = {"ranks": pair, "hosts": hosts, "transport": kind, "chosen": chosen}
-        if (reason := why_not(kind, one, other)) is not None:
+        if (reason := why_not(kind, source, target)) is not None:
             return {**facts, "note": reason}
         try:
             measured = self._run(pair, kind, seconds)
@@ -123,30 +125,30 @@ class TransportCheck:
         return {**facts, **measured, "works": True, "note": choice.reason if chosen else ""}
 
     def _run(self, pair: tuple[int, int], kind: str, seconds: float) -> dict[str, Any]:
-        """Connects a pair and tries it out. Collective over all ranks, also those of no part in it.
+        """Connects a pair of ranks and measures. Collective over all ranks, also the others.
 
         Raises:
-            TransportError: it did not work; on all ranks alike.
+            TransportError: The transport did not work; raised on all ranks.
         """
         peers = [sum(pair) - self.rank] if self.rank in pair else []
         slot_bytes = self._options.transport_slot_bytes or _LARGE_BYTES
         options = TransportConfig(
             **{**vars(self._options), "transport": kind, "transport_slot_bytes": slot_bytes}
         )
-        transport = self._groups.connect(self._own, peers, options)
-        mine: dict[str, Any] = {}
+        transport = self._connector.connect(self._endpoint, peers, options)
+        result: dict[str, Any] = {}
         if transport is not None:
             try:
-                mine = self._measure(transport, peers[0], self.rank == pair[0], seconds)
+                result = self._measure(transport, peers[0], self.rank == pair[0], seconds)
                 transport.close()
             except TransportError as error:
-                mine = {"error": f"rank {self.rank} on {self._ends[self.rank].host}: {error}"}
+                result = {"error": f"rank {self.rank} on {self._endpoint.host}: {error}"}
         try:
-            gathered = gather(mine)
+            gathered = gather(result)
         except RuntimeError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise TransportError(f"a rank of the check is gone: {reason}") from error
-        errors = [one["error"] for one in gathered if "error" in one]
+        errors = [of_rank["error"] for of_rank in gathered if "error" in of_rank]
         if errors:
             raise TransportError(errors[0])
         return gathered[pair[0]]
@@ -154,7 +156,7 @@ class TransportCheck:
     def _measure(
         self, transport: Transport, peer: int, leads: bool, seconds: float
     ) -> dict[str, Any]:
-        """Returns half of a round trip of 1 KiB, and the pace of 4 MiB that follow each other."""
+        """Returns half of a round trip of 1 KiB, and the bandwidth of bursts of 4 MiB messages."""
         device = self._job.accelerator.device
         check_contents(transport, peer, device)
         small, large = (
@@ -164,43 +166,41 @@ class TransportCheck:
                 leads=leads,
                 payload=torch.zeros(size, dtype=torch.uint8, device=device),
                 timeout_s=_WAIT_S,
-                burst=_BURST,
-                rounds=_LEAST_ROUNDS,
-                seconds=part * seconds / 2,
+                rounds=Rounds(burst=_BURST, least=_LEAST_ROUNDS, seconds=part * seconds / 2),
             )
             for size, part in ((_SMALL_BYTES, 0.25), (_LARGE_BYTES, 0.75))
         )
         transport.flush(_WAIT_S)
-        # Without a difference between bursts, a message takes what it takes alone.
-        each_s = large.occupancy_s or large.latency_s
+        # If a burst takes no longer than one message, the latency is the only known time.
+        message_s = large.occupancy_s or large.latency_s
         return {
             "latency_us": (small.latency_s + small.occupancy_s) * 1e6,
-            "gb_per_s": _LARGE_BYTES / max(each_s, 1e-9) / 1e9,
+            "gb_per_s": _LARGE_BYTES / max(message_s, 1e-9) / 1e9,
         }
 
     def close(self) -> None:
-        """Leaves the job, rank 0 after all others."""
+        """Leaves the job; rank 0 leaves last, because it serves the store."""
         dist.barrier()
         dist.destroy_process_group()
         if self.rank == 0:
-            keys = [f"left/{rank}" for rank in range(1, len(self._ends))]
+            keys = [f"left/{rank}" for rank in range(1, len(self._endpoints))]
             self._store.wait(keys, timedelta(seconds=_LIMIT_S))
         else:
             self._store.set(f"left/{self.rank}", "")
 
 
 def check_contents(transport: Transport, peer: int, device: torch.device) -> None:
-    """Sends messages of some sizes both ways and compares them; the peer does so too.
+    """Sends messages of some sizes both ways and compares them; the peer must call it as well.
 
     Raises:
-        DeadlineError: the peer did not answer.
-        TransportError: a payload came otherwise than it was sent, or the peer is gone.
+        DeadlineError: The peer did not answer.
+        TransportError: A payload arrived changed, or the peer is gone.
     """
     for size in _SIZES:
         payload = (torch.arange(size, device=device) % _PATTERN).to(torch.uint8)
         transport.send(peer, Label(NO_STEP, Action(ActionKind.F, 0, 0)), payload)
         if not torch.equal(receive(transport, peer, _WAIT_S).take(), payload):
             raise TransportError(
-                f"{size} bytes from rank {peer} over {transport.name} came changed; try "
-                "--transport-crc, and look at the memory and the network of both nodes"
+                f"{size} bytes from rank {peer} over {transport.name} arrived changed; try "
+                "--transport-crc, and check the memory and the network of both nodes"
             )

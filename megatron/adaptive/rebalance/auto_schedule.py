@@ -1,13 +1,13 @@
-"""``--pipeline-schedule auto``: measures the first steps and takes what is fastest in simulation.
+"""Implements ``--pipeline-schedule auto``: measures the first steps, chooses by simulation.
 
-Steps 2 to 4 are measured (the first one warms up); before step 5 all ranks switch together, all
-data-parallel replicas to the same choice. Losses and gradients do not depend on the order of work,
-so that the switch is not seen in them. With two chunks per rank the choice may lie in another
-placement, and where layers can move have other layers per stage: then the loop moves them first
-(``move_stages.py``).
+Steps 2 to 4 are measured (the first one warms up). Before step 5 all ranks of all data-parallel
+replicas switch to the schedule with the shortest simulated step. Losses and gradients do not depend
+on the order of work, so the switch does not change them. With two chunks per rank the choice may
+include another placement, and if layers can move, another partition. The training loop then moves
+the layers first (``move_stages.py``).
 
 Rank 0 simulates while all others wait, so it has a time limit. At the limit it takes the best
-schedule simulated so far. If there is none in time, the present schedule stays.
+schedule simulated so far. If no schedule was simulated in time, the present one stays.
 """
 
 from __future__ import annotations
@@ -36,28 +36,31 @@ from megatron.adaptive.schedule.workload import Link
 from megatron.adaptive.transport.interface import Transport
 
 FIRST, LAST = 2, 4
-"""Steps that are measured, counted from 1 in this process."""
-_OPTIMIZER_BYTES = 4 + 12  # of each parameter beside itself: gradient, main weight, two moments
+"""First and last measured step, counted from 1 in this process."""
+_OPTIMIZER_BYTES = 4 + 12
+"""Bytes per parameter in addition to its weight: gradient, main weight, two moments."""
 
 
 @dataclass(kw_only=True)
 class Tuner:
-    """Measures the first steps of a pipeline and makes the choice; every rank has one.
+    """Measures the first steps of a pipeline and chooses a schedule; every rank has one.
 
     Attributes:
-        job: this process within the job.
-        pp_ranks: global ranks of this pipeline, by their position in the placement.
-        chunks: this rank's.
-        forward_backward: runs the steps.
-        transport: channels of this rank, ``None`` where it has none.
-        payload_shape, payload_dtype: tensors between stages.
-        loads: returns those of all measured steps and of each half of them, given the number of
-            microbatches, collective; ``None`` where stages and layers cannot move.
-        gain: least share of a step that moving layers must save, ``None`` where they stay.
-        cap: most activations that the user allows, in microbatches; ``None`` for what fits.
-        can_turn: stages may be laid out otherwise.
-        timeout_s: limit of each wait for a neighbour.
-        say: Writes a line of the log; called on all ranks.
+        job: This process within the job.
+        pp_ranks: Global ranks of this pipeline, by their position in the placement.
+        chunks: Model chunks of this rank.
+        forward_backward: Engine that runs the steps.
+        transport: Channels of this rank, ``None`` if it has none.
+        payload_shape: Shape of the tensors between stages.
+        payload_dtype: Type of the tensors between stages.
+        loads: Collective function that returns the loads of all measured steps and of each half
+            of them, given the number of microbatches. ``None`` if stages and layers cannot move.
+        gain: Least fraction of a step that moving layers must save, ``None`` if they stay.
+        cap: Largest number of microbatches in memory that the user allows; ``None`` for as many
+            as fit.
+        can_turn: Whether the placement of stages may change.
+        timeout_s: Limit in seconds of each wait for a neighbour.
+        say: Function that writes a line of the log; called on all ranks.
     """
 
     job: Job
@@ -79,15 +82,15 @@ class Tuner:
         self._sample = Sample(pp_rank=self.pp_ranks.index(self.job.rank))
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | None:
-        """Adds a training step; after the last measured one, decides. Collective then.
+        """Adds a training step, and decides after the last measured one. That call is collective.
 
-        What needs no move is in use when this returns.
+        A schedule that needs no move is in use when this method returns.
 
         Returns:
-            The decision, on all ranks, after that step; ``None`` after others.
+            The decision, on all ranks, after the last measured step; ``None`` after others.
 
         Raises:
-            TransportError: a neighbour is gone or silent.
+            TransportError: A neighbour is gone or silent.
         """
         self._steps += 1
         if not FIRST <= self._steps <= LAST:
@@ -130,11 +133,11 @@ class Tuner:
         partition = () if loads is None else loads[0].partition
 
         def limit(kind: PlacementKind, others: Sequence[int]) -> float:
-            wanted = replace(present, kind=kind)
-            found = most_of(samples, present, wanted, partition, others)
+            placement = replace(present, kind=kind)
+            most = most_of(samples, present, placement, partition, others)
             if (kind, others) == (present.kind, partition):
-                found = max(1.0, found)  # what runs now fits, whatever the estimate
-            return found if self.cap is None else min(found, self.cap)
+                most = max(1.0, most)  # the present layout fits, whatever the estimate says
+            return most if self.cap is None else min(most, self.cap)
 
         options: Any = {
             "num_microbatches": num_microbatches,
@@ -148,8 +151,7 @@ class Tuner:
             kinds.append("loop" if present.kind == "v" else "v")
         try:
             if loads is None:
-                most = limit(present.kind, ())
-                choice = choose(profile, placement=present, most=most, **options)
+                choice = choose(profile, placement=present, most=limit(present.kind, ()), **options)
                 return Decision(text=choice.reason, stay=choice.best)
             return choose_together(
                 loads[0],
@@ -169,12 +171,12 @@ class Tuner:
             return {}
         group, device = self.job.control_group, self.job.accelerator.device
         payload = torch.zeros(*self.payload_shape, dtype=self.payload_dtype, device=device)
-        found = {}
+        links = {}
         for low, high in self.forward_backward.orders.placement.neighbours():
             dist.barrier(group=group)
             if me in (low, high):
                 other = high if me == low else low
-                found[other] = measure_link(
+                links[other] = measure_link(
                     self.transport,
                     self.pp_ranks[other],
                     leads=me == low,
@@ -182,17 +184,17 @@ class Tuner:
                     timeout_s=self.timeout_s,
                 )
         dist.barrier(group=group)
-        return found
+        return links
 
 
 def memory_of(
     job: Job, forward_backward: ForwardBackward, chunks: Sequence[torch.nn.Module]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Returns the memory of this rank between two steps.
+    """Returns the use of memory of this rank between two steps.
 
     Returns:
-        Bytes that activations may take; by chunk, bytes that one microbatch keeps and bytes of
-        weights, gradients and optimizer state.
+        Bytes that are free for activations; bytes that one microbatch keeps in each chunk; bytes
+        of weights, gradients and optimizer state of each chunk.
     """
     free = free_memory_bytes(job.accelerator, job.environment.local_world_size)
     held = tuple(map(held_bytes, chunks))

@@ -1,16 +1,16 @@
-"""Parameters and their optimizer state by their names in the whole model, and their way elsewhere.
+"""Names parameters and optimizer state by their layer, and moves them between ranks.
 
-A parameter is named by the number of its layer in the model, or by the stage whose it is where it
-belongs to no layer, and by the part of it that a rank has: its tensor-parallel rank, of experts
-their expert-parallel one too. None of these changes when a layer goes to another stage. Of its
-optimizer state a rank holds a share: all of it, or with the distributed optimizer a run of elements
-that follows from the layout of the gradient buffers, which changes on every rank that gains or
-loses a layer::
+The name of a parameter contains the number of its layer in the model, or its stage if it belongs to
+no layer. It also contains the part that a rank has: the tensor-parallel rank and, for experts, the
+expert-parallel rank. None of these changes when a layer moves to another stage. Each rank has a
+share of the optimizer state: all of it or, with the distributed optimizer, a range of elements.
+This range follows from the layout of the gradient buffers, which changes on every rank that gains
+or loses a layer::
 
     weight    all elements, on every replica
     state     main weight (of 16-bit parameters), moments: elements start..end
 
-Everything goes from memory to memory, one message for each pair of ranks.
+The state moves from memory to memory, in one message for each pair of ranks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MESSAGE_BYTES = 1 << 28
 
 @dataclass(slots=True)
 class Share:
-    """This rank's elements of a parameter or buffer, or of its optimizer state.
+    """Holds this rank's elements of a parameter or buffer, or of its optimizer state.
 
     Attributes:
-        start: first element.
-        end: one past the last.
-        tensors: flat tensors of ``end - start`` elements, in an order that all ranks know.
+        start: Index of the first element.
+        end: Index after the last element.
+        tensors: Flat tensors of ``end - start`` elements, in the same order on all ranks.
     """
 
     start: int
@@ -51,13 +51,13 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Lists the state that a rank had and wants, for the others.
+    """Lists the state that a rank had and needs, for the other ranks.
 
     Attributes:
-        replica: its position among data- and context-parallel ranks.
-        had: shares that it held, by name.
-        wants: shares that it shall hold, by name.
-        steps: updates that the optimizer has done.
+        replica: Position among data- and context-parallel ranks.
+        had: Range of each share that the rank had, by name.
+        wants: Range of each share that it needs, by name.
+        steps: Number of updates that the optimizer has done.
     """
 
     replica: int
@@ -68,14 +68,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Elements of one share that go from one rank to another, or stay on it.
+    """Describes elements of a share that move from one rank to another, or within a rank.
 
     Attributes:
-        source: global rank that has them.
-        target: global rank that wants them.
-        name: of the share.
-        start: first element.
-        end: one past the last.
+        source: Global rank that has them.
+        target: Global rank that needs them.
+        name: Name of the share.
+        start: Index of the first element.
+        end: Index after the last element.
     """
 
     source: int
@@ -90,16 +90,16 @@ def shares_of(
 ) -> dict[str, Share]:
     """Returns this rank's shares by name; tensors are those in use, not copies.
 
-    A parameter has one share for its weight and, where this rank has some of it, one for its state.
+    A parameter has a share for its weight and, if this rank has a part of it, one for its state.
 
     Args:
         optimizer: megatron-core's optimizer over the parameters of ``chunks``.
-        chunks: this rank's model chunks, wrapped or not.
-        stages: the stage of each.
+        chunks: Model chunks of this rank, wrapped or not.
+        stages: Stage of each chunk.
     """
-    found = {}
+    shares = {}
     for name, weight in _named(chunks, stages):
-        found[name] = Share(0, weight.numel(), [weight.detach().view(-1)])
+        shares[name] = Share(0, weight.numel(), [weight.detach().view(-1)])
         if not isinstance(weight, torch.nn.Parameter):
             continue  # a buffer, such as a router's bias
         leaf = optimizer.chained_optimizers[_is_spread(weight)]
@@ -108,26 +108,27 @@ def shares_of(
             continue
         state = leaf.optimizer.state.get(held, {})
         parts = [
-            state[part]
-            for part in sorted(state)
-            if part != "step" and isinstance(state[part], torch.Tensor)
+            state[key]
+            for key in sorted(state)
+            if key != "step" and isinstance(state[key], torch.Tensor)
         ]
         if _storage(held) != _storage(weight):
             parts.append(held)
         if parts:
-            found[f"{name}, state"] = Share(start, end, [one.detach().view(-1) for one in parts])
-    return found
+            flat = [part.detach().view(-1) for part in parts]
+            shares[f"{name}, state"] = Share(start, end, flat)
+    return shares
 
 
 def _is_spread(weight: torch.Tensor) -> bool:
-    """Returns whether a parameter is of experts that other ranks have others of."""
+    """Returns whether a parameter belongs to experts, which differ between ranks."""
     return not getattr(weight, "allreduce", True)
 
 
 def _named(
     chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields parameters and the buffers that checkpoints hold, with their names."""
+    """Yields parameters and persistent buffers with their names."""
     dense = f"of {parallel_state.get_tensor_model_parallel_rank()}"
     spread = (
         f"of {parallel_state.get_expert_tensor_parallel_rank()}, experts of "
@@ -137,14 +138,16 @@ def _named(
         model = unwrap_model(chunk)
         for module in model.modules():
             if hasattr(module, "_maintain_float32_expert_bias"):
-                module._maintain_float32_expert_bias()  # 16-bit models are cast when built
+                # Building casts a 16-bit model, including this bias.
+                module._maintain_float32_expert_bias()
         for name, tensor in (*model.named_parameters(), *_kept_buffers(model)):
             part = spread if _is_spread(tensor) else dense
             if name.startswith(_LAYERS):
-                place, rest = name.removeprefix(_LAYERS).split(".", 1)
-                number = model.decoder.layers[int(place)].layer_number
+                layer, rest = name.removeprefix(_LAYERS).split(".", 1)
+                number = model.decoder.layers[int(layer)].layer_number
                 yield f"layer {number} {rest} {part}", tensor
-            elif name.startswith(_NORM):  # goes with the last layer under multi-token prediction
+            elif name.startswith(_NORM):
+                # Multi-token prediction moves this norm with the last layer.
                 yield f"{name} {part}", tensor
             else:
                 yield f"stage {stage} {name} {part}", tensor
@@ -160,17 +163,17 @@ def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor | None, int, int]:
     """Returns the tensor that the optimizer updates for a parameter, and its range of elements.
 
-    ``None`` where no part of it is this rank's.
+    The tensor is ``None`` if this rank updates no part of the parameter.
     """
     if not weight.requires_grad:
         return None, 0, 0
     if not isinstance(leaf, DistributedOptimizer):
         main = getattr(weight, "main_param", None)
         return (weight if main is None else main), 0, weight.numel()
-    place = leaf.model_param_group_index_map.get(weight)
-    if place is None:
+    group_and_index = leaf.model_param_group_index_map.get(weight)
+    if group_and_index is None:
         return None, 0, 0
-    group, index = place
+    group, index = group_and_index
     elements = leaf._get_model_param_range_map(weight)["param"]
     return leaf.optimizer.param_groups[group]["params"][index], elements.start, elements.end
 
@@ -180,7 +183,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def steps_of(optimizer: Any) -> float:
-    """Returns the updates that an optimizer has done, 0 where it does not count them."""
+    """Returns the number of updates that an optimizer has done, 0 if it does not count them."""
     counted = []
     for leaf in optimizer.chained_optimizers:
         inner = leaf.optimizer
@@ -190,40 +193,40 @@ def steps_of(optimizer: Any) -> float:
 
 
 def passages(tables: Mapping[int, Table]) -> list[Passage]:
-    """Lists the passages; the same on every rank that has the same tables.
+    """Lists the passages; ranks with the same tables get the same list.
 
-    Elements come from this rank itself where they can, else from the same replica, else from one
-    that has them. A share that stays as it is needs no passage.
+    Elements come from the target rank itself if it has them, else from a rank of the same replica,
+    else from any rank that has them. A share that does not change needs no passage.
 
     Args:
-        tables: by global rank.
+        tables: Table of each global rank.
     """
     holders: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(tables):
         for name in tables[rank].had:
             holders[name].append(rank)
-    found: list[Passage] = []
+    needed: list[Passage] = []
     for target in sorted(tables):
-        wishes = tables[target]
+        table = tables[target]
 
-        def nearness(
-            rank: int, target: int = target, wishes: Table = wishes
+        def distance(
+            rank: int, target: int = target, table: Table = table
         ) -> tuple[bool, bool, int]:
-            return rank != target, tables[rank].replica != wishes.replica, rank
+            return rank != target, tables[rank].replica != table.replica, rank
 
-        for name in sorted(wishes.wants):
-            sources = sorted(holders[name], key=nearness)
-            start, end = wishes.wants[name]
-            if wishes.had.get(name) != (start, end):
+        for name in sorted(table.wants):
+            sources = sorted(holders[name], key=distance)
+            start, end = table.wants[name]
+            if table.had.get(name) != (start, end):
                 had = [(rank, *tables[rank].had[name]) for rank in sources]
-                found += _cover(target, name, start, end, had)
-    return found
+                needed += _cover(target, name, start, end, had)
+    return needed
 
 
 def _cover(
     target: int, name: str, start: int, end: int, had: Sequence[tuple[int, int, int]]
 ) -> Iterator[Passage]:
-    """Puts elements together from the shares of several ranks, the first ones preferred."""
+    """Yields passages that cover a range of elements; the first ranks in ``had`` are preferred."""
     missing = [(start, end)] if start < end else []
     for rank, low, high in had:
         rest = []
@@ -236,11 +239,11 @@ def _cover(
             rest += [(first, begin)] if first < begin else []
             rest += [(stop, last)] if stop < last else []
         missing = rest
-    assert not missing, f"nobody holds all of {name}"
+    assert not missing, f"some elements of {name} are on no rank"
 
 
 def exchange(
-    ways: Sequence[Passage],
+    needed: Sequence[Passage],
     rank: int,
     old: Mapping[str, Share],
     new: Mapping[str, Share],
@@ -248,33 +251,33 @@ def exchange(
 ) -> None:
     """Sends and receives the state of every passage; sources and targets call it.
 
-    Blocks until everything that comes here has come and everything that leaves has left.
+    Blocks until all messages of this rank were received and sent.
 
     Args:
-        ways: what :func:`passages` returned.
-        rank: this global rank.
-        old: what it had.
-        new: what it shall have, with room for it.
+        needed: Result of :func:`passages`.
+        rank: Global rank of this process.
+        old: Shares that it had.
+        new: Shares to fill; their tensors are allocated.
         group: gloo group of all ranks.
 
     Raises:
-        TransportError: a message did not come or go within the group's time limit.
+        TransportError: A message was not received or sent within the group's time limit.
     """
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for way in ways:
-        if way.source == rank == way.target:
-            for here, there in zip(_parts(old, way), _parts(new, way), strict=True):
-                there.copy_(here)
-        elif way.source == rank:
-            outgoing[way.target] += _parts(old, way)
-        elif way.target == rank:
-            incoming[way.source] += _parts(new, way)
-    # A message is the bytes of its tensors, one after the other.
-    sizes = {peer: [one.nbytes for one in tensors] for peer, tensors in incoming.items()}
-    arrived = {peer: torch.empty(sum(each), dtype=torch.uint8) for peer, each in sizes.items()}
+    for passage in needed:
+        if passage.source == rank == passage.target:
+            for source, target in zip(_parts(old, passage), _parts(new, passage), strict=True):
+                target.copy_(source)
+        elif passage.source == rank:
+            outgoing[passage.target] += _parts(old, passage)
+        elif passage.target == rank:
+            incoming[passage.source] += _parts(new, passage)
+    # A message contains the bytes of its tensors, one after the other.
+    sizes = {peer: [tensor.nbytes for tensor in tensors] for peer, tensors in incoming.items()}
+    arrived = {peer: torch.empty(sum(nbytes), dtype=torch.uint8) for peer, nbytes in sizes.items()}
     leaving = {
-        peer: torch.cat([one.view(torch.uint8) for one in tensors]).cpu()
+        peer: torch.cat([tensor.view(torch.uint8) for tensor in tensors]).cpu()
         for peer, tensors in outgoing.items()
     }
     operations = [
@@ -295,10 +298,12 @@ def exchange(
         ) from error
     for peer, tensors in incoming.items():
         for tensor, part in zip(tensors, arrived[peer].split(sizes[peer]), strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype))  # where its type may begin
+            # A clone is aligned for the type; a part of the message may not be.
+            tensor.copy_(part.clone().view(tensor.dtype))
 
 
-def _parts(shares: Mapping[str, Share], way: Passage) -> list[torch.Tensor]:
-    """Returns the tensors of a passage on one of its ends."""
-    share = shares[way.name]
-    return [one[way.start - share.start : way.end - share.start] for one in share.tensors]
+def _parts(shares: Mapping[str, Share], passage: Passage) -> list[torch.Tensor]:
+    """Returns the elements of a passage in the tensors of its share."""
+    share = shares[passage.name]
+    chosen = slice(passage.start - share.start, passage.end - share.start)
+    return [tensor[chosen] for tensor in share.tensors]

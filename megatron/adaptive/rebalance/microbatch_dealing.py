@@ -1,7 +1,8 @@
-"""Deals the microbatches of a run's steps to its data-parallel replicas.
+"""Deals the microbatches of each step to the data-parallel replicas of a run.
 
-Before a step every rank deals it for itself (``schedule/microbatch_assignment.py``), from lengths
-that all know and from times that all gathered: three numbers a rank, sent behind the step before.
+Before a step every rank computes the same assignment (``schedule/microbatch_assignment.py``). It
+uses the lengths, which all ranks know, and measured times: three numbers per rank, which were
+gathered after the previous step.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from megatron.adaptive.engine.schedule_record import Shares
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Dealt, Size
 
-_TOKEN_PER_PAIR = 12  # hidden sizes of pairs of tokens cost as much as a token, in multiplications
+_TOKEN_PER_PAIR = 12
+"""Multiple of the hidden size: attention to this many pairs of tokens costs as much as a token."""
 
 
 class ReplicaDealing:
-    """Deals the steps of a run and gathers what they took; every rank has one.
+    """Deals the steps of a run and gathers their times; every rank has one.
 
-    Made by all ranks together.
+    The constructor is collective over all ranks.
 
     Args:
-        run: the run.
-        message: receives a line where what is assumed of the replicas changes.
+        run: Run whose steps are dealt.
+        message: Function that receives a line if the estimated speed of the replicas changes.
     """
 
     def __init__(self, run: Run, message: Callable[[str], None]) -> None:
         config = run.job.config
         parallel = config.parallel
-        self._run, self._message = run, message
+        self._run = run
+        self._message = message
         self._replica = parallel_state.get_data_parallel_rank()
-        self._replicas, self._ranks = (
-            parallel.data_parallel_size,
-            parallel.pipeline_model_parallel_size,
-        )
+        self._replicas = parallel.data_parallel_size
+        self._ranks = parallel.pipeline_model_parallel_size
         self._dealer = Dealer(
             config.balance,
             replicas=self._replicas,
@@ -53,10 +54,10 @@ class ReplicaDealing:
             parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0
         )
-        place = (self._replica, parallel_state.get_pipeline_model_parallel_rank())
-        places = run.job.gather(place if is_first else None)
+        position = (self._replica, parallel_state.get_pipeline_model_parallel_rank())
+        positions = run.job.gather(position if is_first else None)
         self._measured = [
-            [places.index((replica, rank)) for rank in range(self._ranks)]
+            [positions.index((replica, rank)) for rank in range(self._ranks)]
             for replica in range(self._replicas)
         ]
         self._own: list[Size] = []
@@ -66,15 +67,15 @@ class ReplicaDealing:
         self.shares: Shares = ()
 
     def take(self, loader: Any, num_microbatches: int, iteration: int) -> tuple[Any, Dealt]:
-        """Takes this rank's part of the next step.
+        """Takes this rank's microbatches of the next step.
 
         Args:
-            loader: of microbatches, ``None`` on a rank that needs no data.
-            num_microbatches: of each replica, on the mean.
-            iteration: the step.
+            loader: Loader of microbatches, ``None`` on a rank that needs no data.
+            num_microbatches: Mean number of microbatches per replica.
+            iteration: Number of the step.
 
         Returns:
-            The microbatches, ``None`` without a loader, and which they are.
+            The microbatches, ``None`` without a loader, and their indices in the step.
         """
         deal = partial(self._deal, iteration)
         microbatches = None
@@ -85,10 +86,10 @@ class ReplicaDealing:
         return microbatches, Dealt(self.shares[self._replica], sum(map(len, self.shares)))
 
     def after_step(self, times: RankTimes) -> None:
-        """Sends what the step took to all ranks; nobody waits for it before the next is dealt."""
+        """Starts to gather the times of a step on all ranks; the next deal waits for the result."""
         self._steps += 1
-        # The first step of a process takes longer. A record says how it goes on, and a replica
-        # alone has nothing to compare.
+        # The first step of a process takes longer. A replay needs no times, and a single replica
+        # has nothing to compare.
         if self._steps == 1 or self._run.replay is not None or self._replicas == 1:
             return
         sums = [0.0, 0.0, 0.0]
@@ -96,20 +97,20 @@ class ReplicaDealing:
             tokens, squares = self._own[action.microbatch]
             for n, factor in enumerate((1.0, tokens, squares)):
                 sums[n] += factor * nanoseconds / 1e9
-        mine = torch.tensor(sums, dtype=torch.float64)
-        self._gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        local = torch.tensor(sums, dtype=torch.float64)
+        self._gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
         self._work = dist.all_gather(
-            self._gathered, mine, group=self._run.job.control_group, async_op=True
+            self._gathered, local, group=self._run.job.control_group, async_op=True
         )
 
     def finish(self) -> None:
-        """Waits for the numbers that are on their way; call it before the run is taken down."""
+        """Waits for an all-gather in progress; call it before the run is taken down."""
         work, self._work = self._work, None
         if work is None:
             return
         work.wait()
-        found: list[Any] = [tuple(one.tolist()) for one in self._gathered]
-        text = self._dealer.add([[found[rank] for rank in of] for of in self._measured])
+        sums: list[Any] = [tuple(of_rank.tolist()) for of_rank in self._gathered]
+        text = self._dealer.add([[sums[rank] for rank in replica] for replica in self._measured])
         if text is not None:
             self._message(f"  {text}")
 

@@ -1,14 +1,14 @@
 """Moves the stages of a running job between two steps: another placement, partition, or both.
 
-Everything is built anew in the same processes, and weights and optimizer state go from memory to
-memory; counters, logs and the data loader are the training loop's::
+Model, optimizer and channels are built again in the same processes. Weights and optimizer state
+move from memory to memory. The training loop keeps counters, logs and the data loader::
 
-    state is set aside ──> release, take down ──> build anew, state to its new ranks
+    state is set aside ──> release, take down ──> build again, state to its new ranks
                            channels, traces       model, optimizer, channels
 
-State waits on the device where that has room for it twice, else in the host's memory. Between
-ranks travels only what another rank shall have. Under the same placement process groups, data and
-the order of work stay.
+The state waits on the device if it has enough room, else in the host's memory. Only state that
+another rank needs is sent. If the placement does not change, process groups, data and the order of
+work stay.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megatron.adaptive.schedule.stage_placement import PlacementKind
 
 
 def with_schedule(job: TrainingJob, **changes: Any) -> TrainingJob:
-    """Returns the job with changes in its settings of the schedule."""
+    """Returns the job with some settings of its schedule replaced."""
     schedule = dataclasses.replace(job.config.schedule, **changes)
     return dataclasses.replace(job, config=dataclasses.replace(job.config, schedule=schedule))
 
@@ -60,23 +60,24 @@ def move_stages(
     kind: PlacementKind | None = None,
     partition: Sequence[int] | None = None,
 ) -> Run:
-    """Goes on with other stages, from the same state. Collective over all ranks.
+    """Replaces a run by one with other stages and the same state. Collective over all ranks.
 
-    Losses, gradients and checkpoints are those of a run that had these stages from the start.
+    Losses, gradients and checkpoints equal those of a run that had these stages from the start.
 
     Args:
-        box: holds the run, between two steps, and is empty once the run is taken down.
-        release: drops every other reference to the run, so that its memory is free before another
-            one is built; not called where the state has no room to wait.
-        kind: how stages lie from here on, ``None`` for as they do.
-        partition: layers of each stage from here on, ``None`` for those that they have.
+        box: List with the run, which must be between two steps. It is emptied when the run is
+            taken down.
+        release: Callback that drops every other reference to the run, so that its memory is free
+            before the next run is built. It is not called if there is no room for the state.
+        kind: New placement of stages, ``None`` to keep the present one.
+        partition: New number of layers of each stage, ``None`` to keep the present ones.
 
     Returns:
-        The run that takes its place. A trace goes on in new files.
+        The new run. A trace continues in new files.
 
     Raises:
-        DeviceMemoryError: the state has no room to wait, and nothing has changed.
-        TransportError: after ``release``, state did not arrive and is lost.
+        DeviceMemoryError: There is no room for the state; nothing has changed.
+        TransportError: State did not arrive after ``release`` and is lost.
     """
     state = _set_aside(box[0])
     changes: dict[str, Any] = {} if partition is None else {"partition": tuple(partition)}
@@ -96,7 +97,7 @@ def move_stages(
     gc.collect()
     if job.accelerator.is_cuda:
         torch.cuda.empty_cache()
-    dist.barrier(group=job.control_group)  # nobody waits in one of the groups any more
+    dist.barrier(group=job.control_group)  # after it no rank waits in one of the groups
     destroy_groups(groups)
     if kept is None:
         remake_mesh(job)
@@ -108,10 +109,11 @@ def move_stages(
 
 
 def take_down(run: Run) -> None:
-    """Closes the run's channels and traces; it cannot take another step. Collective.
+    """Closes the run's channels and traces, so that it cannot take another step. Collective.
 
-    What experts keep of their last microbatch goes: its graph would keep the model, for the hooks
-    of gradients lead back to it in a way that the garbage collector does not see.
+    Tensors that experts keep from their last microbatch are dropped. Their autograd graph would
+    keep the model alive through the hooks of gradients, and the garbage collector does not see
+    this cycle.
     """
     run.tracing.close()
     if run.wiring is not None:
@@ -131,10 +133,10 @@ class _State:
     """Holds the state of a rank's stages while model and optimizer are replaced.
 
     Attributes:
-        shares: parameters and this rank's shares of their state, by name.
-        steps: updates that the optimizer has done.
-        groups: settings of its groups of parameters, by chained optimizer.
-        scalers: their loss scales, ``None`` where they have none.
+        shares: Shares of parameters and of their optimizer state on this rank, by name.
+        steps: Number of updates that the optimizer has done.
+        groups: Settings of the groups of parameters of each chained optimizer.
+        scalers: Loss scaler of each chained optimizer, ``None`` if it has none.
     """
 
     shares: dict[str, Share]
@@ -144,16 +146,17 @@ class _State:
 
 
 def _set_aside(run: Run) -> _State:
-    """Keeps the state of a rank: on its device, or in the host's memory where that is too full."""
-    job, leaves = run.job, run.optimizer.chained_optimizers
+    """Copies the state of a rank to its device, or to the host's memory if the device is full."""
+    job = run.job
+    leaves = run.optimizer.chained_optimizers
     gather_parameters(run)
     job.accelerator.synchronize()
     for leaf in leaves:
         fill_state(leaf)
     shares = shares_of(run.optimizer, run.chunks, _own_stages(run))
-    needed = sum(one.nbytes for share in shares.values() for one in share.tensors)
+    needed = sum(tensor.nbytes for share in shares.values() for tensor in share.tensors)
     ranks_here = job.environment.local_world_size
-    # What comes in its place may be half as large again.
+    # The state after the move may be up to half as large again.
     stays = 3 * needed // 2 <= free_memory_bytes(job.accelerator, ranks_here)
     fits = stays or needed <= available_host_bytes() // ranks_here
     short = [rank for rank, has in enumerate(job.gather(fits)) if not has]
@@ -162,9 +165,9 @@ def _set_aside(run: Run) -> _State:
             f"weights and optimizer state of rank {short[0]} would wait in the host's memory, "
             "which has no room for them: start with --pipeline-placement and --partition instead"
         )
-    place = job.accelerator.device if stays else torch.device("cpu")
+    device = job.accelerator.device if stays else torch.device("cpu")
     for share in shares.values():
-        share.tensors = [one.to(place) for one in share.tensors]
+        share.tensors = [tensor.to(device) for tensor in share.tensors]
     return _State(
         shares=shares,
         steps=steps_of(run.optimizer),
@@ -185,8 +188,10 @@ def _own_stages(run: Run) -> list[int]:
 
 
 def _give(run: Run, state: _State) -> None:
-    """Gives model and optimizer of a run the state that is on the job's ranks. Collective."""
-    job, old, leaves = run.job, state.shares, run.optimizer.chained_optimizers
+    """Fills model and optimizer of a run with the state on the job's ranks. Collective."""
+    job = run.job
+    old = state.shares
+    leaves = run.optimizer.chained_optimizers
     for leaf in leaves:
         fill_state(leaf)
     new = shares_of(run.optimizer, run.chunks, _own_stages(run))
@@ -203,15 +208,15 @@ def _give(run: Run, state: _State) -> None:
             for tensor, before in zip(share.tensors, former.tensors, strict=True):
                 tensor.copy_(before)
     exchange(passages(tables), job.rank, old, new, job.control_group)
-    _settle(state, leaves, max(found.steps for found in tables.values()))
+    _restore_settings(state, leaves, max(table.steps for table in tables.values()))
 
 
-def _settle(state: _State, leaves: Sequence[Any], steps: float) -> None:
-    """Gives the optimizers the former ones' settings, loss scales and count of updates."""
+def _restore_settings(state: _State, leaves: Sequence[Any], steps: float) -> None:
+    """Sets settings, loss scales and number of updates of the optimizers to the former values."""
     for leaf, groups, scaler in zip(leaves, state.groups, state.scalers, strict=True):
-        for own in leaf.optimizer.state.values():
-            if "step" in own:
-                own["step"] = torch.tensor(float(steps))
+        for values in leaf.optimizer.state.values():
+            if "step" in values:
+                values["step"] = torch.tensor(float(steps))
         for group, before in zip(leaf.optimizer.param_groups, groups, strict=True):
             group.update(before)
             if steps and "step" in group:

@@ -1,12 +1,13 @@
-"""``--repartition auto``: gives layers of a slow rank to others, where measured times say it pays.
+"""Implements ``--repartition auto``: moves layers off a slow rank if measured times show a gain.
 
-Every ``--repartition-interval`` iterations all ranks report their measurements, the first rank
-finds the partition that would be fastest, and all ranks move to it together if it promises enough::
+Every ``--repartition-interval`` iterations all ranks report their measurements. The first rank
+finds the partition with the shortest simulated step, and all ranks move to it together if the
+predicted gain is large enough::
 
-    steps since the last look ──> loads of ranks and stages ──> quickest partition, simulated
-    half of them, other half  ──> must promise it too            (planner/choose_partition.py)
+    steps of the interval    ──> loads of ranks and stages ──> fastest partition, simulated
+    each half of these steps ──> must predict the gain too     (planner/choose_partition.py)
 
-A move that does not keep half of its promise doubles what the next one must promise.
+If a move gains less than half of the prediction, the gain required for the next move is doubled.
 """
 
 from __future__ import annotations
@@ -58,22 +59,25 @@ _FITS = 32
 _LEAST_S = 1e-12
 
 Lanes = dict[tuple[ActionKind, int], float]
-"""Median nanoseconds of an action of a kind, by chunk."""
+"""Median duration of the actions of each kind and chunk in nanoseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurements:
-    """Holds what a rank measured in the steps since the last decision.
+    """Holds the measurements of a rank in the steps since the last decision.
 
     Attributes:
-        pp_rank: its position in the pipeline.
-        steps: what its actions took, by step.
-        spans_s: how long each step took it.
-        shares: which part of a forward its layers take, by chunk.
-        free_bytes, kept_bytes, held_bytes: see ``auto.memory_of``.
-        layer_bytes: what each layer holds, by chunk. Layers that hold as much are of one kind;
-            empty where all are.
-        parts: which part of a chunk's layers each takes, by chunk; empty where they are alike.
+        pp_rank: Position in the pipeline.
+        steps: Durations of its actions in each step.
+        spans_s: Duration of each step.
+        shares: Fraction of a forward that its layers take, by chunk.
+        free_bytes: Free memory, see ``auto_schedule.memory_of``.
+        kept_bytes: Bytes that one microbatch keeps in each chunk.
+        held_bytes: Bytes of weights, gradients and optimizer state of each chunk.
+        layer_bytes: Bytes of each layer, by chunk; layers of equal size are of the same kind.
+            Empty if all layers are.
+        parts: Fraction of the layers' time that each layer takes, by chunk; empty if they are
+            alike.
     """
 
     pp_rank: int
@@ -87,7 +91,7 @@ class StepMeasurements:
     parts: tuple[tuple[float, ...], ...] = ()
 
     def layers_in(self, chunk: int, count: int) -> Iterator[tuple[int, float]]:
-        """Yields the bytes and the part of the time of each of a chunk's layers."""
+        """Yields the bytes of each layer of a chunk and its fraction of the layers' time."""
         sizes = self.layer_bytes[chunk] if self.layer_bytes else (0,) * count
         parts = self.parts[chunk] if self.parts else ()
         return zip(sizes, parts or (1 / max(1, count),) * count, strict=True)
@@ -95,11 +99,11 @@ class StepMeasurements:
 
 @dataclass(frozen=True, kw_only=True)
 class Move(PartitionMove):
-    """Holds the partition that all ranks take after this step.
+    """Holds the partition that all ranks use after this step.
 
     Attributes:
-        why: for the log.
-        before_s: the step as it was measured before.
+        why: Reason for the log.
+        before_s: Measured duration of a step before the move.
     """
 
     why: str
@@ -107,10 +111,10 @@ class Move(PartitionMove):
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
-    """Takes the partition that the job had when the checkpoint to load was written. Collective.
+    """Returns the job with the partition of the checkpoint that it will load. Collective.
 
-    Only under ``--repartition auto``, and where the checkpoint is of a pipeline of this shape. One
-    that cannot be read is reported where it is loaded.
+    The partition is only used under ``--repartition auto``, and if the checkpoint is of a pipeline
+    of the same shape. A checkpoint that cannot be read is reported later, when it is loaded.
     """
     config = job.config
     if config.schedule.repartition == "off" or config.checkpoint.load is None:
@@ -129,9 +133,10 @@ def _saved_partition(config: TrainerConfig) -> tuple[int, ...] | None:
         _, manifest = folder.open(iteration, trust=config.checkpoint.trust_checkpoint)
     except CheckpointError:
         return None
-    now, then = mesh_shape(config), manifest["shape"]
+    shape = mesh_shape(config)
+    saved_shape = manifest["shape"]
     saved = manifest["config"].get("schedule", {}).get("partition")
-    alike = all(now[axis] == then.get(axis) for axis in ("pipeline", "chunks"))
+    alike = all(shape[axis] == saved_shape.get(axis) for axis in ("pipeline", "chunks"))
     if saved is None or not alike or sum(saved) != config.model.num_layers:
         return None
     return tuple(saved)
@@ -153,21 +158,22 @@ class Repartitioner:
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Measures a run that was built anew from here on."""
-        self._run, self._partition = run, run.job.config.layers_per_stage
+        """Starts to measure a run, after it was built or rebuilt."""
+        self._run = run
+        self._partition = run.job.config.layers_per_stage
         self._layer_bytes = _layer_bytes(run)
         self._share = _layer_share(run, self._layer_bytes)
         self._forget()
 
     def close(self) -> None:
-        """Measures no more, and drops the run, until another one is adopted."""
+        """Stops measuring and drops the run, until :meth:`adopt` is called."""
         assert self._share is not None
         self._share.close()
         self._share = None
         del self._run
 
     def gather_loads(self, num_microbatches: int) -> list[Loads]:
-        """Returns the loads in the steps since the last look, and in both halves. Collective."""
+        """Returns the loads in the steps since the last decision, and in each half. Collective."""
         return self._loads(self._run.job.gather(self._measurements()), num_microbatches)
 
     def _forget(self) -> None:
@@ -177,10 +183,10 @@ class Repartitioner:
         self._share.begin()
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Move | None:
-        """Adds a training step; every interval, decides. Collective then.
+        """Adds a training step, and decides at the end of an interval. That call is collective.
 
         Returns:
-            The move to make before the next step, on all ranks alike.
+            The move to make before the next step, equal on all ranks; ``None`` to stay.
         """
         if self._skip:
             self._skip -= 1
@@ -206,12 +212,12 @@ class Repartitioner:
         return None if move is None or move.gain < self._gain else move
 
     def moved(self, move: Move, run: Run, seconds: float) -> None:
-        """Reports a move and goes on after it."""
+        """Logs a move and starts to measure the run that it made."""
         before = format_partition(self._partition)
         layers = travelling(self._partition, move.partition, run.placement)
         self._message(
-            f"  repartition: {before} -> {format_partition(move.partition)}: {move.why}; a step of "
-            f"{move.before_s * 1e3:.4g} ms shall take {move.gain:.1%} less; {layers} layer"
+            f"  repartition: {before} -> {format_partition(move.partition)}: {move.why}; predicted "
+            f"step: {move.gain:.1%} shorter than {move.before_s * 1e3:.4g} ms; {layers} layer"
             f"{'s' * (layers != 1)} moved in {seconds:.3f} s"
         )
         self._promise = move
@@ -219,14 +225,14 @@ class Repartitioner:
         self.adopt(run)
 
     def _compare(self, step_s: float) -> None:
-        """Reports what the first steps after a move gained, against what it promised."""
+        """Logs the gain of the first steps after a move next to the predicted gain."""
         promise, self._promise = self._promise, None
         if promise is None:
             return
         gained = 1 - step_s / promise.before_s
         self._message(
             f"  repartition: a step takes {step_s * 1e3:.4g} ms, {gained:.1%} less than before "
-            f"({promise.gain:.1%} was simulated)"
+            f"({promise.gain:.1%} was predicted)"
         )
         settings = self._run.job.config.schedule
         kept = gained >= promise.gain / 2
@@ -253,14 +259,14 @@ class Repartitioner:
     def _decide(
         self, measured: Sequence[StepMeasurements], num_microbatches: int
     ) -> tuple[Move | None, float, bool]:
-        """Returns a move that pays, the measured step time in s, and whether time ran out."""
+        """Returns a move or ``None``, the step time in s, and whether the limit was exceeded."""
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
         candidate = run.forward_backward.orders.candidate(num_microbatches)
         gain = self._gain
-        count = min(len(one.steps) for one in measured)
+        count = min(len(of_rank.steps) for of_rank in measured)
         span_s = statistics.median(
-            max(one.spans_s[step] for one in measured) for step in range(count)
+            max(of_rank.spans_s[step] for of_rank in measured) for step in range(count)
         )
         if count < _LEAST_STEPS:
             return None, span_s, False
@@ -274,24 +280,24 @@ class Repartitioner:
         def proposal() -> tuple[PartitionMove | None, bool]:
             try:
                 step_s = simulated_step(whole, candidate, num_microbatches)
-                found = propose(whole, step_s, gain)
+                proposed = propose(whole, step_s, gain)
             except ScheduleError:  # the order cannot be simulated for this many microbatches
                 return None, False
-            if found is None or not all(promises(half, found.partition) for half in halves):
-                return None, False  # the move would pay in only a part of the steps
-            return found, False
+            if proposed is None or not all(promises(half, proposed.partition) for half in halves):
+                return None, False  # the move would shorten only a part of the steps
+            return proposed, False
 
         late: tuple[PartitionMove | None, bool] = (None, True)
-        found, is_late = result_within(LIMIT_S, proposal, late)
-        if found is None:
+        proposed, is_late = result_within(LIMIT_S, proposal, late)
+        if proposed is None:
             return None, span_s, is_late
-        return Move(**vars(found), why=_reason(whole), before_s=span_s), span_s, False
+        return Move(**vars(proposed), why=_reason(whole), before_s=span_s), span_s, False
 
     def _loads(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> list[Loads]:
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
         candidate = run.forward_backward.orders.candidate(num_microbatches)
-        half = min(len(one.steps) for one in measured) // 2
+        half = min(len(of_rank.steps) for of_rank in measured) // 2
         return [
             loads_of(
                 measured,
@@ -310,7 +316,7 @@ def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:
 
 
 def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
-    """Measures chunks that hold more than layers, and each layer of those with several kinds."""
+    """Measures chunks with embedding or loss, and each layer of chunks with several kinds."""
     chunks = [(chunk, unwrap_model(model)) for chunk, model in enumerate(run.chunks)]
     unlike = {
         chunk: model.decoder.layers for chunk, model in chunks if len(set(layer_bytes[chunk])) > 1
@@ -331,75 +337,104 @@ def loads_of(
     units: float,
     steps: slice = slice(None),
 ) -> Loads:
-    """Works out what a layer takes on each rank, and what stages take beside their layers.
+    """Computes the time of a layer on each rank, and the time of embedding and loss on each stage.
 
-    Of several replicas the slowest counts, for the others wait for it. A rank without layers is
-    taken for one like the middle one of the others.
+    If there are several replicas, the slowest counts, because the others wait for it. A rank
+    without layers gets the times of the median rank.
 
     Args:
-        measured: by every rank of the job.
-        placement: where stages live.
-        partition: layers of each stage.
-        units: microbatches that a rank keeps at a time.
-        steps: those that count.
+        measured: Measurements of every rank of the job.
+        placement: Placement of stages on ranks.
+        partition: Layers of each stage.
+        units: Number of microbatches whose activations a rank keeps at the same time.
+        steps: Steps to use.
     """
-    stages, ranks = placement.num_stages, placement.num_ranks
-    takes: list[Times] = [(0.0, 0.0, 0.0)] * stages
-    shares, layers = [1.0] * stages, list[list[tuple[int, float]]]([[]] * stages)
-    for own in measured:
-        for chunk in range(placement.num_chunks):
-            stage = placement.stage_of(own.pp_rank, chunk)
-            typical = _typical(own.steps[steps], chunk)
-            if not layers[stage] or sum(typical) > sum(takes[stage]):
-                takes[stage], shares[stage] = typical, own.shares[chunk]
-                layers[stage] = [*own.layers_in(chunk, partition[stage])]
-    sizes = [size for stage in layers for size, _ in stage]
+    ranks = placement.num_ranks
+    stages = _slowest_replicas(measured, placement, partition, steps)
+    sizes = [size for stage in stages for size, _ in stage.layers]
     numbers = {size: kind for kind, size in enumerate(sorted({*sizes} or {0}))}
     kinds = tuple(numbers[size] for size in sizes)
-    sums, counts = np.zeros((ranks, len(numbers), 3)), np.zeros((ranks, len(numbers)))
-    for stage in range(stages):
-        rank = placement.locate(stage)[0]
-        for size, part in layers[stage]:
-            sums[rank, numbers[size]] += np.array(takes[stage]) * shares[stage] * part
+    sums = np.zeros((ranks, len(numbers), 3))
+    counts = np.zeros((ranks, len(numbers)))
+    for number, stage in enumerate(stages):
+        rank = placement.locate(number)[0]
+        for size, part in stage.layers:
+            sums[rank, numbers[size]] += np.array(stage.times_s) * stage.share * part
             counts[rank, numbers[size]] += 1
-    most, relative = [math.inf] * ranks, [(1.0,) * len(numbers)] * ranks
-    for own in measured:
-        limit, wanted = _most_layers(own, placement, partition, units, sorted(numbers))
-        if limit < most[own.pp_rank]:
-            most[own.pp_rank], relative[own.pp_rank] = limit, wanted
-    beside = []
-    for stage in range(stages):
-        rest = 1.0 - shares[stage] if partition[stage] else 1.0
-        forward, backward, weight = takes[stage]
-        beside.append((forward * rest, backward * rest, weight * rest))
+    most = [math.inf] * ranks
+    relative = [(1.0,) * len(numbers)] * ranks
+    for of_rank in measured:
+        limit, kind_sizes = _most_layers(of_rank, placement, partition, units, sorted(numbers))
+        if limit < most[of_rank.pp_rank]:
+            most[of_rank.pp_rank] = limit
+            relative[of_rank.pp_rank] = kind_sizes
+    extra_s = []
+    for stage, num_layers in zip(stages, partition, strict=True):
+        rest = 1.0 - stage.share if num_layers else 1.0
+        forward, backward, weight = stage.times_s
+        extra_s.append((forward * rest, backward * rest, weight * rest))
     return Loads(
         placement=placement,
         partition=tuple(partition),
         layer_s=_all_times(sums, counts),
-        beside_s=tuple(beside),
+        beside_s=tuple(extra_s),
         most_layers=tuple(most),
         kinds=kinds,
         sizes=tuple(relative),
     )
 
 
-def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
-    """Returns what a layer of each kind takes on each rank, also where none was measured.
+@dataclass(frozen=True)
+class _Stage:
+    """Holds the times of a stage on its slowest replica.
 
-    A kind has a time and a rank a slowness, whose products come near what was measured. A rank
-    whose kinds no other has is taken for a usual one.
+    Attributes:
+        times_s: Median seconds of forward, backward and weight gradients.
+        share: Fraction of a forward that its layers take.
+        layers: Bytes of each layer and its fraction of the layers' time.
+    """
+
+    times_s: Times = (0.0, 0.0, 0.0)
+    share: float = 1.0
+    layers: tuple[tuple[int, float], ...] = ()
+
+
+def _slowest_replicas(
+    measured: Sequence[StepMeasurements],
+    placement: Placement,
+    partition: Sequence[int],
+    steps: slice,
+) -> list[_Stage]:
+    """Returns the times of each stage on the slowest of the ranks that have it."""
+    stages = [_Stage()] * placement.num_stages
+    for of_rank in measured:
+        for chunk in range(placement.num_chunks):
+            stage = placement.stage_of(of_rank.pp_rank, chunk)
+            typical = _typical(of_rank.steps[steps], chunk)
+            if not stages[stage].layers or sum(typical) > sum(stages[stage].times_s):
+                layers = tuple(of_rank.layers_in(chunk, partition[stage]))
+                stages[stage] = _Stage(typical, of_rank.shares[chunk], layers)
+    return stages
+
+
+def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
+    """Returns the time of a layer of each kind on each rank, also for kinds that it does not have.
+
+    The times are fitted by products of a time per kind and a slowness per rank. A rank whose kinds
+    no other rank has counts as a rank of usual speed.
 
     Args:
-        sums: seconds of the layers measured, ``[ranks, kinds, 3]``.
-        counts: of them, ``[ranks, kinds]``.
+        sums: Total seconds of the measured layers, ``[ranks, kinds, 3]``.
+        counts: Number of measured layers, ``[ranks, kinds]``.
     """
     ranks, kinds = counts.shape
     means = sums / np.maximum(counts, 1)[:, :, None]
-    whole, every = means.sum(axis=2), np.arange(kinds)
+    whole = means.sum(axis=2)
+    every = np.arange(kinds)
     slowness = np.ones(ranks)
 
     def middle() -> Any:
-        """Returns the usual rank of those that have each kind."""
+        """Returns for each kind the rank with the median time, of those that have it."""
         usual = np.where(counts > 0, whole / slowness[:, None], np.inf)
         has = np.maximum((counts > 0).sum(axis=0) - 1, 0)
         return np.argsort(usual, axis=0, kind="stable")[has // 2, every]
@@ -409,8 +444,8 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
         usual = np.maximum(whole[source, every] / slowness[source], _LEAST_S)
         ratios = (whole / usual * counts).sum(axis=1)
         measured = counts.sum(axis=1)
-        found = np.where(measured > 0, ratios / np.maximum(measured, 1), 1.0)
-        slowness = np.maximum(found, _LEAST_S)
+        fitted = np.where(measured > 0, ratios / np.maximum(measured, 1), 1.0)
+        slowness = np.maximum(fitted, _LEAST_S)
     source = np.where(counts > 0, np.arange(ranks)[:, None], middle())
     factor = slowness[:, None] / slowness[source]
     times = means[source, every] * factor[:, :, None]
@@ -419,45 +454,47 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
     """Returns a chunk's median seconds of forward, backward and weight gradients."""
-    found = []
+    medians = []
     for kind in KINDS:
         values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]
-        found.append(statistics.median(values) / 1e9 if values else 0.0)
-    return found[0], found[1], found[2]
+        medians.append(statistics.median(values) / 1e9 if values else 0.0)
+    return medians[0], medians[1], medians[2]
 
 
 def _most_layers(
-    own: StepMeasurements,
+    measured: StepMeasurements,
     placement: Placement,
     partition: Sequence[int],
     units: float,
     kinds: Sequence[int],
 ) -> tuple[float, tuple[float, ...]]:
-    """Returns the layers that a rank's memory allows; never fewer than it has.
+    """Returns the number of layers that a rank's memory allows, at least the present number.
 
     Args:
-        own: of the rank.
-        placement, partition, units: as in :func:`loads_of`.
-        kinds: bytes that a layer of each kind holds.
+        measured: Measurements of the rank.
+        placement: Placement of stages on ranks.
+        partition: Layers of each stage.
+        units: Number of microbatches whose activations a rank keeps at the same time.
+        kinds: Bytes of a layer of each kind.
 
     Returns:
-        Their number, counted in the mean layer of the rank, and the size of each kind in those.
+        Number of layers in units of the rank's mean layer, and size of each kind in this unit.
     """
     chunks = range(placement.num_chunks)
-    counts = [partition[placement.stage_of(own.pp_rank, chunk)] for chunk in chunks]
+    counts = [partition[placement.stage_of(measured.pp_rank, chunk)] for chunk in chunks]
     layers = sum(counts)
-    if not layers or not own.kept_bytes:
+    if not layers or not measured.kept_bytes:
         return math.inf, (1.0,) * len(kinds)
-    kept = sum(own.kept_bytes) * units
-    room = own.free_bytes * (1 - KEPT_FREE) - kept
-    each = max(1.0, (kept + sum(own.held_bytes)) / layers)
-    here = [size for chunk in chunks for size, _ in own.layers_in(chunk, counts[chunk])]
-    sizes = tuple(1 + (size - statistics.fmean(here)) / each for size in kinds)
-    return layers + max(0, math.floor(room / each)), sizes
+    kept = sum(measured.kept_bytes) * units
+    room = measured.free_bytes * (1 - KEPT_FREE) - kept
+    mean_bytes = max(1.0, (kept + sum(measured.held_bytes)) / layers)
+    present = [size for chunk in chunks for size, _ in measured.layers_in(chunk, counts[chunk])]
+    sizes = tuple(1 + (size - statistics.fmean(present)) / mean_bytes for size in kinds)
+    return layers + max(0, math.floor(room / mean_bytes)), sizes
 
 
 def _reason(loads: Loads) -> str:
-    """Names the ranks that are slow, in one clause."""
+    """Returns a clause that names the slow ranks, or the busiest one if none is slow."""
     slow = [
         f"rank {rank} of the pipeline takes {factor:.2f} times as long for a layer"
         for rank, factor in enumerate(loads.slowness)
@@ -468,4 +505,4 @@ def _reason(loads: Loads) -> str:
     paces = loads.paces(loads.partition)
     busiest = max(range(len(paces)), key=paces.__getitem__)
     middle = statistics.median(paces)
-    return f"rank {busiest} has {paces[busiest] / max(middle, 1e-9) - 1:.0%} more to do than others"
+    return f"rank {busiest} has {paces[busiest] / max(middle, 1e-9) - 1:.0%} more work than others"

@@ -10,16 +10,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LIMIT_S = 60.0
-"""Seconds that ranks wait for a choice, at most."""
+"""Longest time in seconds that ranks wait for a choice."""
 SIMULATED_OF_LIMIT = 0.75
-"""Share of the limit after which a choice is made among what has been simulated so far."""
+"""Fraction of the limit after which the choice is made among the results so far."""
 
 
 def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
     """Runs an action in a thread and waits for its result.
 
-    The action cannot be stopped: after the limit its thread goes on in the background, and what
-    it returns or raises is dropped.
+    The action cannot be stopped: after the limit its thread continues in the background, and its
+    result or exception is dropped.
 
     Args:
         limit_s: Limit of the wait in seconds.

@@ -1,8 +1,8 @@
-"""The order of work in a pipeline: schedules known beforehand, policies that choose at run time.
+"""Orders the work of a pipeline: schedules known beforehand, policies that choose at run time.
 
-Imports no torch. The names below are what a schedule of your own needs
-(``examples/own_schedule``); all else is imported from the modules. They are loaded when they are
-first used, so that a process loads only what it needs.
+Imports no torch. This file exports the names that a user's own schedule needs
+(``examples/own_schedule``); import all others from the modules. A name is imported when it is first
+used, so that a process loads only the modules it uses.
 """
 
 from __future__ import annotations

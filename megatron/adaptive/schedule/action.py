@@ -1,6 +1,6 @@
 """Defines actions: an action is one kind of work on one (chunk, microbatch) of a rank.
 
-Owns the vocabulary only. It does not know placements, orders, durations or readiness.
+Owns this vocabulary only. Placements, orders, durations and readiness are in other modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ class ActionKind(str, Enum):
     B = "B"
     W = "W"
 
-    # Enum hashes by name in Python code; the string's own hash is equal and several times cheaper.
+    # Enum.__hash__ runs Python code. The hash of the string serves as well and is several times
+    # cheaper.
     __hash__ = str.__hash__
 
     def __str__(self) -> str:
@@ -26,20 +27,20 @@ class ActionKind(str, Enum):
 
 KINDS = tuple(ActionKind)
 NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-"""The kinds as the numbers of ``machine``."""
+"""Number of each kind in ``rank_kernel``."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One kind of work on one microbatch of one local chunk.
+    """Names one kind of work on one microbatch of one local chunk.
 
     Attributes:
-        kind: forward, backward or backward by weights.
-        chunk: index of the chunk on its rank, from 0.
-        microbatch: index of the microbatch in the batch, from 0.
-        piece: which part of a weight gradient, from 0; 0 for everything else.
-        paired: a forward or backward of a fixed order that the next action starts beside, the one
-            computing while the other communicates. No part of the action's identity.
+        kind: Forward, backward or backward by weights.
+        chunk: Index of the chunk on its rank, from 0.
+        microbatch: Index of the microbatch in the batch, from 0.
+        piece: Index of the part of a weight gradient, from 0; 0 for all other kinds.
+        paired: True if a fixed order starts the next action together with this one, so that one
+            computes while the other communicates. Equality and hash ignore it.
     """
 
     kind: ActionKind
@@ -48,7 +49,7 @@ class Action:
     piece: int = 0
     paired: bool = False
 
-    # Hot path: the generated pair compares and hashes tuples of all fields through Python code.
+    # Hot path: the methods that dataclass generates build a tuple of all fields for each call.
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -77,13 +78,15 @@ ActionTable = tuple[tuple[Action, ...], ...]
 def action_table(
     kind: ActionKind, num_chunks: int, num_microbatches: int, pieces: int = 1
 ) -> ActionTable:
-    """All actions of one kind, made once so that picking one on the hot path allocates nothing.
+    """Returns all actions of one kind.
+
+    They are made once, so that picking one on the hot path allocates nothing.
 
     Args:
-        kind: the kind of every action in the table.
-        num_chunks: chunks per rank.
-        num_microbatches: microbatches per step.
-        pieces: parts of each weight gradient, 1 for other kinds.
+        kind: Kind of every action in the table.
+        num_chunks: Number of chunks per rank.
+        num_microbatches: Number of microbatches per step.
+        pieces: Number of parts of each weight gradient, 1 for other kinds.
 
     Returns:
         Immutable table indexed ``[chunk][microbatch * pieces + piece]``; equal arguments share one

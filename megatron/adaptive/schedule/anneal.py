@@ -1,20 +1,24 @@
-"""Improves an order of work for known times: what ``auto`` gives ``hinted`` to follow.
+"""Improves an order of work for known times, by simulated annealing.
 
-The orders of all ranks and the inputs that their actions wait for make one graph, and a step takes
-as long as its longest path, the critical one. It goes along ranks and jumps where one waits for
-another; what lies on one rank between two jumps is a block. Here on ranks 1, 0 and 1 again:
+``auto`` gives the result to ``hinted`` to follow. The orders of all ranks, and the inputs that
+their actions wait for, make one graph. A step takes as long as the longest path of this graph, the
+critical path. The path follows one rank until an action waits for another rank, then jumps there.
+Its actions on one rank between two jumps are a block. Here the path is on rank 1, 0 and 1 again:
 
-    rank 0 |      F0 F1 F2  B1 W1 [B0 W0]          W0 after B0 is in nobody's way;
-    rank 1 | [F0 F1 B1]               [...]        B1 would start earlier before F1
+    rank 0 |      F0 F1 F2  B1 W1 [B0 W0]          W0 after B0 delays nothing;
+    rank 1 | [F0 F1 B1]               [...]        with B1 before F1, B1 starts earlier
 
-Only an action that moves within its block can shorten the step. A random one moves to a random end
-of its block or changes places with its neighbour. An order that is not longer is taken, a longer
-one with a chance that falls with its excess and with time (simulated annealing); the best is kept.
-Thousands of orders are tried; large pipelines, whose rules leave less to gain, stay as they are.
-Microbatches ascend as everywhere, and memory stays within the cap. All numbers are whole and the
-random ones are always the same, so the result depends on nothing else.
+Only a move of an action within its block can shorten the step. Each try picks a random action of
+the path and either moves it to one end of its block or swaps it with a neighbour. A step that is
+not longer is accepted; a longer one is accepted with a probability that falls with the excess and
+with the number of tries. The best order is kept. This takes tens of thousands of tries, so large
+pipelines, where the rules leave less to gain, are left as they are.
 
-The first functions are written as those of ``machine``: numbers only, compiled by ``compiled``.
+Microbatches ascend, as everywhere in this package, and memory stays within the cap. All numbers are
+integers and the random sequence is fixed, so equal arguments give the same order on every machine.
+
+The functions up to ``anneal`` are written like those of ``rank_kernel``, on numbers only, so that
+``numba_kernels`` can compile them.
 
 Source: moves within blocks of the critical path as in van Laarhoven, Aarts and Lenstra 1992, "Job
 shop scheduling by simulated annealing"; to the ends of a block, Brucker, Jurisch and Sievers 1994.
@@ -28,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.adaptive.schedule.action import NUMBER
+from megatron.adaptive.schedule.action import NUMBER, ActionKind
 from megatron.adaptive.schedule.memory_caps import with_rounding
 from megatron.adaptive.schedule.numba_kernels import compile_function
 from megatron.adaptive.schedule.policy import actions_of
@@ -36,28 +40,38 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
 VISITS = 500_000_000
-"""Actions that are timed in all, at most: about a second."""
-LEAST_ORDERS, MOST_ORDERS = 40_000, 200_000
+"""Most actions that are timed over all tries; takes about a second."""
+LEAST_ORDERS = 40_000
+"""Fewest tries that are worth starting."""
+MOST_ORDERS = 200_000
+"""Most tries."""
 HEAT = 2
-"""At first orders are taken that are longer by less than so many actions of mean duration."""
+"""Excess of a step that is accepted at first, at most, in mean durations of an action."""
 
 
 class OrderGraph(NamedTuple):
-    """Holds orders of all ranks, as ``int64`` arrays; actions have numbers of their own.
+    """Contains the orders of all ranks and the inputs of all actions, as ``int64`` arrays.
+
+    An action is its index in the arrays that have one entry per action.
 
     Attributes:
-        rows, lengths: per rank, its actions in order, and how many.
-        best: the best rows so far.
-        needs, gaps: per action, the one whose result it waits for, -1 for none, and the time until
-            that has arrived.
-        durations: per action, picoseconds.
-        lanes: per action, ``kind * chunks + chunk``.
-        takes: per action, the chunks of memory that it takes, negative where it frees them.
-        ranks: per action.
-        cap: chunks of memory of a rank.
-        ends, places, path: scratch, per action: its end, its place in its row, the critical path.
-        at, now, stack, waiting: scratch of ``finish``; ``waiting`` is per action the rank that
-            waits for it, -1 for none.
+        rows: Actions of each rank in order, ``[ranks, longest order]``.
+        lengths: Number of actions of each rank.
+        best: Best ``rows`` so far.
+        needs: Per action, the action whose result it waits for, -1 for none.
+        gaps: Per action, picoseconds from the end of the needed action until its result is here.
+        durations: Per action, picoseconds.
+        lanes: Per action, ``kind * chunks + chunk``.
+        takes: Per action, chunks of memory that it takes; negative if it frees them.
+        ranks: Rank of each action.
+        cap: Chunks of memory that a rank may take, ``[1]``.
+        ends: Scratch: time in picoseconds at which each action ends, -1 before it is known.
+        positions: Scratch: index of each action in its row.
+        path: Scratch: actions of the critical path, last one first.
+        position: Scratch of ``finish``: index of each rank's next action.
+        now: Scratch of ``finish``: time in picoseconds of each rank.
+        stack: Scratch of ``finish``: ranks that may have an action to time.
+        waiting: Scratch of ``finish``: per action, the rank that waits for it, -1 for none.
     """
 
     rows: Any
@@ -71,32 +85,33 @@ class OrderGraph(NamedTuple):
     ranks: Any
     cap: Any
     ends: Any
-    places: Any
+    positions: Any
     path: Any
-    at: Any
+    position: Any
     now: Any
     stack: Any
     waiting: Any
 
 
 def finish(o: OrderGraph) -> int:
-    """Returns the end of the step, -1 where ranks wait for ever."""
+    """Returns the time at which the step ends, -1 if the ranks wait for each other forever."""
     ranks = len(o.lengths)
     left = len(o.needs)
     for action in range(len(o.needs)):
         o.ends[action] = -1
         o.waiting[action] = -1
     for rank in range(ranks):
-        o.at[rank] = 0
+        o.position[rank] = 0
         o.now[rank] = 0
         o.stack[rank] = rank
     top = ranks
     while top > 0:
         top -= 1
         rank = o.stack[top]
-        place, now = o.at[rank], o.now[rank]
-        while place < o.lengths[rank]:
-            action = o.rows[rank, place]
+        index = o.position[rank]
+        now = o.now[rank]
+        while index < o.lengths[rank]:
+            action = o.rows[rank, index]
             needed = o.needs[action]
             if needed >= 0:
                 if o.ends[needed] < 0:
@@ -109,9 +124,9 @@ def finish(o: OrderGraph) -> int:
                 o.stack[top] = o.waiting[action]
                 o.waiting[action] = -1
                 top += 1
-            place += 1
+            index += 1
             left -= 1
-        o.at[rank] = place
+        o.position[rank] = index
         o.now[rank] = now
     if left > 0:
         return -1
@@ -122,11 +137,11 @@ def finish(o: OrderGraph) -> int:
 
 
 def trace(o: OrderGraph, step: int) -> int:
-    """Notes the critical path, last action first, and returns its length."""
+    """Writes the critical path to ``path``, last action first; returns its number of actions."""
     action = -1
     for rank in range(len(o.lengths)):
-        for place in range(o.lengths[rank]):
-            o.places[o.rows[rank, place]] = place
+        for index in range(o.lengths[rank]):
+            o.positions[o.rows[rank, index]] = index
         last = o.rows[rank, o.lengths[rank] - 1]
         if o.ends[last] == step:
             action = last
@@ -134,44 +149,45 @@ def trace(o: OrderGraph, step: int) -> int:
     while action >= 0:
         o.path[count] = action
         count += 1
-        rank, place = o.ranks[action], o.places[action]
-        before = o.rows[rank, place - 1] if place > 0 else -1
+        rank = o.ranks[action]
+        index = o.positions[action]
+        before = o.rows[rank, index - 1] if index > 0 else -1
         is_busy = before >= 0 and o.ends[before] == o.ends[action] - o.durations[action]
         action = before if is_busy else o.needs[action]
     return count
 
 
-def shift(o: OrderGraph, rank: int, place: int, to: int) -> None:
-    """Moves an action within its row."""
-    moved = o.rows[rank, place]
-    way = 1 if to > place else -1
-    while place != to:
-        o.rows[rank, place] = o.rows[rank, place + way]
-        place += way
+def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
+    """Moves an action of a row from one index to another."""
+    moved = o.rows[rank, index]
+    way = 1 if to > index else -1
+    while index != to:
+        o.rows[rank, index] = o.rows[rank, index + way]
+        index += way
     o.rows[rank, to] = moved
 
 
-def reach(o: OrderGraph, rank: int, place: int, to: int) -> int:
-    """Returns how far towards a place an action can move before one of its own lane."""
-    lane = o.lanes[o.rows[rank, place]]
-    way = 1 if to > place else -1
-    while place != to and o.lanes[o.rows[rank, place + way]] != lane:
-        place += way
-    return place
+def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
+    """Returns the index nearest to ``to`` that an action can reach without passing its own lane."""
+    lane = o.lanes[o.rows[rank, index]]
+    way = 1 if to > index else -1
+    while index != to and o.lanes[o.rows[rank, index + way]] != lane:
+        index += way
+    return index
 
 
 def holds(o: OrderGraph, rank: int) -> bool:
-    """Returns whether a row keeps the cap."""
+    """Returns whether the order of a rank stays within the cap."""
     held = 0
-    for place in range(o.lengths[rank]):
-        held += o.takes[o.rows[rank, place]]
+    for index in range(o.lengths[rank]):
+        held += o.takes[o.rows[rank, index]]
         if held > o.cap[0]:
             return False
     return True
 
 
 def anneal(o: OrderGraph, orders: int) -> int:
-    """Tries so many orders; returns the step of the best one, which is in ``best``."""
+    """Tries this number of orders; writes the best one to ``best`` and returns its step time."""
     step = best = finish(o)
     hottest = 0
     for action in range(len(o.needs)):
@@ -179,39 +195,40 @@ def anneal(o: OrderGraph, orders: int) -> int:
     hottest = HEAT * (hottest // len(o.needs))
     count = trace(o, step)
     drawn = 1
-    for number in range(orders):
+    for tried in range(orders):
         drawn = (drawn * 1103515245 + 12345) % 2147483648
         chosen = (drawn >> 8) % count
-        rank, place = o.ranks[o.path[chosen]], o.places[o.path[chosen]]
-        # The path goes backwards: a block begins at a higher index.
-        at = chosen
-        while at + 1 < count and o.ranks[o.path[at + 1]] == rank:
-            at += 1
-        begin = o.places[o.path[at]]
-        at = chosen
-        while at > 0 and o.ranks[o.path[at - 1]] == rank:
-            at -= 1
-        end = o.places[o.path[at]]
+        rank = o.ranks[o.path[chosen]]
+        index = o.positions[o.path[chosen]]
+        # The path runs backwards in time, so a block begins at a higher index.
+        edge = chosen
+        while edge + 1 < count and o.ranks[o.path[edge + 1]] == rank:
+            edge += 1
+        begin = o.positions[o.path[edge]]
+        edge = chosen
+        while edge > 0 and o.ranks[o.path[edge - 1]] == rank:
+            edge -= 1
+        end = o.positions[o.path[edge]]
         drawn = (drawn * 1103515245 + 12345) % 2147483648
         move = (drawn >> 8) % 4
-        to = begin if move == 0 else end if move == 1 else place - 1 if move == 2 else place + 1
-        to = reach(o, rank, place, min(max(to, begin), end))
-        if to == place:
+        to = begin if move == 0 else end if move == 1 else index - 1 if move == 2 else index + 1
+        to = reach(o, rank, index, min(max(to, begin), end))
+        if to == index:
             continue
-        shift(o, rank, place, to)
+        shift(o, rank, index, to)
         other = finish(o) if holds(o, rank) else -1
         drawn = (drawn * 1103515245 + 12345) % 2147483648
-        most = hottest // orders * (orders - number)
+        most = hottest // orders * (orders - tried)
         if other < 0 or (other > step and (other - step) * 256 >= most * (drawn >> 23)):
-            shift(o, rank, to, place)
+            shift(o, rank, to, index)
             continue
         step = other
         count = trace(o, step)
         if step < best:
             best = step
             for rank in range(len(o.lengths)):
-                for place in range(o.lengths[rank]):
-                    o.best[rank, place] = o.rows[rank, place]
+                for index in range(o.lengths[rank]):
+                    o.best[rank, index] = o.rows[rank, index]
     return best
 
 
@@ -224,56 +241,76 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
     """Looks for a faster order of the same actions.
 
     Args:
-        schedule: valid, within the cap.
-        work: times of the whole step.
-        cap: most activations of a rank, in whole-rank microbatches.
+        schedule: Valid schedule within the cap.
+        work: Times of the whole step.
+        cap: Most activations of a rank, in whole-rank microbatches.
 
     Returns:
-        The best found, never slower; ``None`` where the step has too many actions to try enough.
+        The best order, never slower than ``schedule``; ``None`` if the step has so many actions
+        that too few orders could be tried.
     """
-    placement, pieces = schedule.placement, schedule.weight_pieces
     orders = min(MOST_ORDERS, VISITS // sum(map(len, schedule.orders)))
     if orders < LEAST_ORDERS:
         return None
-    chunks, stages, count = placement.num_chunks, placement.num_stages, schedule.num_microbatches
-    cells = np.arange(stages * count)
-    of_stage = np.array([placement.locate(stage) for stage in range(stages)])
+    graph = _graph(schedule, work, cap)
+    _compiled()(graph, orders)
+    improved = (
+        actions_of(
+            graph.lanes[row[:length]].tolist(),
+            schedule.placement.num_chunks,
+            schedule.weight_pieces,
+        )
+        for row, length in zip(graph.best, graph.lengths, strict=True)
+    )
+    return Schedule(
+        name="annealed",
+        placement=schedule.placement,
+        num_microbatches=schedule.num_microbatches,
+        orders=tuple(improved),
+    )
+
+
+def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
+    """Returns the graph of a schedule.
+
+    An action is ``kind * cells + cell``, for a weight gradient ``2 * cells + cell * pieces +
+    piece``. A cell is ``stage * num_microbatches + microbatch``.
+    """
+    placement = schedule.placement
+    pieces = schedule.weight_pieces
+    chunks = placement.num_chunks
+    count = schedule.num_microbatches
+    cells = np.arange(placement.num_stages * count)
+    of_stage = np.array([placement.locate(stage) for stage in range(placement.num_stages)])
     rank, chunk = of_stage[cells // count].T
     parts = np.arange(max(1, pieces) * (pieces > 0))
     forwards, backwards, weights = work.durations_ps.reshape(3, -1)
     cut = weights[:, None] * (parts + 1) // max(1, pieces) - weights[:, None] * parts // max(
         1, pieces
     )
-    hops = []
-    for kind, way in ((0, -1), (1, 1)):  # from the stage before, and from the one behind
-        source = np.roll(of_stage[:, 0], -way)
-        delays = np.roll(work.delays_ps[kind], -way, axis=0)
-        delays = delays + work.occupancy_ps[source, of_stage[:, 0]][:, None]
-        hops.append((delays * (source != of_stage[:, 0])[:, None]).reshape(-1))
-    last = cells // count == stages - 1
+    last = cells // count == placement.num_stages - 1
     needs = (
         np.where(cells < count, -1, cells - count),
         np.where(last, cells, len(cells) + cells + count),
         np.repeat(len(cells) + cells, len(parts)),
     )
-    gaps = (hops[0], np.where(last, 0, hops[1]), np.zeros(cut.size))
+    from_before = _gaps(work, of_stage[:, 0], kind=0, way=-1)
+    from_after = _gaps(work, of_stage[:, 0], kind=1, way=1)
+    gaps = (from_before, np.where(last, 0, from_after), np.zeros(cut.size))
     frees = np.where(parts == pieces - 1, -1, 0)
     takes = (np.ones(len(cells)), np.full(len(cells), -(pieces == 0)), np.tile(frees, len(cells)))
 
     def whole(values: Any) -> Any:
         return np.concatenate(values).astype(np.int64)
 
+    def zeros(length: int) -> Any:
+        return np.zeros(length, dtype=np.int64)
+
     of_actions = whole((rank, rank, np.repeat(rank, len(parts))))
-    total, ranks = len(of_actions), placement.num_ranks
-    rows = np.full((ranks, max(map(len, schedule.orders))), -1, dtype=np.int64)
-    for number, order in enumerate(schedule.orders):
-        for place, one in enumerate(order):
-            cell = placement.stage_of(number, one.chunk) * count + one.microbatch
-            kind = NUMBER[one.kind]
-            rows[number, place] = (
-                kind * len(cells) + cell if kind < 2 else 2 * len(cells) + cell * pieces + one.piece
-            )
-    o = OrderGraph(
+    total = len(of_actions)
+    ranks = placement.num_ranks
+    rows = _rows(schedule, len(cells))
+    return OrderGraph(
         rows=rows,
         lengths=np.array([len(order) for order in schedule.orders]),
         best=rows.copy(),
@@ -284,15 +321,37 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
         takes=whole(takes),
         ranks=of_actions,
         cap=np.array([int(with_rounding(cap) * chunks)]),
-        **{name: np.zeros(total, dtype=np.int64) for name in ("ends", "places", "path", "waiting")},
-        **{name: np.zeros(ranks, dtype=np.int64) for name in ("at", "now")},
-        stack=np.zeros(total + ranks, dtype=np.int64),
+        **{name: zeros(total) for name in ("ends", "positions", "path", "waiting")},
+        **{name: zeros(ranks) for name in ("position", "now")},
+        stack=zeros(total + ranks),
     )
-    _compiled()(o, orders)
-    found = (
-        actions_of(o.lanes[row[:length]].tolist(), chunks, pieces)
-        for row, length in zip(o.best, o.lengths, strict=True)
-    )
-    return Schedule(
-        name="annealed", placement=placement, num_microbatches=count, orders=tuple(found)
-    )
+
+
+def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
+    """Returns the time from the end of each cell's sender until its input is here.
+
+    Args:
+        work: Times of the whole step.
+        ranks: Rank of each stage, ``[stages]``.
+        kind: 0 for inputs of forwards, 1 for those of backwards.
+        way: Offset of the sender's stage, -1 or 1.
+    """
+    source = np.roll(ranks, -way)
+    delays = np.roll(work.delays_ps[kind], -way, axis=0)
+    delays = delays + work.occupancy_ps[source, ranks][:, None]
+    return (delays * (source != ranks)[:, None]).reshape(-1)
+
+
+def _rows(schedule: Schedule, num_cells: int) -> Any:
+    """Returns the actions of each rank in order, ``[ranks, longest order]``, padded with -1."""
+    longest = max(map(len, schedule.orders))
+    rows = np.full((schedule.placement.num_ranks, longest), -1, dtype=np.int64)
+    for rank, order in enumerate(schedule.orders):
+        for index, action in enumerate(order):
+            stage = schedule.placement.stage_of(rank, action.chunk)
+            cell = stage * schedule.num_microbatches + action.microbatch
+            if action.kind is ActionKind.W:
+                rows[rank, index] = 2 * num_cells + cell * schedule.weight_pieces + action.piece
+            else:
+                rows[rank, index] = NUMBER[action.kind] * num_cells + cell
+    return rows

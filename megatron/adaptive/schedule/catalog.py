@@ -1,8 +1,8 @@
-"""Names of the schedules and policies that a user can ask for, and how each of them would run.
+"""Lists the schedules and policies that a user can ask for, and how each of them would run.
 
-Owns the checks that every schedule shares, the choice of what a name stands for on a pipeline
-(placement, pieces, cap), and the choice of a hint for ``hinted``. The names themselves, with the
-function of each, are in ``config.schedule_specs``:
+Owns the checks that all schedules share, the settings with which a name runs on a pipeline
+(placement, pieces, cap), and the choice of a hint for ``hinted``. ``config.schedule_specs`` lists
+the names, with the function of each:
 
 - The function of a fixed schedule takes the placement of the stages and the number of
   microbatches, and returns the order of each rank.
@@ -39,30 +39,34 @@ from megatron.adaptive.schedule.validate import peak_units
 from megatron.adaptive.schedule.workload import Link, StageTimes, Workload, draw
 
 ANNEALED = "annealed"
-"""Name of a list that ``auto`` makes for one pipeline (see ``anneal``); users cannot ask for it. In
-steps of other numbers of microbatches it is ``hinted``."""
+"""Name of an order that ``auto`` makes for one pipeline (see ``anneal``).
+
+Users cannot ask for it. Steps with another number of microbatches run ``hinted`` instead.
+"""
 _COMPILED_FROM = 20_000
+"""Number of actions from which compiling the simulation pays off."""
 Pace = tuple[float, float, float]
-"""Latency of a message, backward by inputs and weight gradients, in forwards of a stage."""
+"""Times of a message, a backward by inputs and a backward by weights, in forwards of a stage."""
 EQUAL: Pace = (0.0, 1.0, 1.0)
+"""Pace of messages without latency and of equally long kinds of work."""
 DEFAULT_PIECES = 4
-"""Parts of a weight gradient under a run-time rule: small enough to fill waits for messages."""
+"""Number of parts of a weight gradient under a rule: small enough to fill waits for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule or policy as it would run.
+    """Describes a schedule or policy with the settings it would run with.
 
     Attributes:
-        name: of the schedule or policy.
-        placement: which rank holds which stage.
-        weight_pieces: parts of each weight gradient, 0 for whole backwards.
-        cap: of every rank in whole-rank microbatches, for a rule; ``None`` for no limit, and for a
-            static schedule, whose memory is its own.
-        shares: whether chunks have shares of the cap under ``adaptive`` (see ``memory``).
-        pace: of the stages, by which ``hinted`` chooses its hint.
-        hint: what ``hinted`` or ``annealed`` follows in steps of as many microbatches; ``None`` for
-            a choice of its own, which both make in others.
+        name: Name of the schedule or policy.
+        placement: Placement of the stages on ranks.
+        weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
+        cap: Limit of a rule on the activations of each rank, in whole-rank microbatches. ``None``
+            for no limit, and for a static schedule, whose order fixes its memory.
+        shares: Whether chunks have shares of the cap under ``adaptive`` (see ``memory_caps``).
+        pace: Pace of the stages, by which ``hinted`` chooses its hint.
+        hint: Order that ``hinted`` or ``annealed`` follows in steps with its number of
+            microbatches. In other steps, and if this is ``None``, they choose one themselves.
     """
 
     name: str
@@ -85,12 +89,15 @@ class Candidate:
         return text + (f", cap {self.cap:g})" if self.cap is not None else ")")
 
     def policies(self, num_microbatches: int) -> tuple[Policy, ...]:
-        """Makes one policy per rank: followers of a static schedule, or the rule of the name.
+        """Returns one policy per rank, each follows a static schedule or applies a rule.
 
         Raises:
-            ScheduleError: unknown name, or the schedule refuses the placement or microbatches.
+            ScheduleError: The name is unknown, or the schedule does not suit the placement or the
+                number of microbatches.
         """
-        name, placement, hint = self.name, self.placement, self.hint
+        name = self.name
+        placement = self.placement
+        hint = self.hint
         if hint is not None and hint.num_microbatches != num_microbatches:
             hint = None
         if name == ANNEALED:
@@ -119,12 +126,12 @@ class Candidate:
     def simulate(
         self, work: Workload, *, compiled: bool, policies: Sequence[Policy] | None = None
     ) -> SimResult:
-        """Simulates a step of such work.
+        """Simulates a step with these times.
 
         Args:
-            work: times of all its microbatches.
-            compiled: see :func:`~megatron.adaptive.schedule.simulate.simulate`.
-            policies: of a step of so many microbatches; made anew where ``None``.
+            work: Times of all microbatches.
+            compiled: See :func:`~megatron.adaptive.schedule.simulate.simulate`.
+            policies: Policies for this number of microbatches; ``None`` to make them here.
         """
         count = work.durations_ps.shape[2]
         return simulate(
@@ -149,19 +156,21 @@ def make_candidate(
     cap: float | None = None,
     weight_pieces: int | None = None,
 ) -> Candidate:
-    """Say how a schedule or policy would run on a pipeline.
+    """Returns the settings with which a schedule or policy runs on a pipeline.
 
     Args:
-        name: of the schedule or policy.
-        num_ranks: ranks of the pipeline.
-        num_chunks: chunks per rank, where the schedule leaves the choice.
-        num_microbatches: microbatches per step.
-        placement_kind: ``loop`` or ``v`` for a rule; default that of ``placement_for``.
-        cap: of a rule; default that of ``memory.default_cap``.
-        weight_pieces: of a rule, 0 for whole backwards; default 4.
+        name: Name of the schedule or policy.
+        num_ranks: Number of ranks of the pipeline.
+        num_chunks: Number of chunks per rank, unless the schedule fixes it.
+        num_microbatches: Number of microbatches per step.
+        placement_kind: ``loop`` or ``v`` for a rule; default: as in ``placement_for``.
+        cap: Activation cap of a rule, in whole-rank microbatches; default: as in
+            ``memory_caps.default_cap``.
+        weight_pieces: Number of parts of each weight gradient under a rule, 0 for whole backwards;
+            default: 4.
 
     Raises:
-        ScheduleError: unknown name, or the pipeline does not suit it.
+        ScheduleError: The name is unknown, or the schedule does not suit the pipeline.
     """
     placement = placement_for(name, num_ranks, num_chunks)
     if not is_rule(name):
@@ -218,25 +227,26 @@ def _find_spec(name: str) -> ScheduleSpec | None:
 
 
 def splits_backward(name: str) -> bool:
-    """True if the schedule lists weight gradients; a rule takes them as the run has them: False.
+    """Returns whether a static schedule lists weight gradients; always False for a rule.
+
+    A rule splits backwards or not as the run asks it to.
 
     Raises:
-        ScheduleError: unknown name.
+        ScheduleError: The name is unknown.
     """
     return not is_rule(name) and _spec_of(name).splits_backward == "always"
 
 
 def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
-    """The placement that a schedule or rule runs on.
+    """Returns the placement that a schedule or rule runs on.
 
     Args:
-        name: of the schedule or rule.
-        num_ranks: ranks of the pipeline.
-        num_chunks: chunks per rank, for a schedule that leaves the choice and for rules; others
-            have their own number, whatever is given.
+        name: Name of the schedule or rule.
+        num_ranks: Number of ranks of the pipeline.
+        num_chunks: Number of chunks per rank; ignored by schedules that fix this number.
 
     Raises:
-        ScheduleError: unknown name, or a number below 1.
+        ScheduleError: The name is unknown, or a number is below 1.
     """
     most = None if is_rule(name) else _spec_of(name).most_chunks
     chunks = num_chunks if most is None else most
@@ -247,16 +257,17 @@ def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
 def make_schedule(
     name: str, placement: Placement, num_microbatches: int, *, group_size: int | None = None
 ) -> Schedule:
-    """Make the static schedule of that name.
+    """Returns a static schedule by name.
 
     Args:
-        name: of the schedule.
-        placement: which rank holds which stage.
-        num_microbatches: microbatches per step, at least 1.
-        group_size: of ``interleaved``, see there.
+        name: Name of the schedule.
+        placement: Placement of the stages on ranks.
+        num_microbatches: Number of microbatches per step, at least 1.
+        group_size: Group size of ``interleaved``, see there.
 
     Raises:
-        ScheduleError: unknown name, or the schedule refuses the placement or microbatches.
+        ScheduleError: The name is unknown, or the schedule does not suit the placement or the
+            number of microbatches.
     """
     spec = _find_spec(name)
     if spec is None or spec.kind != "fixed":
@@ -264,7 +275,9 @@ def make_schedule(
             f"unknown schedule {name!r}: choose one of {', '.join(schedule_names())}"
         )
     check_num_microbatches(num_microbatches)
-    least, most, chunks = spec.least_chunks, spec.most_chunks, placement.num_chunks
+    least = spec.least_chunks
+    most = spec.most_chunks
+    chunks = placement.num_chunks
     kind = "v" if spec.is_v_only else "loop"
     if not least <= chunks <= (most or chunks) or (least > 1 and placement.kind != kind):
         raise ScheduleError(
@@ -285,7 +298,7 @@ def make_schedule(
 def make_policies(
     name: str, placement: Placement, num_microbatches: int, **settings: Any
 ) -> tuple[Policy, ...]:
-    """Makes the policies of a :class:`Candidate` with these settings."""
+    """Returns the policies of a :class:`Candidate` with these settings, one per rank."""
     return Candidate(name=name, placement=placement, **settings).policies(num_microbatches)
 
 
@@ -297,36 +310,36 @@ def hint_for(
     pace: Pace = EQUAL,
     weight_pieces: int = 1,
 ) -> Schedule:
-    """Returns the best order for a pipeline that the cap allows.
+    """Returns the order for ``hinted`` to follow on a pipeline under a cap.
 
-    It is the usual fixed one where that fits and is known to be best. With few microbatches, in a
-    loop without memory to spare, and where nothing fits, it is the one with which ``hinted`` is
-    fastest on equal stages of that pace, of those that fit and of those that ``adaptive`` makes
-    under the cap, with shares and without.
+    It is the usual fixed order if that fits under the cap and is known to be best. Otherwise (few
+    microbatches, a loop without memory to spare, or no fixed order that fits) the candidates are
+    the fixed orders that fit and those that ``adaptive`` makes under the cap, with and without
+    shares. The one with which ``hinted`` is fastest on equal stages of this pace is returned.
 
     Args:
-        placement: which rank holds which stage.
-        num_microbatches: microbatches per step.
-        cap: most activations, in whole-rank microbatches.
-        pace: of the stages.
-        weight_pieces: parts of each weight gradient, 0 for whole backwards.
+        placement: Placement of the stages on ranks.
+        num_microbatches: Number of microbatches per step.
+        cap: Most activations, in whole-rank microbatches; ``None`` for no limit.
+        pace: Pace of the stages.
+        weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
 
     Raises:
-        ScheduleError: no microbatch, or the cap is below the least cap.
+        ScheduleError: There is no microbatch, or the cap is below the least cap.
     """
-    found = []
+    orders = []
     for name in selectable_names(lambda spec: spec.is_hint):
-        # Another placement, or microbatches that do not suit it.
+        # A schedule may not suit this placement or this number of microbatches.
         with contextlib.suppress(ScheduleError):
             schedule = make_schedule(name, placement, num_microbatches)
             if cap is None or max(peak_units(schedule)) <= with_rounding(cap):
-                found.append(schedule)
+                orders.append(schedule)
     ranks = placement.num_ranks
     is_tight = placement.kind == "loop" and cap is not None and cap <= with_rounding(ranks)
-    if found and (
+    if orders and (
         placement.num_chunks == 1 or (num_microbatches >= 2 * ranks - 1 and not is_tight)
     ):
-        return found[0]
+        return orders[0]
 
     def run(candidate: Candidate, pace: Pace = pace) -> SimResult:
         latency, backward, weight = pace
@@ -340,18 +353,18 @@ def hint_for(
 
     rule = Candidate(name="adaptive", placement=placement, weight_pieces=1, cap=cap)
     for shares in (True, False):
-        # An order made for equal kinds of work may also be the best one for others.
+        # An order made for equally long kinds of work may also be the best one for this pace.
         for times in dict.fromkeys((pace, (pace[0], 1.0, 1.0))):
-            found.append(run(replace(rule, shares=shares), times).to_schedule("adaptive"))
+            orders.append(run(replace(rule, shares=shares), times).to_schedule("adaptive"))
     hinted = replace(rule, name="hinted", weight_pieces=weight_pieces)
-    return min(found, key=lambda hint: run(replace(hinted, hint=hint)).makespan_s)
+    return min(orders, key=lambda hint: run(replace(hinted, hint=hint)).makespan_s)
 
 
 def hint_codes(order: Sequence[Action], num_chunks: int, weight_pieces: int) -> tuple[int, ...]:
-    """One rank's order as ``rules.hinted`` reads it.
+    """Returns one rank's order in the form that ``runtime_rules.hinted`` reads.
 
-    Each W of the hint stands for as many pieces as the run has, and for 0 they are left out. An
-    order without W, for a run with split backwards, gets each W right after its B.
+    Each W of the hint becomes ``weight_pieces`` pieces, none if that is 0. If the order has no W
+    and the run splits backwards, each W follows right after its B.
     """
     splits = any(action.kind is ActionKind.W for action in order)
     actions: list[Action] = []

@@ -1,12 +1,11 @@
-"""The policy ``auto``: takes the schedule or rule that is fastest in simulation of this very job.
+"""Chooses the schedule for the policy ``auto``: the fastest one in simulations of this job.
 
-Owns the candidates, the summary of several simulations of each on the same work, and the choice,
-from times that were measured in the first steps. ``simulate`` on the command line compares what its
-user names; measuring is the business of ``rebalance``.
+Owns the candidates, the summary of several simulations of each on the same work, and the choice.
+The simulations use times measured in the first steps, which ``rebalance`` provides. The command
+``simulate`` compares only the schedules that its user names.
 
-A rule is only taken where it is faster than the best fixed order that memory allows by more than
-the error of a simulation; else that order is. Placement and layers are chosen together with it by
-``planner.choose_partition``.
+A rule is chosen only if it beats the best fixed order within memory by more than the error of a
+simulation. ``planner.choose_partition`` uses this module to choose placement and layers as well.
 """
 
 from __future__ import annotations
@@ -39,11 +38,13 @@ from megatron.adaptive.schedule.workload import StageProfile, draw
 
 STATIC = selectable_names(lambda spec: spec.is_auto_candidate)
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
-"""Names, each with and without chunk shares where these matter."""
-DRAWS, _MANY = 6, 20_000
-"""Draws of a step; one where the spread of so many forwards averages out."""
+"""Name of each rule, and whether its chunks have shares of the cap."""
+DRAWS = 6
+"""Number of simulated steps per candidate, each with other random times."""
+_MANY = 20_000
+"""Number of forwards in a step from which one simulated step suffices: the spread averages out."""
 GAIN = 0.005
-"""Least gain of a rule over the best fixed order; simulated and measured steps differ by more."""
+"""Least relative gain of a rule over the best fixed order; simulations err by about as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,11 @@ class CandidateOutcome:
     """Summarizes several simulations of a candidate.
 
     Attributes:
-        candidate: what was simulated.
-        makespans_s: seconds of each draw's step.
-        bubble_fraction: mean over ranks and draws.
-        peak_units: the most that any rank held in any draw, in whole-rank microbatches.
-        example: the first draw's step.
+        candidate: Candidate that was simulated.
+        makespans_s: Duration of each simulated step, in seconds.
+        bubble_fraction: Mean bubble fraction over ranks and simulated steps, 0 to 1.
+        peak_units: Peak of any rank in any step, in whole-rank microbatches.
+        example: First simulated step.
     """
 
     candidate: Candidate
@@ -66,18 +67,18 @@ class CandidateOutcome:
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of a step."""
+        """Returns the mean duration of a step, in seconds."""
         return statistics.fmean(self.makespans_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleChoice:
-    """Records the schedule that ``auto`` takes, and why.
+    """Records the schedule that ``auto`` chose, and why.
 
     Attributes:
-        best: the candidate to run.
-        outcomes: everything that was simulated, fastest first.
-        reason: one line for the log.
+        best: Candidate to run.
+        outcomes: Results of all candidates that were simulated, fastest first.
+        reason: One line for the log.
     """
 
     best: Candidate
@@ -86,7 +87,7 @@ class ScheduleChoice:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step under ``best``, simulated."""
+        """Returns the simulated duration of a step under ``best``, in seconds."""
         return next(o.mean_s for o in self.outcomes if o.candidate is self.best)
 
 
@@ -100,30 +101,30 @@ def candidates(
     pace: Pace = EQUAL,
     also: Sequence[str] = (),
 ) -> list[Candidate]:
-    """List what could run on a pipeline whose stages lie so; layers cannot be cut anew.
+    """Returns the schedules and rules that can run on a pipeline without moving its layers.
 
     Args:
-        placement: which rank holds which stage.
-        num_microbatches: microbatches per step.
-        most: most activations that memory allows, in whole-rank microbatches.
-        splittable: whether backwards can be split.
-        pieces: most parts of a weight gradient.
-        pace: of the stages.
+        placement: Placement of the stages on ranks.
+        num_microbatches: Number of microbatches per step.
+        most: Most activations that memory allows, in whole-rank microbatches.
+        splittable: Whether backwards can be split.
+        pieces: Most parts of a weight gradient.
+        pace: Pace of the stages.
         also: Names of further schedules and rules.
     """
-    found = []
+    options = []
     for name in (*STATIC, *(name for name in also if not is_rule(name))):
         candidate = make_candidate(
             name, placement.num_ranks, placement.num_chunks, num_microbatches
         )
         if candidate.placement != placement or (candidate.weight_pieces and not splittable):
             continue
-        with contextlib.suppress(ScheduleError):  # not for this pipeline
+        with contextlib.suppress(ScheduleError):  # the schedule does not suit this pipeline
             make_schedule(name, placement, num_microbatches)
-            found.append(candidate)
+            options.append(candidate)
     usual = default_cap(placement, num_microbatches)
     caps = sorted({usual, usual / 1.5, min(most, float(num_microbatches))})
-    found += [
+    options += [
         Candidate(
             name=name,
             placement=placement,
@@ -138,7 +139,7 @@ def candidates(
         for name, shares in (*RULES, *((name, True) for name in also if is_rule(name)))
         if shares or placement.num_chunks > 1
     ]
-    return found
+    return options
 
 
 def choose(
@@ -153,35 +154,29 @@ def choose(
     quick: bool = False,
     until_s: float = math.inf,
 ) -> ScheduleChoice:
-    """Simulate the candidates and take the fastest.
+    """Simulates the candidates and chooses the fastest.
 
     Args:
-        profile: measured times and their spread, per stage.
-        placement: how the stages lie.
-        num_microbatches: microbatches per step.
-        most: most activations that memory allows, in whole-rank microbatches.
-        splittable: whether backwards can be split.
-        pieces: most parts of a weight gradient.
+        profile: Measured times and their spread, per stage.
+        placement: Placement of the stages on ranks.
+        num_microbatches: Number of microbatches per step.
+        most: Most activations that memory allows, in whole-rank microbatches.
+        splittable: Whether backwards can be split.
+        pieces: Most parts of a weight gradient.
         also: Names of further schedules and rules to try.
-        quick: simulate one draw of each, and anneal nothing.
+        quick: True to simulate one step of each candidate and to skip annealing.
         until_s: Time of ``time.monotonic`` after which no other candidate is simulated.
 
     Raises:
-        ScheduleError: memory does not allow any candidate, or none was simulated in time.
+        ScheduleError: Memory does not allow any candidate, or none was simulated in time.
     """
-    spread = (
-        profile.action_sigma
-        or profile.microbatch_sigma
-        or profile.latency_sigma
-        or profile.microbatch_factors
-    )
-    many = placement.num_stages * num_microbatches >= _MANY
-    seeds = range(DRAWS if spread and not (quick or many) else 1)
+    is_large = placement.num_stages * num_microbatches >= _MANY
+    seeds = range(DRAWS if _has_spread(profile) and not (quick or is_large) else 1)
 
     def fitting(offered: Iterable[Candidate]) -> list[CandidateOutcome]:
         in_time = itertools.takewhile(lambda _: time.monotonic() < until_s, offered)
-        found = (evaluate(one, num_microbatches, profile, seeds) for one in in_time)
-        return [one for one in found if one.peak_units <= with_rounding(most)]
+        simulated = (evaluate(candidate, num_microbatches, profile, seeds) for candidate in in_time)
+        return [outcome for outcome in simulated if outcome.peak_units <= with_rounding(most)]
 
     outcomes = fitting(
         candidates(
@@ -205,33 +200,42 @@ def choose(
             f" ranks with {placement.num_chunks} chunks fits; lower --micro-batch-size or recompute"
             " activations"
         )
-    outcomes.sort(key=lambda outcome: (outcome.mean_s, outcome.peak_units))
-    best = outcomes[0]
-    fixed = next((o for o in outcomes if _is_fixed(o.candidate.name)), None)
+    choice = _fastest(outcomes, profile, most)
+    if is_late:
+        late = f"{choice.reason}; the time limit ended the simulation of others"
+        return replace(choice, reason=late)
+    return choice
+
+
+def _fastest(
+    outcomes: Sequence[CandidateOutcome], profile: StageProfile, most: float
+) -> ScheduleChoice:
+    """Chooses the fastest outcome, but a fixed order if the gain of a rule is below ``GAIN``."""
+    ranked = sorted(outcomes, key=lambda outcome: (outcome.mean_s, outcome.peak_units))
+    best = ranked[0]
+    fixed = next((o for o in ranked if _is_fixed(o.candidate.name)), None)
     if fixed is not None and best.mean_s > fixed.mean_s * (1 - GAIN):
         best = fixed
     reason = _reason(best, fixed, profile, most)
-    if is_late:
-        reason += "; the time limit ended the simulation of others"
-    return ScheduleChoice(best=best.candidate, outcomes=tuple(outcomes), reason=reason)
+    return ScheduleChoice(best=best.candidate, outcomes=tuple(ranked), reason=reason)
 
 
 def evaluate(
     candidate: Candidate, num_microbatches: int, profile: StageProfile, seeds: Sequence[int]
 ) -> CandidateOutcome:
-    """Simulate a candidate once per seed.
+    """Simulates a candidate once per seed.
 
-    Candidates with the same profile and seeds get the same work, also with other numbers of chunks:
-    the profile's stages are drawn, and added up where a chunk holds several.
+    Candidates with the same profile and seeds get the same work, even with different numbers of
+    chunks: times are drawn for the stages of the profile, and summed if a chunk holds several.
 
     Args:
-        candidate: what to simulate.
-        num_microbatches: microbatches per step.
-        profile: measured times; its number of stages is a multiple of the candidate's.
-        seeds: one draw each; without any spread in the profile one suffices.
+        candidate: Candidate to simulate.
+        num_microbatches: Number of microbatches per step.
+        profile: Measured times; its number of stages is a multiple of the candidate's.
+        seeds: Random seeds, one per simulated step; one suffices if the profile has no spread.
 
     Raises:
-        ScheduleError: the candidate cannot run on this pipeline.
+        ScheduleError: The candidate cannot run on this pipeline.
     """
     if not seeds:
         raise ScheduleError("no seeds: give at least one draw to simulate")
@@ -249,6 +253,15 @@ def evaluate(
     )
 
 
+def _has_spread(profile: StageProfile) -> bool:
+    return bool(
+        profile.action_sigma
+        or profile.microbatch_sigma
+        or profile.latency_sigma
+        or profile.microbatch_factors
+    )
+
+
 def _is_fixed(name: str) -> bool:
     return name != ANNEALED and not is_rule(name)
 
@@ -259,11 +272,16 @@ def _pace(profile: StageProfile) -> Pace:
     if not forward_s:
         return EQUAL
     message_s = max(
-        one.latency_s + one.occupancy_s for one in (profile.link, *profile.links.values())
+        link.latency_s + link.occupancy_s for link in (profile.link, *profile.links.values())
     )
-    others = (statistics.fmean(some or (0.0,)) for some in (times.backward_s, times.weight_s))
-    latency, backward, weight = (round(one / forward_s, 2) for one in (message_s, *others))
-    return latency, backward, weight
+    backward_s, weight_s = (
+        statistics.fmean(of_stages or (0.0,)) for of_stages in (times.backward_s, times.weight_s)
+    )
+    return (
+        round(message_s / forward_s, 2),
+        round(backward_s / forward_s, 2),
+        round(weight_s / forward_s, 2),
+    )
 
 
 def _annealed(
@@ -273,15 +291,16 @@ def _annealed(
     limit: float,
     pieces: int,
 ) -> list[Candidate]:
-    """Returns ``hinted`` with an order made for the mean times, from the best that is known."""
+    """Returns candidates with an order annealed for the mean times, starting from the best one."""
     quiet = replace(
         profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()
     )
-    splits = any(one.candidate.weight_pieces for one in outcomes)
-    starts = [one.candidate for one in outcomes if one.candidate.weight_pieces == int(splits)]
+    tried = [outcome.candidate for outcome in outcomes]
+    splits = any(candidate.weight_pieces for candidate in tried)
+    starts = [candidate for candidate in tried if candidate.weight_pieces == int(splits)]
     if not starts:
         return []
-    runs = (evaluate(one, num_microbatches, quiet, (0,)).example for one in starts)
+    runs = (evaluate(start, num_microbatches, quiet, (0,)).example for start in starts)
     best = min(runs, key=lambda run: run.makespan_s)
     cap = min(limit, float(num_microbatches))
     hint = improve(best.to_schedule("best"), best.workload, cap)
@@ -298,7 +317,7 @@ def _reason(
     best: CandidateOutcome, fixed: CandidateOutcome | None, profile: StageProfile, most: float
 ) -> str:
     text = (
-        f"auto takes {best.candidate}: {best.mean_s * 1e3:.4g} ms simulated a step, bubble"
+        f"auto takes {best.candidate}: simulated step {best.mean_s * 1e3:.4g} ms, bubble"
         f" {best.bubble_fraction:.1%}, {best.peak_units:.3g} of {most:.3g} microbatches of memory"
     )
     if fixed is not None and fixed is not best:

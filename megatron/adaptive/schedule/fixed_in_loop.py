@@ -1,7 +1,7 @@
-"""Fixed orders in a loop: GPipe and what goes chunk by chunk, 1F1B and what alternates, Varuna.
+"""Makes the fixed orders in a loop: GPipe, 1F1B, their variants, and Varuna.
 
-**1f1b**: as many warm-up forwards as stages follow. Four ranks, six microbatches; ``F0-3`` is the
-forward of chunk 0, microbatch 3::
+**1f1b**: as many warm-up forwards as stages follow, then one forward, one backward. Four ranks, six
+microbatches; ``F0-3`` is the forward of chunk 0, microbatch 3::
 
     rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 F0-4 B0-1 F0-5 B0-2 B0-3 B0-4 B0-5
     rank 1 | F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 F0-4 B0-2 F0-5 B0-3 B0-4 B0-5
@@ -11,17 +11,17 @@ forward of chunk 0, microbatch 3::
 Rank r holds at most ``num_ranks - r`` microbatches. Without latency a step of m microbatches on p
 equal stages takes ``(m + p - 1) * (t_F + t_B)``.
 
-**interleaved**: groups of microbatches go through all chunks of a rank in turn. Two ranks, two
-chunks, four microbatches::
+**interleaved**: each group of microbatches passes through all chunks of a rank in turn. Two ranks,
+two chunks, four microbatches::
 
     rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 B1-0 F0-3 B1-1 F1-2 B0-0 F1-3 B0-1 B1-2 B1-3 B0-2 B0-3
     rank 1 | F0-0 F0-1 F1-0 B1-0 F1-1 B1-1 F0-2 B0-0 F0-3 B0-1 F1-2 B1-2 F1-3 B1-3 B0-2 B0-3
 
-Forwards run group by group: all microbatches of a group in chunk 0, then in chunk 1 and so on;
-backwards likewise from the deepest chunk. Rank r warms up with
+Forwards run group by group: all microbatches of a group in chunk 0, then in chunk 1 and so on.
+Backwards run group by group as well, from the deepest chunk to chunk 0. Rank r warms up with
 ``2 * (num_ranks - 1 - r) + (num_chunks - 1) * group_size`` forwards, then alternates. This is the
 order of megatron-core, so both can be compared action by action. Without latency the idle time of
-a rank is ``(num_ranks - 1) * (t_F + t_B)`` with t_F and t_B the times of one stage, that is 1F1B's
+a rank is ``(num_ranks - 1) * (t_F + t_B)``, with t_F and t_B the times of one stage: that of 1F1B
 divided by num_chunks.
 
 **zb-h1**: 1F1B with split backwards, whose weight gradients fill the end of the step. Four ranks,
@@ -32,24 +32,25 @@ six microbatches::
   rank 2 | F0-0 F0-1 B0-0 F0-2 B0-1 F0-3 B0-2 W0-0 F0-4 B0-3 W0-1 F0-5 B0-4 W0-2 B0-5 W0-3 W0-4 W0-5
   rank 3 | F0-0 B0-0 F0-1 B0-1 F0-2 B0-2 F0-3 B0-3 W0-0 F0-4 B0-4 W0-1 F0-5 B0-5 W0-2 W0-3 W0-4 W0-5
 
-Rank r's weight gradients lag its backwards by r microbatches. A gradient thus goes back through all
-ranks without a W in its way, and every rank holds, from the start of a forward to the end of its W,
-at most ``num_ranks`` microbatches: what 1F1B's first rank does. Without latency a step of m
+The weight gradients of rank r lag its backwards by r microbatches. So no W delays a gradient on its
+way back through the ranks. Every rank holds at most ``num_ranks`` microbatches from the start of a
+forward to the end of its W, as many as the first rank of 1F1B. Without latency a step of m
 microbatches, at least as many as ranks, on p equal stages takes
-``m * (F + B + W) + (p - 1) * (F + B - min(F, B, W))``. The paper states ``F + B - W``, the same
-where W is the shortest of the three.
+``m * (F + B + W) + (p - 1) * (F + B - min(F, B, W))``. The paper states ``F + B - W``, which is the
+same if W is the shortest of the three.
 
-**interleaved-zb**: the two together. Forwards and backwards go through the chunks in groups as in
-interleaved 1F1B, after only ``num_ranks - 1 - r + (num_chunks - 1) * group_size`` warm-up forwards:
-without weight gradients in its way a gradient is back in half the time. Those lag r behind, so that
-no rank holds more than ZB-H1 does. Two ranks, two chunks, three microbatches in one group::
+**interleaved-zb**: interleaved 1F1B with the split backwards of ZB-H1. Forwards and backwards pass
+through the chunks in groups as in interleaved 1F1B, but after only ``num_ranks - 1 - r +
+(num_chunks - 1) * group_size`` warm-up forwards: as no weight gradient delays it, a gradient is
+back in half the time. Weight gradients of rank r lag by r microbatches, so that no rank holds more
+than under ZB-H1. Two ranks, two chunks, three microbatches in one group::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 B1-0 W1-0 F1-2 B1-1 W1-1 B1-2 W1-2 B0-0 W0-0 B0-1 W0-1 B0-2 W0-2
   rank 1 | F0-0 F0-1 F0-2 F1-0 B1-0 F1-1 B1-1 W1-0 F1-2 B1-2 W1-1 B0-0 W1-2 B0-1 W0-0 B0-2 W0-1 W0-2
 
-**combined-1f1b**: interleaved 1F1B with one more warm-up forward, whose steady phase runs each
-forward together with the backward after it, which is of another microbatch: one computes while the
-other's experts communicate. ``F0-3+`` is such a forward::
+**combined-1f1b**: interleaved 1F1B with one more warm-up forward. Its steady phase runs each
+forward together with the next backward, which belongs to another microbatch: one computes while the
+experts of the other communicate. ``F0-3+`` is such a forward::
 
     rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 F0-3+ B1-0 F1-2+ B1-1 F1-3+ B0-0 B0-1 B1-2 B1-3 B0-2 B0-3
     rank 1 | F0-0 F0-1 F1-0 F1-1+ B1-0 F0-2+ B1-1 F0-3+ B0-0 F1-2+ B0-1 F1-3+ B1-2 B1-3 B0-2 B0-3
@@ -60,63 +61,64 @@ other's experts communicate. ``F0-3+`` is such a forward::
     rank 1 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
     rank 2 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
 
-**breadth-first**: the same order with several chunks in a loop; every microbatch goes through a
-chunk before the next chunk's turn, and back from the deepest. Two ranks, two chunks, three
+**breadth-first**: GPipe with several chunks in a loop. All microbatches pass through one chunk
+before the next chunk begins; backwards begin with the deepest chunk. Two ranks, two chunks, three
 microbatches::
 
     rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
     rank 1 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
 
-A chunk's weights are used in one stretch per direction, so that gathering them and reducing their
-gradients is done once a step and hides behind the other chunks. The price is memory: every rank
-holds all microbatches. The idle time is that of interleaved 1F1B: without latency a step of m
-microbatches, at least as many as ranks, on p ranks with v chunks takes
-``(m * v + p - 1) * (t_F + t_B)`` with t_F and t_B the times of one stage.
+A chunk's weights are used in one stretch per direction. So they are gathered, and their gradients
+reduced, once per step, while other chunks compute. The price is memory: every rank holds all
+microbatches. The idle time is that of interleaved 1F1B: without latency a step of m microbatches,
+at least as many as ranks, on p ranks with v chunks takes ``(m * v + p - 1) * (t_F + t_B)``, with
+t_F and t_B the times of one stage.
 
-**forward-only**, for evaluation: groups of as many microbatches as ranks, through all chunks. Two
-ranks, two chunks, three microbatches::
+**forward-only**, for evaluation: groups of as many microbatches as ranks pass through all chunks.
+Two ranks, two chunks, three microbatches::
 
     rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 F1-2
     rank 1 | F0-0 F0-1 F1-0 F1-1 F0-2 F1-2
 
-An input comes from the same position of the list on another rank, or, where a chunk follows the one
-before, from an earlier position; so no cycle can arise. Groups keep every rank busy while only one
-group of stage inputs waits between chunks.
+An action's input comes from the same position in the list of another rank or, between two chunks,
+from an earlier position, so there is no deadlock. Groups keep every rank busy, and only one group
+of stage inputs waits between chunks.
 
-Deviation from the papers of these three: backwards run in ascending microbatch order, as everywhere
-in this package, not in descending.
+Deviation from the papers of the last three: backwards run in ascending order of microbatches, as
+everywhere in this package, not in descending order.
 
-**varuna**: every rank prefers backwards and uses waiting time for forwards; made for recomputation.
+**varuna**: every rank prefers backwards and fills waits with forwards. It is made for
+    recomputation.
 Three ranks, six microbatches::
 
     rank 0 | F0-0 F0-1 F0-2 F0-3 F0-4 F0-5 B0-0 B0-1 B0-2 B0-3 B0-4 B0-5
     rank 1 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3 F0-4 F0-5 B0-4 B0-5
     rank 2 | F0-0 B0-0 F0-1 B0-1 F0-2 B0-2 F0-3 B0-3 F0-4 B0-4 F0-5 B0-5
 
-The order is what comes out of a simulation of these rules, ``rules.depth_first`` with one chunk,
-with a forward of 1, a backward of 2 and before it a recomputation of 1, except on the last stage,
-whose backward follows its forward at once:
+The order is the result of simulating ``runtime_rules.depth_first`` with one chunk. A forward takes
+1, a recomputation 1 and the backward after it 2; the last stage recomputes nothing, as its backward
+follows its forward at once. The rules:
 
-1. a backward whose gradient is here goes before a forward;
-2. else the next forward goes, if its input is here, however many are held already;
-3. else the rank waits.
+1. if the gradient of the next backward is here, run that backward;
+2. otherwise, if the input of the next forward is here, run that forward, regardless of memory;
+3. otherwise wait.
 
 So forwards that 1F1B would hold back fill the waits. A rank holds at most 4 microbatches for each
-stage that follows its own, the last rank 1; with recomputation that is only the stage's input of
-each. Under a cap on memory use ``adaptive``.
+stage that follows its own, the last rank 1; with recomputation it holds only the stage's input of
+each microbatch. To limit memory, use ``adaptive``.
 
-Deviations from its paper: recomputation is part of our B, so it begins when the gradient has
-arrived, not so early that it ends then; hence no rank waits between the two, and the paper's rule
-that no forward may come between them holds by itself. What the paper decides at run time, to take
-a forward where the list's backward is late, is left to the policies.
+Deviations from the paper: recomputation is part of B here, so it begins when the gradient has
+arrived; in the paper it ends at that time. Hence no rank waits between the two, and the paper's
+rule that no forward may come between them is not needed. The paper also takes a forward at run time
+if the backward in the list is late; here only the policies do that.
 
 Source: 1F1B: PipeDream-Flush, arXiv 2006.09503, section 2.2. Interleaved: Megatron-LM, arXiv
 2104.04473, section 2.2; group sizes other than the number of ranks as in megatron-core. Combined:
-megatron-core's ``overlap_moe_expert_parallel_comm``. ZB-H1: Zero
-Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1 and table 2; this order, and the one with
-several stages per rank, are those of ``torch.distributed.pipelining``.
-GPipe, arXiv 1811.06965, section 2.3; Breadth-First Pipeline Parallelism, arXiv 2211.05953:
-its schedule for a looping placement; Varuna, arXiv 2111.04007, section 3.2.
+megatron-core's ``overlap_moe_expert_parallel_comm``. ZB-H1: Zero Bubble Pipeline Parallelism, arXiv
+2401.10241, section 2.1 and table 2; this order, and the one with several stages per rank, are those
+of ``torch.distributed.pipelining``. GPipe, arXiv 1811.06965, section 2.3; Breadth-First Pipeline
+Parallelism, arXiv 2211.05953: its schedule for a looping placement; Varuna, arXiv 2111.04007,
+section 3.2.
 """
 
 from __future__ import annotations
@@ -142,7 +144,7 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...
 
 
 def order_after(warmup: int, num_microbatches: int) -> Order:
-    """The order of a rank that does so many forwards, or all, before the first pair."""
+    """Returns the order of a rank that runs ``warmup`` forwards, or all, before it alternates."""
     forwards, backwards = (
         action_table(kind, 1, num_microbatches)[0] for kind in (ActionKind.F, ActionKind.B)
     )
@@ -157,10 +159,10 @@ def zb_h1(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """Returns the orders of interleaved 1F1B with split backwards, two or more chunks in a loop.
 
-    Groups hold as many microbatches as ranks, or a little more where these do not divide.
+    A group has as many microbatches as there are ranks, or a few more so that groups are equal.
 
     Raises:
-        ScheduleError: the microbatches do not divide into equal groups.
+        ScheduleError: The microbatches do not divide into equal groups.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     groups = max(1, num_microbatches // ranks)
@@ -179,7 +181,7 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
 
 
 def _with_lagging_weights(plain: Iterable[Order]) -> tuple[Order, ...]:
-    """Adds weight gradients in the order of the backwards, those of rank r so many behind."""
+    """Adds weight gradients in the order of the backwards; on rank r they lag by r backwards."""
     orders = []
     for lag, of_rank in enumerate(plain):
         order: list[Action] = []
@@ -204,15 +206,15 @@ def interleaved(
     """Returns the orders of interleaved 1F1B.
 
     Args:
-        placement: loop, at least two chunks per rank.
-        num_microbatches: a multiple of ``group_size``, or with a remainder of at least the number
-            of ranks, which then forms the last, smaller group.
-        group_size: microbatches that pass through a chunk before the next chunk's turn, from the
-            number of ranks (the default) to ``num_microbatches``.
-        pairs: run each forward of the steady phase together with the backward after it.
+        placement: Loop with at least two chunks per rank.
+        num_microbatches: Number of microbatches, a multiple of ``group_size``. A remainder of at
+            least the number of ranks is allowed and forms a smaller last group.
+        group_size: Number of microbatches that pass through a chunk before the next chunk begins,
+            from the number of ranks (the default) to ``num_microbatches``.
+        pairs: True to run each forward of the steady phase together with the next backward.
 
     Raises:
-        ScheduleError: one of these conditions is broken.
+        ScheduleError: An argument breaks one of these conditions.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     size = ranks if group_size is None else group_size
@@ -242,7 +244,7 @@ def combined_1f1b(placement: Placement, num_microbatches: int) -> tuple[Order, .
 
 
 def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Action], list[Action]]:
-    """Returns forwards and backwards of all chunks, one group of microbatches after the other."""
+    """Returns the forwards and the backwards of all chunks, group by group."""
     forwards, backwards = (
         [
             action
@@ -259,7 +261,7 @@ def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Acti
 
 
 def _stages_after(placement: Placement) -> range:
-    """For each rank, how many follow it."""
+    """Returns for each rank the number of ranks that follow it."""
     return range(placement.num_ranks - 1, -1, -1)
 
 
@@ -274,7 +276,7 @@ def _in_turn(
 
 
 def gpipe(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of GPipe, with several chunks of breadth-first."""
+    """Returns the orders of GPipe; with several chunks, those of breadth-first."""
     forwards, backwards = (
         action_table(kind, placement.num_chunks, num_microbatches)
         for kind in (ActionKind.F, ActionKind.B)
@@ -283,7 +285,7 @@ def gpipe(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of an evaluation."""
+    """Returns the orders of an evaluation, which has no backwards."""
     ranks = placement.num_ranks
     forwards = action_table(ActionKind.F, placement.num_chunks, num_microbatches)
     groups = (

@@ -1,37 +1,39 @@
-"""ZB-V, DualPipeV and V-Half: fixed orders of two chunks per rank in a V.
+"""Makes ZB-V, DualPipeV and V-Half: fixed orders of two chunks per rank in a V.
 
-**zb-v**: no idle time but the ramp with the memory of 1F1B. Two ranks, three microbatches::
+**zb-v**: no idle time except the ramp, with the memory of 1F1B. Two ranks, three microbatches::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 B1-1 W1-1 B0-0 W0-0 F1-2 B1-2 W1-2 B0-1 W0-1 B0-2 W0-2
   rank 1 | F0-0 F1-0 F0-1 F1-1 B1-0 W1-0 F0-2 B0-0 W0-0 F1-2 B1-1 W1-1 B0-1 B1-2 B0-2 W0-1 W1-2 W0-2
 
-Rank r of p fills with ``2 * (p - r) - 1`` forwards of chunk 0, alternates forwards of both chunks
-r times, and starts on backwards with chunk 1. Then it repeats one round of six: F, B, W of chunk 0
-and F, B, W of chunk 1, so that with equal times every input arrives just in time. In the end
-backwards go first and the remaining weight gradients fill up. With fewer than ``2 * p - 1``
-microbatches the order is that of ``2 * p - 1`` without those that do not exist.
+Rank r of p warms up with ``2 * (p - r) - 1`` forwards of chunk 0, alternates forwards of both
+chunks r times, and starts the backwards of chunk 1. Then it repeats a round of six: F, B, W of
+chunk 0 and F, B, W of chunk 1, so that with equal times every input arrives just in time. At the
+end it runs backwards first, then the remaining weight gradients. With fewer than ``2 * p - 1``
+microbatches, the order is that of ``2 * p - 1`` microbatches without the actions of those that do
+not exist.
 
 A rank holds at most ``2 * p`` chunk microbatches, the activations of p whole ones, as 1F1B does.
-With one chunk's F, B and W each taking 1 and no latency, a step of m microbatches takes
-``6 * m + (p - 1) + max(0, 3 * p - 2 * m - 1)``: each rank works ``6 * m`` and the rest is that rank
-r cannot start before r. If F equals B and W is between half of it and all of it, the idle time is
+With one chunk's F, B and W each taking 1 and no latency, a step of m microbatches takes ``6 * m +
+(p - 1) + max(0, 3 * p - 2 * m - 1)``: each rank works ``6 * m``, and idles because rank r cannot
+start before time r. If F equals B, and W is between half of that and all of it, the idle time is
 ``(p - 1) * F``; with other times it is larger.
 
 **dualpipe-v**: forwards and backwards in pairs. Two ranks, four microbatches; ``F0-3+`` runs
-together with the backward after it, the one computing while the other's experts communicate::
+together with the backward after it: one computes while the experts of the other communicate::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 F0-3+ B1-1 W1-1 F1-2+ B0-0 W0-0 B1-2 W1-2 F1-3+ \
 B0-1 W0-1 B1-3 W1-3 B0-2 W0-2 B0-3 W0-3
   rank 1 | F0-0 F1-0 F0-1 F1-1 F0-2 B1-0 W1-0 F1-2+ B0-0 W0-0 F0-3+ B1-1 W1-1 F1-3+ B0-1 W0-1 \
 B1-2 W1-2 B0-2 W0-2 B1-3 B0-3 W1-3 W0-3
 
-Rank r of p fills with ``2 * (p - r - 1)`` forwards of chunk 0, alternates forwards of both chunks
-r + 1 times, and takes ``p - r - 1`` rounds of B, W and F of chunk 1. The steady phase alternates
-two pairs: a forward of chunk 0 with a backward of chunk 1, and the reverse. Then backwards are
-alone, and the later half of them leave their W for the end, so that gradients go back fast.
+Rank r of p warms up with ``2 * (p - r - 1)`` forwards of chunk 0, alternates forwards of both
+chunks r + 1 times, and runs ``p - r - 1`` rounds of B, W and F of chunk 1. The steady phase
+alternates two pairs: a forward of chunk 0 with a backward of chunk 1, and a forward of chunk 1 with
+a backward of chunk 0. Backwards without a partner follow. The later half of them leave their W for
+the end, so that gradients travel back fast.
 
-A backward of the steady phase is whole in the source; here its W follows right after its pair, for
-weight gradients communicate nothing.
+In the source, a backward of the steady phase is whole. Here its W follows right after the pair,
+because weight gradients communicate nothing.
 
 **v-half**: half of 1F1B's memory for about half of its idle time. Three ranks, three microbatches::
 
@@ -39,31 +41,31 @@ weight gradients communicate nothing.
   rank 1 | F0-0 F0-1 F1-0 F1-1 B1-0 W1-0 F0-2 B0-0 B1-1 W0-0 W1-1 F1-2 B0-1 B1-2 W0-1 W1-2 B0-2 W0-2
   rank 2 | F0-0 F1-0 F0-1 F1-1 B1-0 B0-0 W1-0 F0-2 W0-0 F1-2 B1-1 B0-1 W1-1 W0-1 B1-2 B0-2 W1-2 W0-2
 
-How it is made. Time is cut into slots; one F, B or W of a chunk takes one.
+How it is made: time is divided into slots, and one F, B or W of a chunk takes one slot.
 
-1. The building block: in which slot each stage takes F and B of microbatch 0. Two ranks lie 2 slots
-   apart on the way of F0 and B1, 1 slot on the way of F1 and B0, so that what a rank holds of chunk
-   0 and of chunk 1 adds up to the same on all ranks. Microbatch i does the same ``6 * i`` slots
-   later, and no two actions of a rank meet.
-2. Squeeze and reorder: before and after the steady part, actions move to the earliest free slot
-   after their input in which they do not make the rank hold more than the steady part does.
+1. The building block gives the slots of F and B of microbatch 0 on each stage. From one rank to the
+   next, F0 and B1 take 2 slots, F1 and B0 take 1 slot, so that the activations of chunk 0 and chunk
+   1 add up to the same amount on all ranks. Microbatch i does the same ``6 * i`` slots later. No
+   two actions of a rank get the same slot.
+2. Squeeze and reorder: before and after the steady part, each action moves to the earliest free
+   slot after its input in which the rank does not hold more than in the steady part.
 3. Weight gradients take the free slots, first in, first out.
 
-A rank of p holds at most ``2 * ((p + 2) // 2)`` chunk microbatches, the activations of
+Each of p ranks holds at most ``2 * ((p + 2) // 2)`` chunk microbatches, the activations of
 ``(p + 2) // 2`` whole ones. With F, B and W of one chunk each taking 1 and no latency, a step of m
 microbatches, at least as many as ranks, takes ``6 * m + max(p - 1, 6 * ceil(p / 2) - 7)``; 1F1B
 takes ``6 * (m + p - 1)``.
 
-Deviations from the paper: one pass over the slots, with weight gradients in the free ones
-throughout, where the authors' program makes two; the idle time is below the ``3 * p`` that they
-state. One rank alone has ZB-V's order.
+Deviations from the paper: this makes one pass over the slots, in which weight gradients take any
+free slot, while the authors' program makes two. The idle time is below the ``3 * p`` that they
+state. A pipeline of one rank gets the order of ZB-V.
 
 Source: ZB-V: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6; it is V-ZB in arXiv
 2405.15362. The order is that of ``torch.distributed.pipelining``, so both can be compared action by
-action. DualPipeV: a form of DualPipe (DeepSeek-V3, arXiv 2412.19437, section 3.2.1) with each rank
-in one place, as its authors published it at https://github.com/deepseek-ai/DualPipe.
+action. DualPipeV: a form of DualPipe (DeepSeek-V3, arXiv 2412.19437, section 3.2.1) that keeps each
+stage on one rank only, published by its authors at https://github.com/deepseek-ai/DualPipe.
 V-Half: Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: V-shaped building blocks,
-V-Half with its offsets; how a schedule is built from a block (repeating, squeezing, reordering).
+V-Half with its offsets, and the construction of a schedule from a block (repeat, squeeze, reorder).
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
     """Returns the orders of DualPipeV.
 
     Raises:
-        ScheduleError: fewer microbatches than stages.
+        ScheduleError: There are fewer microbatches than stages.
     """
     ranks = placement.num_ranks
     if num_microbatches < 2 * ranks:
@@ -114,10 +116,11 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
     orders = []
     for rank in range(ranks):
         after = ranks - 1 - rank
-        # Lanes: + begins a pair, a small b leaves its W for later, W is the oldest that was left.
+        # Marks of these lanes: + begins a pair, a lower-case b leaves its W for later, and W alone
+        # stands for the oldest W that was left.
         steady = ["F0+", "B1", "F1+", "B0"] * (num_microbatches - 2 * ranks + rank + 1)
         if after == 0:
-            steady[0] = "F0"  # of the microbatch whose backward would be its partner on this rank
+            steady[0] = "F0"  # its partner would be the backward of the same microbatch
         alone = ["B1", "B0"] * (rank + 1)
         lanes: list[str] = []
         left: deque[str] = deque()
@@ -140,11 +143,16 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
 
 
 def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
-    """Gives each lane's kind and chunk its next microbatch; leaves out those that do not exist."""
+    """Returns the actions of these lanes; the microbatches of each kind and chunk count up from 0.
+
+    Leaves out microbatches that the step does not have.
+    """
     counts: Counter[str] = Counter()
     order = []
     for lane in lanes:
-        kind, chunk, microbatch = ActionKind(lane[0]), int(lane[1]), counts[lane[:2]]
+        kind = ActionKind(lane[0])
+        chunk = int(lane[1])
+        microbatch = counts[lane[:2]]
         counts[lane[:2]] += 1
         if microbatch < num_microbatches:
             order.append(Action(kind, chunk, microbatch, paired=lane.endswith("+")))
@@ -152,25 +160,27 @@ def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
 
 
 _PERIOD = 6
+"""Slots between the same action of two consecutive microbatches."""
 
 _Row = dict[int, Action]
-"""The actions of one rank by slot."""
+"""Actions of one rank by slot."""
 
 
 def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """Returns the orders of V-Half with two chunks per rank in a V."""
     if placement.num_ranks == 1:
         return zb_v(placement, num_microbatches)
-    # The steady part repeats, so that a few of its periods stand for all.
+    # The steady part repeats, so it is made with few microbatches and then stretched.
     few = min(num_microbatches, placement.num_ranks + 5)
     begin = _steady_begin(placement.num_ranks) + _PERIOD
     return tuple(_stretch(row, begin, num_microbatches - few) for row in squeezed(placement, few))
 
 
 def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
-    """Place every action of a step in its slot, weight gradients included."""
+    """Returns the slots of all actions of a step, per rank, including weight gradients."""
     ranks = placement.num_ranks
-    begin, end = _steady_begin(ranks), _PERIOD * (num_microbatches - 1) + 1
+    begin = _steady_begin(ranks)
+    end = _PERIOD * (num_microbatches - 1) + 1
     cap = 2 * ((ranks + 2) // 2)
     rows = _repeated_block(ranks, num_microbatches)
     slot_of = {
@@ -197,13 +207,13 @@ def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
 
 
 def _steady_begin(num_ranks: int) -> int:
-    """The slot in which rank 0 takes its first backward of chunk 0."""
+    """Returns the slot in which rank 0 runs its first backward of chunk 0."""
     return _block(num_ranks, 0)[3][0]
 
 
 def _block(num_ranks: int, rank: int) -> tuple[tuple[int, ActionKind, int], ...]:
-    """Slot, kind and chunk of what a rank does for microbatch 0, weight gradients left out."""
-    # With an even number of ranks the slots of B would be those of F.
+    """Returns slot, kind and chunk of a rank's forwards and backwards of microbatch 0."""
+    # Without a gap, B and F would get the same slots if the number of ranks is even.
     gap = 3 if num_ranks % 2 == 0 else 0
     return (
         (2 * rank, ActionKind.F, 0),
@@ -225,7 +235,7 @@ def _repeated_block(num_ranks: int, num_microbatches: int) -> list[_Row]:
 
 
 def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
-    """Move an action to the first free slot in which memory suffices; returns where it is now."""
+    """Moves an action to the first free slot in which memory suffices; returns that slot."""
     action = row.pop(slot)
     for target in range(earliest, slot):
         if target not in row:
@@ -238,7 +248,7 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 
 
 def _peak(row: _Row) -> int:
-    """The most chunk microbatches held if each weight gradient takes the first free slot."""
+    """Returns the peak of chunk microbatches if each weight gradient takes the first free slot."""
     held = peak = waiting = 0
     for slot in range(max(row) + 1):
         action = row.get(slot)
@@ -255,10 +265,11 @@ def _peak(row: _Row) -> int:
 
 
 def _with_weights(row: _Row) -> _Row:
-    """Put each weight gradient in the first free slot after its backward; slots ascend."""
+    """Puts each weight gradient in the first free slot after its backward, in ascending slots."""
     full: _Row = {}
     waiting: deque[Action] = deque()
-    slot, last = 0, max(row)
+    slot = 0
+    last = max(row)
     while slot <= last or waiting:
         action = row.get(slot)
         if action is not None:
@@ -272,7 +283,13 @@ def _with_weights(row: _Row) -> _Row:
 
 
 def _stretch(row: _Row, begin: int, repeats: int) -> Order:
-    """List a rank's actions with the period from ``begin`` on repeated so many more times."""
+    """Returns the actions of a rank, with the period that starts at ``begin`` repeated.
+
+    Args:
+        row: Actions of the rank by slot, ascending.
+        begin: First slot of the period.
+        repeats: Number of additional periods.
+    """
     order: list[Action] = []
     period: list[Action] = []
     rest: list[Action] = []

@@ -1,4 +1,4 @@
-"""Runs schedules that users bring, and checks them before a step depends on them.
+"""Runs users' own schedules, and checks them before the first step.
 
 A fixed order is made by the user's function and validated. A rule is tried in a simulated step.
 Every error names the schedule, the file and line of its function, the rank and the action.
@@ -23,11 +23,11 @@ from megatron.adaptive.schedule.validate import validate
 from megatron.adaptive.schedule.workload import StageTimes
 
 _MOST_TRIED_ACTIONS = 50_000
-"""Limit of the trial of a rule: in plain Python an action takes some ten microseconds."""
+"""Most actions in the trial of a rule; in plain Python an action takes about 10 us."""
 
 
 class OwnRule:
-    """A policy that asks a user's function.
+    """Picks actions by a user's function.
 
     Args:
         spec: Description of the schedule.
@@ -42,7 +42,7 @@ class OwnRule:
         """Returns the action that the function chose, ``None`` to wait.
 
         Raises:
-            ScheduleError: The function raised, or its answer cannot start.
+            ScheduleError: The function raised, or returned something that cannot start.
         """
         where = f"{self._where}, rank {state.rank}"
         try:
@@ -72,11 +72,11 @@ class OwnRule:
 
 @lru_cache(maxsize=64)
 def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int) -> Schedule:
-    """Makes and validates the orders of a user's fixed schedule.
+    """Returns the validated orders of a user's fixed schedule.
 
     Args:
         spec: Description of the schedule.
-        placement: Placement of the stages.
+        placement: Placement of the stages on ranks.
         num_microbatches: Number of microbatches of a step.
 
     Raises:
@@ -112,10 +112,10 @@ def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int
             for action in order
             if action.kind is (ActionKind.B if splits else ActionKind.W) or action.piece
         )
-        wanted = "one W for each B" if splits else "no W"
+        expected = "one W for each B" if splits else "no W"
         raise ScheduleError(
             f"{where}, rank {rank}: {action} is in its order: with splits_backward={splits} it "
-            f"must list {wanted}"
+            f"must list {expected}"
         )
     return schedule
 
@@ -128,17 +128,17 @@ def own_rule(
     cap: float | None,
     weight_pieces: int,
 ) -> Policy:
-    """Makes the policy of a user's rule, and tries it in a simulated step.
+    """Returns the policy of a user's rule after a trial in a simulated step.
 
     Args:
         spec: Description of the rule.
-        placement: Placement of the stages.
+        placement: Placement of the stages on ranks.
         num_microbatches: Number of microbatches of a step. A very long step is tried with fewer.
-        cap: Limit of activations of a rank, in whole-rank microbatches; ``None`` for no limit.
+        cap: Most activations of a rank, in whole-rank microbatches; ``None`` for no limit.
         weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
 
     Raises:
-        ScheduleError: The rule raised, chose an action that is not ready, or comes to a deadlock.
+        ScheduleError: The rule raised, chose an action that is not ready, or leads to a deadlock.
     """
     rule = OwnRule(spec)
     per_microbatch = placement.num_stages * (2 + weight_pieces)

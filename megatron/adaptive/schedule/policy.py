@@ -1,8 +1,8 @@
 """Decides which action a rank does next.
 
-A policy is a pure object: it looks at a ``RankState`` and keeps nothing between two picks, so one
-object serves every step, and the simulator and the executor alike. Here: the interface, the policy
-made of one of the ``rules``, and that of the rule which follows a list.
+A policy reads a ``RankState`` and keeps nothing between two picks. So one object serves all steps,
+in the simulator and in the executor. This module owns the interface, the policy that applies a
+function of ``runtime_rules``, and the policy that follows a list.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from megatron.adaptive.schedule.rank_state import RankState
 
 
 class Policy(Protocol):
-    """The rule that picks the next action of one rank."""
+    """Picks the next action of one rank."""
 
     @property
     def name(self) -> str:
         """Returns the name by which users select the policy."""
 
     def pick(self, state: RankState) -> Action | None:
-        """Choose what the rank starts now.
+        """Chooses the action that the rank starts now.
 
-        Returns at once and changes nothing, the state included.
+        Returns at once and does not change the state.
 
         Args:
-            state: what the rank knows.
+            state: State of the rank.
 
         Returns:
             An action that is ready, or None to wait for the next input.
 
         Raises:
-            ScheduleError: the policy cannot go on.
+            ScheduleError: The policy cannot continue.
         """
 
 
 class RulePolicy:
-    """A policy made of one of the functions of ``rules``.
+    """Picks actions by a function of ``runtime_rules``.
 
     Args:
-        name: how users select it.
-        rule: the function.
-        hint: the rank's order as codes, for rules that look at one.
+        name: Name by which users select the policy.
+        rule: Function that chooses.
+        hint: Second argument of the function, such as the order of the rank as codes.
     """
 
     def __init__(self, name: str, rule: Rule, hint: Sequence[int] = ()) -> None:
@@ -55,7 +55,7 @@ class RulePolicy:
         self.hint = tuple(hint)
 
     def pick(self, state: RankState) -> Action | None:
-        """Choose by the rule; None if nothing is ready that it wants."""
+        """Returns the choice of the rule, None to wait."""
         code = self.rule(state.numbers, self.hint)
         if code < 0:
             return None
@@ -64,19 +64,18 @@ class RulePolicy:
 
 
 class Follow(RulePolicy):
-    """Does the actions of a list one by one, each as soon as it is ready; see ``rules.follow``.
+    """Picks the actions of a list one by one, each as soon as it is ready.
 
-    The position in the list is the number of actions the state has started. The cap of the state
-    is not looked at: the memory of a list is known beforehand (``memory.peak_units``). A pair
-    starts when both its actions are ready. With a list that is not valid (see ``validate``) the
-    rank comes to stand still.
+    The position in the list is the number of actions that the state has started. The cap of the
+    state is ignored, as the memory of a list is known beforehand (``validate.peak_units``). A pair
+    starts when both its actions are ready. With an invalid list (see ``validate``) the rank hangs.
 
     Args:
-        order: one rank's actions, first to last.
-        name: the schedule's name.
+        order: Actions of one rank, first to last.
+        name: Name of the schedule.
 
     Raises:
-        ScheduleError: some chunk takes a kind in another order than ascending.
+        ScheduleError: A chunk does not run the actions of a kind in ascending order.
     """
 
     def __init__(self, order: Sequence[Action], name: str = "follow") -> None:
@@ -85,43 +84,48 @@ class Follow(RulePolicy):
         super().__init__(name, runtime_rules.follow, codes_of(order, num_chunks))
 
     def pick(self, state: RankState) -> Action | None:
-        """Return the next action of the list if it is ready."""
+        """Returns the next action of the list if it is ready, else None."""
         is_ready = self.rule(state.numbers, self.hint) >= 0
         return self.order[state.num_started] if is_ready else None
 
 
 def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...]:
-    """A rank's order as the codes that ``rules`` read.
+    """Returns a rank's order as the codes that ``runtime_rules`` read.
 
     Returns:
-        ``kind * num_chunks + chunk`` of each action, ``3 * num_chunks`` more for a forward that is
-        paired.
+        ``kind * num_chunks + chunk`` of each action, ``3 * num_chunks`` more for a paired forward.
 
     Raises:
-        ScheduleError: some chunk takes a kind in another order than ascending, which codes cannot
-            say.
+        ScheduleError: A chunk does not run the actions of a kind in ascending order, which codes
+            cannot express.
     """
     codes = []
     latest: dict[int, tuple[int, int]] = {}
     for action in order:
         code = NUMBER[action.kind] * num_chunks + action.chunk
-        place = (action.microbatch, action.piece)
-        if place <= latest.get(code, (-1, 0)):
+        position = (action.microbatch, action.piece)
+        if position <= latest.get(code, (-1, 0)):
             raise ScheduleError(
                 f"an order lists {action} behind a later one of its kind and chunk: list them in"
                 " ascending order of microbatch and piece"
             )
-        latest[code] = place
+        latest[code] = position
         codes.append(code + 3 * num_chunks * action.paired)
     return tuple(codes)
 
 
 def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tuple[Action, ...]:
-    """The order that ``codes_of`` says, with weight gradients in so many pieces."""
+    """Returns the order that was turned into codes by ``codes_of``.
+
+    Args:
+        codes: Codes of the rank's actions.
+        num_chunks: Number of chunks of the rank.
+        weight_pieces: Number of parts of each weight gradient.
+    """
     counts = [0] * (3 * num_chunks)
     actions = []
-    for word in codes:
-        paired, code = divmod(word, 3 * num_chunks)
+    for marked in codes:
+        paired, code = divmod(marked, 3 * num_chunks)
         kind, chunk = divmod(code, num_chunks)
         pieces = max(1, weight_pieces) if kind == rank_kernel.W else 1
         actions.append(Action(KINDS[kind], chunk, *divmod(counts[code], pieces), bool(paired)))
@@ -130,15 +134,17 @@ def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tup
 
 
 def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ...]] | None:
-    """The rule that all these policies share, with each one's hint, for compiled simulation.
+    """Returns the rule that all these policies share, with the hint of each, to be compiled.
 
     Returns:
-        None if they do not share one of ``rules``.
+        None if they do not share a function of ``runtime_rules``.
     """
-    made = [one for one in policies if isinstance(one, RulePolicy) and is_known(one.rule)]
-    if len(made) < len(policies) or len({one.rule for one in made}) > 1:
+    rule_policies = [
+        policy for policy in policies if isinstance(policy, RulePolicy) and is_known(policy.rule)
+    ]
+    if len(rule_policies) < len(policies) or len({policy.rule for policy in rule_policies}) > 1:
         return None
-    return made[0].rule, tuple(one.hint for one in made)
+    return rule_policies[0].rule, tuple(policy.hint for policy in rule_policies)
 
 
 _BY_KIND: dict[Rule, tuple[str, str, str]] = {
@@ -147,39 +153,43 @@ _BY_KIND: dict[Rule, tuple[str, str, str]] = {
     runtime_rules.breadth_first: ("broadest", "deepest", "filler"),
     runtime_rules.follow: ("order", "order", "order"),
 }
-"""Words for F, B and W of the rules whose choice says it by its kind."""
+"""Reasons for F, B and W of the rules that have one reason for each kind."""
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Return a word for each action of a rank's step, empty where the policy gives none.
+    """Returns for each action of a rank's step why it was picked, in one word for the trace.
+
+    The word is empty if the policy gives no reason.
 
     Args:
-        policy: what picked them.
-        codes: the actions in the order they started, as ``codes_of`` says them.
-        num_chunks: chunks of the rank.
+        policy: Policy that picked the actions.
+        codes: Codes of the actions in the order they started (see ``codes_of``).
+        num_chunks: Number of chunks of the rank.
     """
     if not isinstance(policy, RulePolicy):
         return [""] * len(codes)
     codes = [code % (3 * num_chunks) for code in codes]
     if policy.rule is runtime_rules.hinted:
         return _hinted(policy.hint, codes, num_chunks)
-    words = _BY_KIND.get(policy.rule, ("", "", ""))
-    return [words[code // num_chunks] for code in codes]
+    reasons = _BY_KIND.get(policy.rule, ("", "", ""))
+    return [reasons[code // num_chunks] for code in codes]
 
 
 def _hinted(hint: Sequence[int], codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Go along the hint, which lists ``code + 3 * num_chunks * index``, beside what was done."""
+    """Returns reasons by comparing the actions with a hint of ``code + 3 * num_chunks * index``."""
     lanes = 3 * num_chunks
     started = [0] * lanes
-    head = 0
-    words = []
+    first_open = 0
+    reasons = []
     for code in codes:
-        due = hint[head] if head < len(hint) else -1
+        due = hint[first_open] if first_open < len(hint) else -1
         if code + lanes * started[code] == due:
-            words.append("hint")
+            reasons.append("hint")
         else:
-            words.append("filler" if code // num_chunks == rank_kernel.W else "overtake")
+            reasons.append("filler" if code // num_chunks == rank_kernel.W else "overtake")
         started[code] += 1
-        while head < len(hint) and hint[head] // lanes < started[hint[head] % lanes]:
-            head += 1
-    return words
+        while (
+            first_open < len(hint) and hint[first_open] // lanes < started[hint[first_open] % lanes]
+        ):
+            first_open += 1
+    return reasons

@@ -1,17 +1,53 @@
-"""The rules that hold for every order of work, as plain functions over one rank's numbers.
+"""Checks the rules of every order of work, in plain functions over the state of one rank.
 
-A rank's state is one flat sequence of whole numbers, ``s``: a few single values (``s[CAP]``), then
-blocks of counts per chunk, then flags of inputs that have arrived. Plain Python runs these
-functions on lists, the executor's way (see ``state``); the simulator compiles the very same
-functions and runs them on arrays (see ``compiled``). So they use numbers only: no objects, no
-exceptions, no calls but to each other.
+The rules: an action needs its input. Each stage runs its forwards, its backwards and its weight
+gradients in ascending order of microbatches. A backward follows the forward of its microbatch, a
+weight gradient its backward. A rank runs one action at a time, or one of each kind if actions may
+overlap (``BESIDE``).
 
-Memory is counted in millionths of the caller's unit, so that fractions add up exactly.
+The state of a rank is one flat sequence of integers, ``s``. The executor runs these functions in
+plain Python on lists (see ``rank_state``). The simulator compiles the same functions with numba and
+runs them on arrays (see ``numba_kernels``). So they use numbers only: no objects, no exceptions,
+and no calls except to each other.
 
-The rules: an action needs its input; each stage takes its forwards, its backwards and its weight
-gradients in ascending microbatch order; a backward follows its own forward, a weight gradient its
-own backward. A rank runs one action at a time; where actions may start beside others, one of each
-kind.
+The slots of ``s``. The example is rank 1 of 2 in a loop of 2 chunks, so it has stages 1 and 3. The
+step has 3 microbatches, split backwards and a cap of 2. F0-0, F0-1 and F1-0 have finished, B1-0 is
+running, and the input of F0-2 has arrived::
+
+    slot             example   content
+     0 LAST                1   kind of the last F or B that started, -1 before the first
+     1 IN_FLIGHT     1500000   memory held now, in millionths of a whole-rank microbatch
+     2 PEAK          1500000   most memory held so far, in the same unit
+     3 CAP           2000500   most memory that may be held, with a tolerance for rounding
+     4 CHUNKS              2   number of chunks of the rank
+     5 MICROBATCHES        3   number of microbatches of the step
+     6 PIECES              1   number of parts of each weight gradient, 0 for whole backwards
+     7 RANKS               2   number of ranks of the pipeline
+     8 RANK                1   position of this rank in the pipeline
+     9 STARTED             4   number of actions started
+    10 FINISHED            3   number of actions finished
+    11 TOTAL              18   number of actions of the step
+    12 UNIT           500000   memory of one microbatch of one chunk, 0 in an evaluation
+    13 LAST_CHUNK          1   chunk with the last stage, whose forward is the input of its own
+                               backward; -1 if another rank has it
+    14 BESIDE              0   1 if an action may start while another one communicates
+    15 BUSY                0   1 if a forward is running
+    16                     1   1 if a backward is running
+    17                     0   1 if a weight gradient is running
+    18 SIZED               0   1 if microbatches differ in size
+    19 TURNED              0   1 in a V, where odd chunks run from the last rank to the first
+    20 HEAD              2 1   number of forwards started, per chunk
+    22                   0 1   number of backwards started, per chunk
+    24                   0 0   number of pieces of weight gradients started, per chunk
+    26                   2 1   number of forwards finished, per chunk
+    28                   0 0   number of backwards finished, per chunk
+    30                   0 0   number of pieces of weight gradients finished, per chunk
+    32           1 1 1 1 0 0   1 if the input of a forward is here, per chunk and microbatch
+    38           0 0 0 1 0 0   1 if the input of a backward is here, per chunk and microbatch
+    44                     -   memory of each microbatch of one chunk; only if SIZED is 1
+
+The number of actions of a kind that a chunk has started is also the index of the next one. Memory
+is counted in integers so that fractions add up exactly.
 """
 
 from __future__ import annotations
@@ -20,53 +56,59 @@ F, B, W = 0, 1, 2
 """Kinds of action as numbers; ``ActionKind`` lists them in the same order."""
 
 MEMORY_SCALE = 1_000_000
+"""Units of memory per whole-rank microbatch."""
 NO_CAP = 1 << 62
+"""Value of ``CAP`` without a limit."""
 
-# Single values.
-LAST = 0  # kind of the last F or B started, -1 before the first; W does not count
+# Slots with one number each (see the table above).
+LAST = 0
 IN_FLIGHT = 1
 PEAK = 2
 CAP = 3
 CHUNKS = 4
 MICROBATCHES = 5
-PIECES = 6  # parts of each weight gradient, 0 if backwards are whole
+PIECES = 6
 RANKS = 7
 RANK = 8
 STARTED = 9
 FINISHED = 10
 TOTAL = 11
-UNIT = 12  # activations of one microbatch of a chunk, 0 in an evaluation
-LAST_CHUNK = 13  # holds the last stage, whose forward enables its own backward; -1 for none
-BESIDE = 14  # 1 where an action may start while another communicates
-BUSY = 15  # and two more: 1 where a forward, a backward, a weight gradient is under way
-SIZED = 18  # 1 where microbatches differ in size; then their sizes follow the flags
-TURNED = 19  # 1 in a V, where every second chunk runs from the last rank to the first
+UNIT = 12
+LAST_CHUNK = 13
+BESIDE = 14
+BUSY = 15
+SIZED = 18
+TURNED = 19
 HEAD = 20
 
-# Blocks of one count of actions per chunk; a count is also the next index.
-DONE = 3  # from a kind's block of started actions to that of finished ones
-FLAGS = 6
+# Offsets from HEAD, in blocks of one number per chunk.
+DONE = 3  # distance from the started actions of a kind to its finished ones
+FLAGS = 6  # distance from HEAD to the flags of inputs
 
 State = list[int]
-"""A rank's numbers; compiled code has an ``int64`` array in its place."""
+"""State of one rank; in compiled code an ``int64`` array."""
 
 
 def lanes(s: State) -> int:
-    """Counts the codes ``kind * chunks + chunk``; a forward's code plus this begins a pair."""
+    """Returns the number of codes ``kind * chunks + chunk``.
+
+    The code of a forward plus this number begins a pair.
+    """
     return 3 * s[CHUNKS]
 
 
 def lane_count(s: State, kind: int, chunk: int) -> int:
-    """Counts the actions of a kind that a chunk has started: the index of the next one.
+    """Returns the number of actions of a kind that a chunk has started, the index of the next one.
 
-    Weight gradients count their pieces.
+    Each piece of a weight gradient counts as one action.
     """
     return s[HEAD + kind * s[CHUNKS] + chunk]
 
 
 def is_ready(s: State, kind: int, chunk: int) -> bool:
-    """True if the chunk's next action of that kind may start, memory aside."""
-    chunks, microbatches = s[CHUNKS], s[MICROBATCHES]
+    """Returns whether the chunk's next action of this kind may start, regardless of memory."""
+    chunks = s[CHUNKS]
+    microbatches = s[MICROBATCHES]
     index = s[HEAD + kind * chunks + chunk]
     if s[BUSY + kind] == 1:
         return False
@@ -80,23 +122,23 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
 
 
 def stage_of(s: State, chunk: int) -> int:
-    """Stage of a chunk, as :meth:`Placement.stage_of`."""
+    """Returns the stage of a chunk, like :meth:`Placement.stage_of`."""
     rank = s[RANKS] - 1 - s[RANK] if s[TURNED] == 1 and chunk % 2 == 1 else s[RANK]
     return chunk * s[RANKS] + rank
 
 
 def size_of(s: State, microbatch: int) -> int:
-    """Activations of a microbatch of a chunk."""
+    """Returns the memory of a microbatch of one chunk."""
     if s[SIZED] == 0:
         return s[UNIT]
     return s[HEAD + (FLAGS + 2 * s[MICROBATCHES]) * s[CHUNKS] + microbatch]
 
 
 def fits(s: State, chunk: int) -> bool:
-    """True if the graded memory rule lets the chunk's next forward start (see ``memory``).
+    """Returns whether the graded memory rule lets the chunk's next forward start.
 
-    What must be free is its own microbatch and one of every later chunk: the largest of those that
-    are not there yet.
+    Its microbatch must fit, plus one of every later chunk: the largest of those that have not
+    started there. See ``memory_caps``.
     """
     if s[SIZED] == 0:
         return s[IN_FLIGHT] + (s[CHUNKS] - chunk) * s[UNIT] <= s[CAP]
@@ -111,16 +153,16 @@ def fits(s: State, chunk: int) -> bool:
 
 
 def arrive(s: State, kind: int, chunk: int, microbatch: int) -> None:
-    """Note that the input of a forward or backward is here."""
+    """Records that the input of a forward or backward is here."""
     chunks = s[CHUNKS]
     s[HEAD + FLAGS * chunks + (kind * chunks + chunk) * s[MICROBATCHES] + microbatch] = 1
 
 
 def start(s: State, kind: int, chunk: int) -> None:
-    """Note that the chunk's next action of that kind starts; a forward takes its memory now."""
-    at = HEAD + kind * s[CHUNKS] + chunk
-    index = s[at]
-    s[at] = index + 1
+    """Records that the chunk's next action of this kind starts; a forward takes its memory now."""
+    slot = HEAD + kind * s[CHUNKS] + chunk
+    index = s[slot]
+    s[slot] = index + 1
     s[STARTED] += 1
     s[BUSY + kind] = 1
     if kind != W:
@@ -131,14 +173,14 @@ def start(s: State, kind: int, chunk: int) -> None:
 
 
 def finish(s: State, kind: int, chunk: int) -> None:
-    """Note that the chunk's oldest running action of that kind ended; memory it frees is free now.
+    """Records that the chunk's oldest running action of this kind ended, and frees its memory.
 
-    A whole backward frees its microbatch; a split one leaves that to the last piece of its weight
-    gradient.
+    A whole backward frees its microbatch. After a split backward, the last piece of the weight
+    gradient frees it.
     """
-    at = HEAD + (kind + DONE) * s[CHUNKS] + chunk
-    index = s[at]
-    s[at] = index + 1
+    slot = HEAD + (kind + DONE) * s[CHUNKS] + chunk
+    index = s[slot]
+    s[slot] = index + 1
     s[FINISHED] += 1
     s[BUSY + kind] = 0
     if kind == F:

@@ -1,7 +1,22 @@
 """Tracks one rank during a step: inputs that are here, actions started and finished, memory.
 
-The rules themselves are in ``machine``; here they get names, checks and messages. It decides
-nothing (a policy does), sends nothing and measures nothing: executor and simulator report to it.
+``RankState.numbers`` is the state of ``rank_kernel``, whose functions contain the rules. This
+module adds names, checks and messages. ``rank_kernel`` lists all slots of the state. In its example
+(rank 1 of 2 in a loop of 2 chunks, F0-0, F0-1 and F1-0 have finished and B1-0 is running)::
+
+    numbers                                  method or property
+    IN_FLIGHT      1500000                   in_flight: 1.5 whole-rank microbatches
+    STARTED        4                         num_started
+    FINISHED       3                         num_finished
+    TOTAL          18                        num_actions
+    started F      2 1         per chunk     next_action: F0-2, F1-1
+    started B      0 1         per chunk     next_action: B0-0, B1-1
+    started W      0 0         per chunk     next_action: W0-0, W1-0
+    inputs of F    111 100     per chunk     arrive; lacking: F1-1
+    inputs of B    000 100     per chunk     arrive
+
+The state does not decide (a policy does), send or measure: the executor and the simulator report to
+it.
 """
 
 from __future__ import annotations
@@ -18,24 +33,24 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class RankState:
-    """Mutable state of one rank within one step; a new step needs a new one.
+    """Tracks one rank within one step; a new step needs a new object.
 
     Not thread-safe: its owner (the executor's loop or the simulator) makes every call. All calls
-    return at once and cost O(chunks).
+    return at once and take O(chunks) time.
 
     Args:
-        placement: the pipeline's stages over its ranks.
-        rank: this rank's position in the pipeline.
-        num_microbatches: microbatches per step, at least 1.
-        cap: most activations that ``fits`` grants, in whole-rank microbatches; None for no limit.
-        sizes: activations of each microbatch, in mean ones; None where all are alike.
-        forward_only: evaluation; there are no backwards and no activations are held.
-        weight_pieces: parts into which each weight gradient is cut; 0 for whole backwards, which
-            compute the weight gradients themselves.
-        beside: an action may start while another, of another kind, communicates.
+        placement: Placement of the pipeline's stages on its ranks.
+        rank: Position of this rank in the pipeline.
+        num_microbatches: Number of microbatches per step, at least 1.
+        cap: Most activations that ``fits`` allows, in whole-rank microbatches; None for no limit.
+        sizes: Activations of each microbatch, relative to the mean; None if all are equal.
+        forward_only: True in an evaluation, which has no backwards and holds no activations.
+        weight_pieces: Number of parts of each weight gradient; 0 for whole backwards, which
+            compute the weight gradients as well.
+        beside: Whether an action may start while another one, of another kind, communicates.
 
     Raises:
-        ScheduleError: an argument is out of range, or the cap is below the least cap.
+        ScheduleError: An argument is out of range, or the cap is below the least cap.
     """
 
     def __init__(
@@ -73,83 +88,96 @@ class RankState:
         self.weight_pieces = 0 if forward_only else weight_pieces
         self.cap = cap
         last = placement.num_stages - 1
-        # By kind and chunk: whether its input comes from another stage.
+        # True for each kind and chunk whose input comes from another stage.
         self._takes = (
             *(stage > 0 for stage in stages),
             *(stage < last and not forward_only for stage in stages),
             *(False for _ in stages),
         )
-        s = self.numbers = [0] * (HEAD + chunks * (rank_kernel.FLAGS + 2 * num_microbatches))
-        s[rank_kernel.LAST] = -1
-        s[rank_kernel.BESIDE] = int(beside and not forward_only)
-        s[rank_kernel.CAP] = rank_kernel.NO_CAP if forward_only else most
-        s[rank_kernel.CHUNKS] = chunks
-        s[rank_kernel.MICROBATCHES] = num_microbatches
-        s[rank_kernel.PIECES] = self.weight_pieces
-        s[rank_kernel.RANKS] = placement.num_ranks
-        s[rank_kernel.TURNED] = int(placement.kind == "v")
-        s[rank_kernel.RANK] = rank
-        s[rank_kernel.TOTAL] = (
-            chunks * num_microbatches * (1 if forward_only else 2 + self.weight_pieces)
-        )
-        s[rank_kernel.UNIT] = 0 if forward_only else round(MEMORY_SCALE / chunks)
-        ends_here = not forward_only and last in stages
-        s[rank_kernel.LAST_CHUNK] = chunks - 1 if ends_here else -1
-        if stages[0] == 0:  # its forwards need no input
-            flags = HEAD + rank_kernel.FLAGS * chunks
-            s[flags : flags + num_microbatches] = [1] * num_microbatches
-        if sizes:
-            s[rank_kernel.SIZED] = 1
-            s += [round(MEMORY_SCALE * size / chunks) for size in sizes]
+        self.numbers = self._first_numbers(stages, sizes)
+        self.numbers[rank_kernel.BESIDE] = int(beside and not forward_only)
+        self.numbers[rank_kernel.CAP] = rank_kernel.NO_CAP if forward_only else most
         self._actions = (
             *action_table(ActionKind.F, chunks, num_microbatches),
             *action_table(ActionKind.B, chunks, num_microbatches),
             *action_table(ActionKind.W, chunks, num_microbatches, max(1, weight_pieces)),
         )
 
-    # What is known
+    def _first_numbers(self, stages: Sequence[int], sizes: Sequence[float]) -> list[int]:
+        """Returns the numbers of ``rank_kernel`` at the start of a step, except BESIDE and CAP.
+
+        Args:
+            stages: Stage of each chunk.
+            sizes: Relative size of each microbatch, empty if all are equal.
+        """
+        chunks = len(stages)
+        num_microbatches = self.num_microbatches
+        forward_only = self.forward_only
+        s = [0] * (HEAD + chunks * (rank_kernel.FLAGS + 2 * num_microbatches))
+        s[rank_kernel.LAST] = -1
+        s[rank_kernel.CHUNKS] = chunks
+        s[rank_kernel.MICROBATCHES] = num_microbatches
+        s[rank_kernel.PIECES] = self.weight_pieces
+        s[rank_kernel.RANKS] = self.placement.num_ranks
+        s[rank_kernel.TURNED] = int(self.placement.kind == "v")
+        s[rank_kernel.RANK] = self.rank
+        s[rank_kernel.TOTAL] = (
+            chunks * num_microbatches * (1 if forward_only else 2 + self.weight_pieces)
+        )
+        s[rank_kernel.UNIT] = 0 if forward_only else round(MEMORY_SCALE / chunks)
+        ends_here = not forward_only and self.placement.num_stages - 1 in stages
+        s[rank_kernel.LAST_CHUNK] = chunks - 1 if ends_here else -1
+        if stages[0] == 0:  # forwards of the first stage take their input from the data
+            flags = HEAD + rank_kernel.FLAGS * chunks
+            s[flags : flags + num_microbatches] = [1] * num_microbatches
+        if sizes:
+            s[rank_kernel.SIZED] = 1
+            s += [round(MEMORY_SCALE * size / chunks) for size in sizes]
+        return s
 
     @property
     def num_actions(self) -> int:
-        """Actions of this rank in the whole step."""
+        """Returns the number of actions of this rank in the whole step."""
         return self.numbers[rank_kernel.TOTAL]
 
     @property
     def num_started(self) -> int:
-        """Actions started so far, finished ones included."""
+        """Returns the number of actions started so far, including finished ones."""
         return self.numbers[rank_kernel.STARTED]
 
     @property
     def num_finished(self) -> int:
-        """Actions finished so far."""
+        """Returns the number of actions finished so far."""
         return self.numbers[rank_kernel.FINISHED]
 
     @property
     def done(self) -> bool:
-        """True once every action of the step is finished."""
+        """Returns whether every action of the step is finished."""
         return self.numbers[rank_kernel.FINISHED] == self.numbers[rank_kernel.TOTAL]
 
     @property
     def beside(self) -> bool:
-        """True if an action may start while another, of another kind, communicates."""
+        """Returns whether an action may start while another one, of another kind, communicates."""
         return self.numbers[rank_kernel.BESIDE] == 1
 
     @property
     def in_flight(self) -> float:
-        """Activations held, in whole-rank microbatches."""
+        """Returns the activations held now, in whole-rank microbatches."""
         return self.numbers[rank_kernel.IN_FLIGHT] / MEMORY_SCALE
 
     @property
     def peak_in_flight(self) -> float:
-        """The most activations held so far."""
+        """Returns the most activations held so far, in whole-rank microbatches."""
         return self.numbers[rank_kernel.PEAK] / MEMORY_SCALE
 
     def is_ready(self, action: Action) -> bool:
-        """True if the action may start now: its input is here and it is next on its stage.
+        """Returns whether the action may start now: its input is here and it is next on its stage.
 
-        Memory is not considered; see ``fits``. An action that does not exist is never ready.
+        Memory is not considered (see ``fits``). An action that does not exist is never ready.
         """
-        s, number, chunk = self.numbers, NUMBER[action.kind], action.chunk
+        s = self.numbers
+        number = NUMBER[action.kind]
+        chunk = action.chunk
         return (
             0 <= chunk < s[rank_kernel.CHUNKS]
             and s[HEAD + number * s[rank_kernel.CHUNKS] + chunk] == self._index(action)
@@ -157,11 +185,13 @@ class RankState:
         )
 
     def is_possible(self, action: Action) -> bool:
-        """True if the action is next on its stage and only has to wait, however long, to be ready.
+        """Returns whether the action is next on its stage and will be ready without another start.
 
-        False for one that was started, that another must precede, or that does not exist.
+        False for an action that was started, that must follow another one, or that does not exist.
         """
-        kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
+        kind = action.kind
+        chunk = action.chunk
+        microbatch = action.microbatch
         if not (self._has(kind, chunk) and 0 <= microbatch < self.num_microbatches):
             return False
         number = NUMBER[kind]
@@ -170,9 +200,9 @@ class RankState:
         return number == rank_kernel.F or microbatch < lane_count(self.numbers, number - 1, chunk)
 
     def ready(self) -> tuple[Action, ...]:
-        """Every action that may start now: at most one of each kind per chunk.
+        """Returns every action that may start now, at most one of each kind per chunk.
 
-        Chunks ascend; within a chunk F comes before B before W. Memory is not considered.
+        Chunks ascend; within a chunk F comes before B, and B before W. Memory is not considered.
         """
         s = self.numbers
         return tuple(
@@ -183,54 +213,54 @@ class RankState:
         )
 
     def next_action(self, kind: int, chunk: int) -> Action:
-        """The chunk's next action of a kind, given as the number that ``machine`` uses."""
+        """Returns the chunk's next action of a kind, which is a number of ``rank_kernel``."""
         chunks = self.placement.num_chunks
         return self._actions[kind * chunks + chunk][lane_count(self.numbers, kind, chunk)]
 
     def fits(self, action: Action) -> bool:
-        """True if the graded memory rule lets the action start: its cap cannot deadlock.
+        """Returns whether the graded memory rule lets the action start.
 
-        A forward fits if, once it has started, one microbatch of every later local chunk still
-        does. Anything else only frees memory and always fits.
+        A forward fits if one microbatch of every later local chunk still fits after it, so that the
+        cap cannot deadlock. Other actions only free memory and always fit.
         """
         return action.kind is not ActionKind.F or rank_kernel.fits(self.numbers, action.chunk)
 
-    # What happens
-
     def arrive(self, kind: ActionKind, chunk: int, microbatch: int) -> None:
-        """Note that the input of an action is here; inputs may come early and in any order.
+        """Records that the input of an action is here; inputs may come early and in any order.
 
-        Not to be called for the first stage's forwards, whose input is the data, nor for the last
-        stage's backwards, which start from their own forward's loss. If the neighbouring stage is
-        on the same rank, the caller reports the hand-over here too.
+        Do not call it for forwards of the first stage, whose input is the data, or for backwards of
+        the last stage, which start from the loss. If the neighbouring stage is on the same rank,
+        the caller reports the hand-over here as well.
 
         Raises:
-            ScheduleError: no such action takes an input, or this one arrived before.
+            ScheduleError: The action takes no input, or its input arrived before.
         """
-        s, number, chunks = self.numbers, NUMBER[kind], self.placement.num_chunks
+        s = self.numbers
+        number = NUMBER[kind]
+        chunks = self.placement.num_chunks
         if not (0 <= chunk < chunks and self._takes[number * chunks + chunk]):
-            why = "was reported, which takes no input from another stage"
+            problem = "was reported, which takes no input from another stage"
         elif not 0 <= microbatch < self.num_microbatches:
-            why = f"arrived, but the step has {self.num_microbatches} microbatches"
+            problem = f"arrived, but the step has {self.num_microbatches} microbatches"
         elif s[
             HEAD
             + rank_kernel.FLAGS * chunks
             + (number * chunks + chunk) * self.num_microbatches
             + microbatch
         ]:
-            why = "arrived twice"
+            problem = "arrived twice"
         else:
             rank_kernel.arrive(s, number, chunk, microbatch)
             return
-        raise ScheduleError(f"rank {self.rank}: input of {kind}{chunk}-{microbatch} {why}")
+        raise ScheduleError(f"rank {self.rank}: input of {kind}{chunk}-{microbatch} {problem}")
 
     def start(self, action: Action) -> bool:
-        """Note that the action starts if it is ready, a forward takes its memory now.
+        """Records that the action starts, if it is ready; a forward takes its memory now.
 
-        The cap is not enforced here: it is a policy's choice to ask ``fits``.
+        The cap is not enforced here: a policy asks ``fits`` if it wants to.
 
         Returns:
-            Whether it is ready; see :meth:`why_not`.
+            True if the action was ready and is started now; else see :meth:`why_not`.
         """
         ready = self.is_ready(action)
         if ready:
@@ -238,12 +268,14 @@ class RankState:
         return ready
 
     def finish(self, action: Action) -> None:
-        """Note that a started action ended; memory that it frees is free now.
+        """Records that a started action ended, and frees its memory.
 
         Raises:
-            ScheduleError: the action is not the oldest running one of its kind and chunk.
+            ScheduleError: The action is not the oldest running one of its kind and chunk.
         """
-        s, number, chunk = self.numbers, NUMBER[action.kind], action.chunk
+        s = self.numbers
+        number = NUMBER[action.kind]
+        chunk = action.chunk
         if not (
             0 <= chunk < s[rank_kernel.CHUNKS]
             and lane_count(s, number + rank_kernel.DONE, chunk)
@@ -256,11 +288,11 @@ class RankState:
             )
         rank_kernel.finish(s, number, chunk)
 
-    # Messages for people
-
     def why_not(self, action: Action) -> str:
-        """The reason why an action is not ready, for error messages; ``it is ready`` if it is."""
-        s, number, chunk = self.numbers, NUMBER[action.kind], action.chunk
+        """Returns for error messages why an action is not ready; ``it is ready`` if it is."""
+        s = self.numbers
+        number = NUMBER[action.kind]
+        chunk = action.chunk
         if not self._has(action.kind):
             return f"this step has no {action.kind}"
         pieces = max(1, self.weight_pieces) if number == rank_kernel.W else 1
@@ -279,9 +311,9 @@ class RankState:
         if self._index(action) > started:
             return f"{self.next_action(number, chunk)} comes before it"
         if number and action.microbatch >= lane_count(s, number - 1 + rank_kernel.DONE, chunk):
-            of = Action(KINDS[number - 1], chunk, action.microbatch)
-            before = "forward" if number == rank_kernel.B else "backward"
-            return f"its own {before} {of} has not finished"
+            before = Action(KINDS[number - 1], chunk, action.microbatch)
+            kind = "forward" if number == rank_kernel.B else "backward"
+            return f"its own {kind} {before} has not finished"
         if s[rank_kernel.BUSY + number]:
             return f"another {action.kind} is under way"
         if rank_kernel.is_ready(s, number, chunk):
@@ -289,10 +321,10 @@ class RankState:
         return f"its input from {self._sender(action)} is not here"
 
     def missing(self) -> str:
-        """Describes what keeps this rank from going on, for messages about a time limit.
+        """Describes what this rank waits for, for messages about a time limit.
 
-        Names, per chunk, the next inputs that are not here with the rank and stage that send them,
-        and actions whose input is here but which the cap holds back.
+        Lists for each chunk the next inputs that are not here, with the rank and stage that send
+        them, and the actions whose input is here but which exceed the cap.
         """
         if self.done:
             return "nothing, every action is finished"
@@ -309,11 +341,11 @@ class RankState:
         return ", ".join(parts) or "weight gradients, which are ready"
 
     def lacking(self) -> list[Action]:
-        """Returns the chunks' next actions whose input is not here, as far as one is to come."""
+        """Returns the chunks' next forwards and backwards whose input is not here."""
         return [action for action, has_input in self._next_actions() if not has_input]
 
     def _next_actions(self) -> Iterator[tuple[Action, bool]]:
-        """Yields the chunks' next forwards and backwards, and whether their input is here."""
+        """Yields the chunks' next forwards and backwards, and whether the input of each is here."""
         for chunk in range(self.placement.num_chunks):
             forwards = lane_count(self.numbers, rank_kernel.F + rank_kernel.DONE, chunk)
             limits = (self.num_microbatches, 0 if self.forward_only else forwards)
@@ -324,7 +356,7 @@ class RankState:
                     yield self.next_action(number, chunk), bool(is_ready)
 
     def describe(self) -> str:
-        """One line of state: what is ready, counts, memory."""
+        """Returns one line about the state: ready actions, counts, memory."""
         ready = " ".join(str(action) for action in self.ready()) or "nothing"
         cap = "no cap" if self.cap is None else f"cap {self.cap:g}"
         return (

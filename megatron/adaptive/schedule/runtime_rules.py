@@ -1,23 +1,25 @@
-"""The choices of the run-time policies, as plain functions over one rank's numbers.
+"""Chooses the next action for the run-time policies, in plain functions over one rank's state.
 
-``rule(s, hint)`` looks at a state (see ``machine``) and returns what to start now as a code,
-``kind * chunks + chunk``, or -1 to wait. Where actions may start
-beside others, a rule is also asked while one communicates; what is under way is not ready then. The
-microbatch needs no saying: a stage takes each kind in
-ascending order. Like ``machine``, these run as they are in the executor and compiled in the
-simulator, so they use numbers only.
+``rule(s, hint)`` reads a state (see ``rank_kernel``) and returns the code ``kind * chunks + chunk``
+of the action to start now, or -1 to wait. A code needs no microbatch, because a stage runs each
+kind in ascending order. If actions may overlap (``BESIDE``), a rule is also asked while an action
+communicates; actions that are running are not ready then. The executor runs these functions as they
+are and the simulator compiles them, so they use numbers only, like ``rank_kernel``.
 
-``hint`` is the rank's own order as codes for the rules that follow one. For ``adaptive`` it holds
-the shares of the rank's chunks (see ``memory``), the deepest left out; empty or -1 for none.
+For rules that follow an order, ``hint`` is the order of the rank as codes. For ``adaptive``, it
+lists the shares of the rank's chunks except the deepest (see ``memory_caps``); -1 or a missing
+entry stands for no limit.
 
-``adaptive`` decides from what has arrived: ready-first order as in RRFP, arXiv 2605.18750, with the
-grouping of forwards of interleaved 1F1B, arXiv 2104.04473, section 2.2. ``hinted`` follows a static
-order, the best that the cap allows (``registry.hint_for``), and leaves it only where that costs no
-memory; the condition is ours. It cannot deadlock: whatever was overtaken, doing the remaining hint
-in its order stays possible. Where microbatches differ in size the hint says nothing about bytes:
-then every forward must also fit by the graded rule, and where the hint leads to nothing the rule
-of ``adaptive`` decides. ``docs/schedules.md`` has both rules step by step, why each step is as it
-is, and what others were simulated.
+``adaptive`` decides from the inputs that have arrived: ready-first order as in RRFP, arXiv
+2605.18750, with the grouping of forwards of interleaved 1F1B, arXiv 2104.04473, section 2.2.
+
+``hinted`` follows a static order, the best that the cap allows (``catalog.hint_for``). It leaves
+the order only if that costs no memory; this condition is not from a paper. It cannot deadlock:
+whatever it has overtaken, the rest of the hint can still run in its order. If microbatches differ
+in size, the hint says nothing about bytes. Then every forward must also fit by the graded rule, and
+if the hint offers no action, the rule of ``adaptive`` decides.
+
+``docs/schedules.md`` explains both rules step by step, with alternatives that were simulated.
 """
 
 from __future__ import annotations
@@ -52,15 +54,15 @@ from megatron.adaptive.schedule.rank_kernel import (
 )
 
 LOOKAHEAD = 96
-"""Number of actions of its hint that ``hinted`` considers, those overtaken included.
+"""Number of actions of its hint that ``hinted`` considers, including those already overtaken.
 
-Nothing beyond is ever overtaken, so the first action not done is at most so many behind the number
-of actions started, and is found without going through the whole hint.
+No later action is started early. So the first open action is at most this far behind the number of
+started actions, and is found without a search through the whole hint.
 """
 
 
 def follow(s: State, hint: Sequence[int]) -> int:
-    """The hint's next action if it is ready, whatever the cap."""
+    """Returns the code of the hint's next action if it is ready, regardless of the cap; else -1."""
     position = s[STARTED]
     if position >= len(hint):
         return -1
@@ -78,7 +80,7 @@ def follow(s: State, hint: Sequence[int]) -> int:
 
 
 def deepest_ready(s: State, kind: int) -> int:
-    """Code of the ready action of that kind on the deepest chunk, -1 if none is ready."""
+    """Returns the code of the deepest chunk's ready action of a kind, -1 if none is ready."""
     chunks = s[CHUNKS]
     for chunk in range(chunks - 1, -1, -1):
         if is_ready(s, kind, chunk):
@@ -87,9 +89,10 @@ def deepest_ready(s: State, kind: int) -> int:
 
 
 def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
-    """True if the chunk's forwards started minus its backwards finished are below its share.
+    """Returns whether a chunk may hold one more microbatch by its share.
 
-    An evaluation has no backwards and holds nothing.
+    It holds the microbatches whose forward started and whose backward has not finished. In an
+    evaluation, which has no backwards, there is no limit.
     """
     if chunk >= len(hint) or hint[chunk] < 0 or s[UNIT] == 0:
         return True
@@ -97,30 +100,31 @@ def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
 
 
 def next_forward(s: State, hint: Sequence[int]) -> int:
-    """Chunk of the forward to take, -1 if none is ready and fits.
+    """Returns the chunk of the forward to start, -1 if none is ready and fits.
 
-    In a loop, of the lowest group of as many microbatches as there are ranks, the shallowest. In a
-    V the one with the longest way to the end of the step.
+    In a loop, microbatches form groups of as many as there are ranks; the forward of the lowest
+    group on the shallowest chunk is chosen. In a V, the forward with the longest way to the end of
+    the step is chosen.
     """
     best = -1
     lowest = 0
     for chunk in range(s[CHUNKS]):
         if is_ready(s, F, chunk) and fits(s, chunk) and within_share(s, hint, chunk):
-            place = lane_count(s, F, chunk)
+            rating = lane_count(s, F, chunk)
             if s[TURNED] == 1:
-                place += stage_of(s, chunk)
+                rating += stage_of(s, chunk)
             else:
-                place //= s[RANKS]
-            if best < 0 or place < lowest or (place == lowest and s[TURNED] == 1):
+                rating //= s[RANKS]
+            if best < 0 or rating < lowest or (rating == lowest and s[TURNED] == 1):
                 best = chunk
-                lowest = place
+                lowest = rating
     return best
 
 
 def next_backward(s: State) -> int:
-    """Code of the backward to take, -1 if none is ready.
+    """Returns the code of the backward to start, -1 if none is ready.
 
-    In a loop the deepest, in a V the one with the longest way to the end of the step.
+    In a loop it is the deepest one, in a V the one with the longest way to the end of the step.
     """
     deepest = deepest_ready(s, B)
     if deepest < 0 or s[TURNED] == 0:
@@ -134,7 +138,7 @@ def next_backward(s: State) -> int:
 
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
-    """The rule of ``adaptive``."""
+    """Applies the rule of ``adaptive``: forward and backward in turn, W if neither is ready."""
     forward = next_forward(s, hint)
     backward = next_backward(s)
     if forward >= 0 and (backward < 0 or s[LAST] != F):
@@ -143,7 +147,10 @@ def ready_first(s: State, hint: Sequence[int]) -> int:
 
 
 def depth_first(s: State, hint: Sequence[int]) -> int:
-    """Backward first; a microbatch goes as deep as it can before the next one starts."""
+    """Applies the rule of ``dfc``: backwards first, then the forward on the deepest chunk possible.
+
+    A microbatch goes as deep as it can before the next one starts.
+    """
     backward = deepest_ready(s, B)
     if backward >= 0:
         return backward
@@ -161,7 +168,7 @@ def depth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def breadth_first(s: State, hint: Sequence[int]) -> int:
-    """Forward first; a chunk takes every microbatch before the next chunk starts."""
+    """Applies the rule of ``bfc``: forwards first, a chunk runs them all before the next chunk."""
     for chunk in range(s[CHUNKS]):
         if is_ready(s, F, chunk) and fits(s, chunk):
             return chunk
@@ -172,15 +179,15 @@ def breadth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def hinted(s: State, hint: Sequence[int]) -> int:
-    """The rule of ``hinted``.
+    """Applies the rule of ``hinted``.
 
-    ``hint`` lists ``code + 3 * chunks * index``, where index counts the code's occurrences.
+    ``hint`` lists ``code + 3 * chunks * index``; the index counts earlier occurrences of the code.
     """
     chunks = s[CHUNKS]
     count = lanes(s)
-    head = max(0, s[STARTED] - LOOKAHEAD)
-    while head < len(hint) and hint[head] // count < s[HEAD + hint[head] % count]:
-        head += 1
+    first_open = max(0, s[STARTED] - LOOKAHEAD)
+    while first_open < len(hint) and hint[first_open] // count < s[HEAD + hint[first_open] % count]:
+        first_open += 1
     filling = True
     for chunk in range(chunks):
         filling = filling and lane_count(s, B, chunk) == 0
@@ -190,10 +197,10 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     peak = held
     other = -1
     early = -1
-    for at in range(head, min(len(hint), head + LOOKAHEAD)):
-        index = hint[at] // count
-        code = hint[at] - index * count
-        started = s[HEAD + code]  # a code is also the place of its count
+    for position in range(first_open, min(len(hint), first_open + LOOKAHEAD)):
+        index = hint[position] // count
+        code = hint[position] - index * count
+        started = s[HEAD + code]  # a code is also the offset of its count
         if index < started:
             continue
         kind = code // chunks
@@ -205,9 +212,9 @@ def hinted(s: State, hint: Sequence[int]) -> int:
             and is_ready(s, kind, chunk)
             and (kind != F or not sized or fits(s, chunk))
         ):
-            # Memory that an action under way will free is not free yet.
+            # Memory that a running action will free is not free yet.
             fitting = s[STARTED] == s[FINISHED] or kind == B or held + unit <= s[CAP]
-            if kind == W or (at == head and fitting):
+            if kind == W or (position == first_open and fitting):
                 return code
             if other < 0 and (kind == B or (kind == F and max(peak, held) + unit <= s[CAP])):
                 if filling and kind == F:

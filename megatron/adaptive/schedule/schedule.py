@@ -1,7 +1,7 @@
-"""A schedule as data: for every rank the list of its actions, in order.
+"""Represents a schedule as data: the list of actions of every rank, in order.
 
-Owns the container. Making one is the business of the generators, checking and drawing one of
-``validate``, timing one of ``simulate``.
+Owns the container only. ``fixed_in_loop`` and ``fixed_in_v`` make schedules, ``validate`` checks
+and draws them, ``simulate`` times them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.stage_placement import Placement
 
 Order = tuple[Action, ...]
-"""The actions of one rank, first to last."""
+"""Actions of one rank, first to last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Orders known before the step starts, one per rank.
+    """Contains the orders of all ranks, known before the step starts.
 
     Attributes:
-        name: how users select and recognise it.
-        placement: which rank holds which stage.
-        num_microbatches: microbatches per step.
-        orders: ``orders[rank]`` lists that rank's actions, first to last. Not checked here: a
-            schedule may come from a file (see ``validate``).
+        name: Name by which users select and recognise the schedule.
+        placement: Placement of the stages on ranks.
+        num_microbatches: Number of microbatches per step.
+        orders: Actions of each rank, first to last. They are not checked here, though a schedule
+            may come from a file (see ``validate``).
     """
 
     name: str
@@ -35,12 +35,12 @@ class Schedule:
 
     @property
     def forward_only(self) -> bool:
-        """True if no rank lists a backward: the schedule is one of an evaluation."""
+        """Returns whether no rank lists a backward, as in an evaluation."""
         return all(action.kind is ActionKind.F for order in self.orders for action in order)
 
     @property
     def weight_pieces(self) -> int:
-        """Parts of each weight gradient: 0 if no rank lists a W and backwards are whole."""
+        """Returns the number of parts of each weight gradient, 0 if no rank lists a W."""
         return max(
             (
                 action.piece + 1
@@ -53,10 +53,10 @@ class Schedule:
 
 
 def check_num_microbatches(num_microbatches: int) -> None:
-    """Refuse an empty batch.
+    """Checks that a step has microbatches.
 
     Raises:
-        ScheduleError: fewer than one microbatch.
+        ScheduleError: There is less than one microbatch.
     """
     if num_microbatches < 1:
         raise ScheduleError(

@@ -1,28 +1,29 @@
-"""Reads and writes schedules as files: a free order of work, made by hand or by another program.
+"""Reads and writes schedule files: any order of work, made by hand or by another program.
 
-JSON, the format of this package; the text of an action is kind, chunk, ``-``, microbatch and, for a
-weight gradient in several pieces, ``.`` and the piece. ``F0-3+`` runs
-together with the backward after it, ``B0-3+`` with a forward: one computes while the other's
-experts communicate::
+JSON is the format of this package. The text of an action is its kind, chunk, ``-`` and microbatch,
+then ``.`` and the piece for a weight gradient in several pieces. ``F0-3+`` runs together with the
+backward after it, and ``B0-3+`` with the forward after it: one computes while the experts of the
+other communicate::
 
     {"version": 1, "name": "mine", "placement": "v", "ranks": 2, "chunks": 2, "microbatches": 1,
      "orders": ["F0-0 F1-0 B1-0 W1-0 B0-0 W0-0.0",
                 "F0-0 F1-0 B1-0 B0-0 W1-0 W0-0"]}
 
-``name`` and ``placement`` (``loop``) may be left out. Without any W, a B is a whole backward.
+``name`` is optional, and so is ``placement`` (default: ``loop``). Without any W, a B is a whole
+backward.
 
-CSV, what ``torch.distributed.pipelining`` writes and reads: a row per rank, cells of stage, kind
-and microbatch, empty where the rank waits::
+CSV is the format of ``torch.distributed.pipelining``: a row per rank and a cell per action, with
+its stage, kind and microbatch. An empty cell means that the rank waits::
 
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1
 
-``F`` is a forward, ``B`` a whole backward, ``I`` one by inputs, ``W`` one by weights; where a file
-has ``I`` and ``W``, a ``B`` stands for both. ``(0F1;1B0)OVERLAP_F_B`` is its actions one after the
-other. Sends, receives and the gathering of sharded weights follow from the order here and are
-skipped. The rows must hold their stages in a loop or a V.
+``F`` is a forward, ``B`` a whole backward, ``I`` a backward by inputs, ``W`` a backward by weights.
+If a file contains ``I`` and ``W``, a ``B`` stands for both. The actions in ``(0F1;1B0)OVERLAP_F_B``
+run one after the other. Sends, receives and the gathering of sharded weights are skipped, because
+here they follow from the order. The stages must be placed on the rows in a loop or a V.
 
-Every file is validated, see ``validate``.
+Every file is validated (see ``validate``).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ VERSION = 1
 _PLACEMENTS: tuple[PlacementKind, ...] = ("loop", "v")
 
 _MOST_UNLISTED = 10_000
+"""Most forwards per rank that a file may ask for without listing a tenth of them."""
 
 _ACTION = re.compile(r"([FBW])(\d{1,6})-(\d{1,6})(?:\.(\d{1,6})|(\+))?", re.ASCII)
 _CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
@@ -54,17 +56,18 @@ _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def load(path: Path) -> Schedule:
-    """Read and validate a schedule.
+    """Reads and validates a schedule.
 
     Args:
-        path: a file that ends in ``.json`` or ``.csv``.
+        path: Path of the file, which ends in ``.json`` or ``.csv``.
 
     Raises:
-        ScheduleError: the file cannot be read or understood (one line with the place), or the
-            schedule is not valid (one line, then a picture of the place).
+        ScheduleError: The file cannot be read or understood (one line with the position), or the
+            schedule is not valid (one line, then a picture of the part around the fault).
     """
     path = Path(path)
-    where, form = f"schedule file {path}", path.suffix.lower()
+    where = f"schedule file {path}"
+    form = path.suffix.lower()
     if form not in (".json", ".csv"):
         raise ScheduleError(f"{where}: its name must end in .json or .csv")
     hint = "name a schedule file"
@@ -83,10 +86,10 @@ def load(path: Path) -> Schedule:
 
 
 def save(schedule: Schedule, path: Path) -> None:
-    """Write a schedule as JSON, one line per rank; ``load`` gives it back.
+    """Writes a schedule as JSON, one line per rank, for ``load`` to read.
 
     Raises:
-        ScheduleError: the file's name does not end in ``.json``, or it cannot be written.
+        ScheduleError: The path does not end in ``.json``, or the file cannot be written.
     """
     path = Path(path)
     if path.suffix.lower() != ".json":
@@ -123,8 +126,9 @@ def _from_json(content: Mapping[str, Any], name: str) -> Schedule:
 
 
 def _check_size(schedule: Schedule) -> None:
-    """Refuse counts far beyond what the file lists, before anything is laid out for them."""
-    chunks, microbatches = schedule.placement.num_chunks, schedule.num_microbatches
+    """Refuses counts far above the number of listed actions before it allocates memory for them."""
+    chunks = schedule.placement.num_chunks
+    microbatches = schedule.num_microbatches
     longest = max((len(order) for order in schedule.orders), default=0)
     if chunks * microbatches > max(10 * longest, _MOST_UNLISTED):
         raise ScheduleError(
@@ -197,7 +201,7 @@ def _parse_row(texts: Sequence[str], row: int) -> list[_Cell]:
 
 
 def _placement_of(rows: Sequence[Sequence[_Cell]]) -> Placement:
-    """Find out how the stages lie from which row holds which."""
+    """Returns the placement of the stages, from the row that lists each stage."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:
@@ -211,15 +215,15 @@ def _placement_of(rows: Sequence[Sequence[_Cell]]) -> Placement:
     missing = [stage for stage in range(max(rank_of)) if stage not in rank_of]
     if rest or missing:
         raise ScheduleError(
-            f"{len(rank_of)} stages up to {max(rank_of)} in {ranks} rows: every row must hold as"
-            " many, counted from 0 without gaps"
+            f"{len(rank_of)} stages up to {max(rank_of)} in {ranks} rows: give every row the same"
+            " number of stages, counted from 0 without gaps"
         )
     for kind in _PLACEMENTS:
         placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)
         if all(placement.locate(stage)[0] == rank for stage, rank in rank_of.items()):
             return placement
-    lie = ", ".join(f"{stage} in row {rank_of[stage] + 1}" for stage in sorted(rank_of))
-    raise ScheduleError(f"stages lie neither in a loop nor in a V over the rows: {lie}")
+    rows_text = ", ".join(f"{stage} in row {rank_of[stage] + 1}" for stage in sorted(rank_of))
+    raise ScheduleError(f"stages are neither in a loop nor in a V over the rows: {rows_text}")
 
 
 def _actions_of(cell: _Cell, placement: Placement, split: bool) -> tuple[Action, ...]:

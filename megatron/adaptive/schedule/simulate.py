@@ -1,10 +1,11 @@
-"""Event simulation of one step: when does each action run if every rank follows its policy.
+"""Simulates one step event by event: when each action runs if every rank follows its policy.
 
-The simulator uses the state and the policies of the executor. A rank runs one action at a time,
-sends its result when the action ends, and the result arrives after the link was free, the message's
-time on it, and the latency; a hand-over between two stages of one rank takes no time.
+The simulator uses the state and the policies of the executor. A rank runs one action at a time and
+sends the result when the action ends. The message waits until the link is free, occupies the link
+for some time, and arrives after the latency. A hand-over between two stages of one rank takes no
+time.
 
-Owns the set-up and the result. The loop is in ``engine``, the times in ``workload``.
+Owns the set-up and the result. The loop is in ``simulator``, the times are in ``workload``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTim
 
 @dataclass(frozen=True, slots=True)
 class SimSpan:
-    """One action in simulated time, seconds since the start of the step."""
+    """Records one action in simulated time, in seconds since the start of the step."""
 
     action: Action
     start_s: float
@@ -41,14 +42,15 @@ class SimResult:
     """Records one simulated step.
 
     Attributes:
-        placement: the pipeline simulated.
-        num_microbatches: microbatches of the step.
-        weight_pieces: parts of each weight gradient, 0 for whole backwards.
-        workload: the times it was simulated with.
-        codes: per rank, ``[actions] int64``: ``kind * chunks + chunk`` in the order they ran.
-        starts_ps: per rank, ``[actions] int64``.
-        ends_ps: per rank, ``[actions] int64``.
-        peak_units: per rank, the most activations held, in whole-rank microbatches.
+        placement: Placement of the simulated pipeline.
+        num_microbatches: Number of microbatches of the step.
+        weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
+        workload: Times that the step was simulated with.
+        codes: Codes ``kind * chunks + chunk`` of each rank's actions in the order they ran,
+            ``[actions] int64`` per rank.
+        starts_ps: Start of each of these actions in picoseconds, ``[actions] int64`` per rank.
+        ends_ps: End of each of these actions in picoseconds, ``[actions] int64`` per rank.
+        peak_units: Most activations that each rank held, in whole-rank microbatches.
     """
 
     placement: Placement
@@ -62,23 +64,23 @@ class SimResult:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from start to the end of the last action."""
+        """Returns the seconds from the start of the step to the end of its last action."""
         return max(int(ends.max()) for ends in self.ends_ps) / PS_PER_S
 
     @property
     def num_actions(self) -> int:
-        """Actions of all ranks."""
+        """Returns the number of actions of all ranks."""
         return sum(len(codes) for codes in self.codes)
 
     @property
     def bubble_fraction(self) -> tuple[float, ...]:
-        """Per rank, idle time divided by the makespan."""
-        whole = self.makespan_s
-        return tuple(1 - busy / whole if whole else 0.0 for busy in self.busy_s)
+        """Returns the idle time of each rank divided by the makespan."""
+        makespan_s = self.makespan_s
+        return tuple(1 - busy_s / makespan_s if makespan_s else 0.0 for busy_s in self.busy_s)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Per rank, seconds within actions; those of a pair count once."""
+        """Returns the seconds that each rank spends in actions; overlapping time counts once."""
         return tuple(
             int((ends - np.maximum(starts, np.append(0, ends)[:-1])).clip(0).sum()) / PS_PER_S
             for starts, ends in zip(
@@ -88,7 +90,7 @@ class SimResult:
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of the communication within stages during which their ranks compute."""
+        """Returns the fraction of communication within stages that is hidden behind computation."""
         work = self.workload
         if work.exchanges_ps is None:
             return 0.0
@@ -98,13 +100,13 @@ class SimResult:
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
-        """Per rank, its actions in the order they ran, in its own microbatches."""
+        """Returns the actions of each rank in the order they ran, with its own microbatches."""
         chunks = self.placement.num_chunks
         return tuple(actions_of(codes.tolist(), chunks, self.weight_pieces) for codes in self.codes)
 
     @cached_property
     def spans(self) -> tuple[tuple[SimSpan, ...], ...]:
-        """Per rank, its actions in the order they ran."""
+        """Returns the actions of each rank with their times, in the order they ran."""
         return tuple(
             tuple(
                 SimSpan(action, start / PS_PER_S, end / PS_PER_S)
@@ -114,7 +116,7 @@ class SimResult:
         )
 
     def to_schedule(self, name: str) -> Schedule:
-        """The orders that the policies chose, as a schedule that can be followed."""
+        """Returns the orders that the policies chose, as a schedule that other runs can follow."""
         return Schedule(
             name=name,
             placement=self.placement,
@@ -131,26 +133,26 @@ def simulate(
     *,
     seed: int = 0,
     compiled: bool = False,
-    **more: Any,
+    **state_options: Any,
 ) -> SimResult:
-    """Simulate one step.
+    """Simulates one step.
 
     Args:
-        placement: which rank holds which stage.
-        num_microbatches: microbatches per step, at least 1.
-        policies: one per rank; one object may serve several.
-        times: per stage, or everything already drawn (``workload.draw``).
-        seed: of what is drawn here.
-        compiled: use machine code, which numba makes at the first call; needs rules of ``rules``.
-            Without it the same loop runs as Python, some fifty times slower.
-        **more: of the state of every rank, see :class:`RankState`.
+        placement: Placement of the stages on ranks.
+        num_microbatches: Number of microbatches per step, at least 1.
+        policies: Policies, one per rank; one object may serve several ranks.
+        times: Times per stage, or all times of the step (``workload.draw``).
+        seed: Seed of the times that are drawn here.
+        compiled: True to run machine code, which numba compiles at the first call, for rules of
+            ``runtime_rules``. In plain Python the same loop is about 50 times as slow.
+        **state_options: Further arguments for the state of every rank (see :class:`RankState`).
 
     Returns:
-        Times, idle fractions and peaks.
+        Times, idle fractions and memory peaks.
 
     Raises:
-        ScheduleError: an argument is out of range, a policy picked an action that is not ready,
-            or all ranks wait for ever (the message says for what).
+        ScheduleError: An argument is out of range, a policy picked an action that is not ready, or
+            all ranks wait forever (the message names the inputs that are missing).
     """
     if len(policies) != placement.num_ranks:
         raise ScheduleError(
@@ -160,7 +162,9 @@ def simulate(
     if not isinstance(workload, Workload):
         workload = draw(placement, num_microbatches, workload, seed=seed)
     states = [
-        RankState(placement=placement, rank=rank, num_microbatches=num_microbatches, **more)
+        RankState(
+            placement=placement, rank=rank, num_microbatches=num_microbatches, **state_options
+        )
         for rank in range(placement.num_ranks)
     ]
     return run_states(states, policies, workload, compiled=compiled)
@@ -174,15 +178,15 @@ def run_states(
     widths: Sequence[int] | None = None,
     compiled: bool = False,
 ) -> SimResult:
-    """Simulate one step of ranks in their fresh states, which are used up.
+    """Simulates one step from the fresh states of all ranks, which it changes.
 
     Args:
-        states: one per rank of the job's pipeline.
-        policies: likewise.
-        workload: times of the whole step.
-        widths: ranks of each stage, stage by stage; where given, ``states`` are those of pipelines
-            of one rank each.
-        compiled: see ``simulate``.
+        states: States, one per rank of the job's pipeline.
+        policies: Policies, one per rank.
+        workload: Times of the whole step.
+        widths: Number of ranks of each stage if stages have several (see ``unequal_widths``). Then
+            each of ``states`` has the position of its stage as its rank.
+        compiled: See ``simulate``.
     """
     placement = states[0].placement
     compiled_rule = rule_of(policies) if compiled else None
@@ -193,7 +197,9 @@ def run_states(
         rule, hints = compiled_rule
         loop = compiled_loop(rule)
         if loop(world._replace(hints=_padded(hints))) != simulator.DONE_ALL:
-            world = _run_plain(_world(states, workload, widths), states, policies)  # says why
+            world = _run_plain(
+                _world(states, workload, widths), states, policies
+            )  # raises with the reason
     totals = [state.num_actions for state in states]
     return SimResult(
         placement=placement,
@@ -216,7 +222,7 @@ def _cut(rows: Any, totals: list[int]) -> tuple[Any, ...]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Any:
-    """Rows as one array, with -1 behind the shorter ones."""
+    """Returns rows as one array; shorter rows end with -1."""
     padded = np.full((len(rows), max(1, *map(len, rows))), -1, dtype=np.int64)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
@@ -226,7 +232,8 @@ def _padded(rows: Sequence[Sequence[int]]) -> Any:
 def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Policy]) -> Any:
     def rule(s: rank_kernel.State, hint: Sequence[int]) -> int:
         rank = s[rank_kernel.RANK]
-        state, policy = states[rank], policies[rank]
+        state = states[rank]
+        policy = policies[rank]
         action = policy.pick(state)
         if action is None:
             return -1
@@ -244,17 +251,20 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
         waits = "; ".join(
             f"rank {state.rank} waits for {state.missing()}" for state in states if not state.done
         )
-        raise ScheduleError(f"deadlock: no rank can go on: {waits}")
+        raise ScheduleError(f"deadlock: no rank can continue: {waits}")
     return lists
 
 
-_PLACES = ("works", "exchanged", "counts", "steps", "due", "at")
+_PER_SLOT = ("works", "exchanged", "counts", "steps", "due", "indices")
+"""Fields of ``World`` with one number per slot, two slots per rank."""
 
 
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:
-    """Lay everything out as arrays, without hints."""
-    placement, longest = states[0].placement, max(state.num_actions for state in states)
-    ranks, chunks = len(states), placement.num_chunks
+    """Returns the arrays of the step, with empty hints."""
+    placement = states[0].placement
+    longest = max(state.num_actions for state in states)
+    ranks = len(states)
+    chunks = placement.num_chunks
     first = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     if widths is not None:
         first = [sum(widths[:stage]) for stage in range(len(widths))]
@@ -273,7 +283,7 @@ def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int
         states=_padded([state.numbers for state in states]),
         hints=zeros(ranks, 1),
         stages=array([placement.stage_of(s.rank, c) for s in states for c in range(chunks)]),
-        where=array(first),
+        first_ranks=array(first),
         widths=array([1] * len(first) if widths is None else widths),
         total=array([workload.durations_ps.shape[2]]),
         durations=workload.durations_ps.reshape(-1),
@@ -292,7 +302,7 @@ def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int
         num_woken=zeros(1),
         link=zeros(ranks),
         running=zeros(2 * ranks) - 1,
-        **{name: zeros(2 * ranks) for name in _PLACES},
+        **{name: zeros(2 * ranks) for name in _PER_SLOT},
         codes=zeros(ranks, longest),
         starts=zeros(ranks, longest),
         ends=zeros(ranks, longest),

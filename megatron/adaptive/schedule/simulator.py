@@ -1,9 +1,9 @@
-"""The event loop of the simulator, as plain functions over numbers; compiled by ``compiled``.
+"""Runs the event loop of the simulator, in plain functions over numbers.
 
-An event is the end of an action, a communication within one, or the arrival of an action's input.
-All that happens at one moment is known before anyone decides. Times are whole picoseconds.
+An event is the end of an action, a communication within an action, or the arrival of an input. All
+events of one time are processed before any rank decides. Times are integers, in picoseconds.
 
-``rule`` stands for the policy: whoever runs this module puts the real one in its place.
+``numba_kernels`` compiles these functions and replaces ``rule`` by the rule of the policy.
 """
 
 from __future__ import annotations
@@ -32,46 +32,64 @@ from megatron.adaptive.schedule.rank_kernel import (
 )
 
 DONE_ALL, DEADLOCK, NOT_READY = 0, 1, 2
-"""Results of ``run``; ``NOT_READY`` plus the rank whose policy picked what cannot start."""
+"""Results of ``run``.
+
+``NOT_READY`` plus a rank: the policy of this rank picked an action that cannot start.
+"""
 
 
 class World(NamedTuple):
-    """Everything about one simulated step; lists for plain Python, ``int64`` arrays compiled.
+    """Contains the whole state of a simulated step.
+
+    Fields are lists in plain Python and ``int64`` arrays in compiled code.
+
+    A rank has two slots, ``rank`` and ``rank + ranks``: an action may compute in one slot while the
+    action in the other communicates. Times are in picoseconds. Arrays with several indices are
+    flat.
 
     Attributes:
-        states: per rank, its numbers (see ``machine``).
-        hints: per rank, its order as codes, or empty.
-        stages: ``[rank * chunks + chunk]``, the stage.
-        where: per stage, its first rank.
-        widths: per stage, its ranks, which take microbatches in turn (see ``unequal``).
-        total: number of microbatches of the whole step, which are those below.
-        durations: ``[kind][stage][microbatch]``, flat, kinds F, B, W.
-        exchanges: the part of each F and B that is communication within a stage, likewise.
-        cuts: per stage, the pieces that this part of an F or B comes in; 0 for none.
-        delays: latency of each action's message, ``[F or B][stage][microbatch]``, flat.
-        occupancy: ``[from * ranks + to]``, how long a message keeps its link busy.
-        free: ``[from * ranks + to]``, when the link is free again.
-        heap, heap_size: the events, each a time and a code: that a rank has computed up to an end
-            or to a communication is ``-1 - rank``, an arrival the index of its action in
-            ``durations``. Room for one per rank and one per message.
-        turn: per rank the place that computes, -1 for none. A rank has two, its number and that
-            plus ``ranks``: an action may run in one while that in the other communicates.
-        last: per rank, the place that computed last.
-        was_filler: per rank, 1 if its last action was a weight gradient.
-        waking: per rank, 1 if something happened to it and it has not decided since.
-        wakes, num_woken: these ranks, in the order in which it happened, and their number.
-        link: per rank, when communication within its stages is over.
-        running: per place, the code that runs, -1 for none.
-        works, exchanged, counts, steps, due, at: per place, the action's picoseconds, those of them
-            that are communication, number of communications, how many were started, when the last
-            of them is over, and the action's index in ``codes``.
-        codes, starts, ends: out, per rank, its actions in the order they ran.
+        states: State of each rank (see ``rank_kernel``).
+        hints: Hint of each rank's rule, or empty.
+        stages: Stage of each chunk, ``[rank][chunk]``.
+        first_ranks: First rank of each stage.
+        widths: Number of ranks of each stage, which take microbatches in turn (see
+            ``unequal_widths``).
+        total: Number of microbatches of the whole step, ``[1]``.
+        durations: Duration of each action, ``[kind][stage][microbatch]``, kinds F, B, W.
+        exchanges: Part of each F and B that is communication within the stage,
+            ``[kind][stage][microbatch]``.
+        cuts: Number of communications in each F and B, per stage; 0 for none.
+        delays: Latency of the message after each F and B, ``[kind][stage][microbatch]``.
+        occupancy: Time for which a message occupies its link, ``[from][to]``.
+        free: Time at which the link is free again, ``[from][to]``.
+        heap: Events, each a time and a code. An event with the code ``-1 - rank`` means that a rank
+            has computed up to a communication or to the end of its action. Other codes are
+            arrivals: the index in ``durations`` of the action whose input arrives. There is room
+            for one event per rank and one per message.
+        heap_size: Number of events in the heap, ``[1]``.
+        turn: Slot of each rank that computes now, -1 for none.
+        last: Slot of each rank that computed last.
+        was_filler: 1 for each rank whose last action was a weight gradient.
+        waking: 1 for each rank that has had an event and has not decided since.
+        wakes: Ranks that must decide, in the order of their events.
+        num_woken: Number of these ranks, ``[1]``.
+        link: Time at which each rank's communication within its stages is over.
+        running: Code of the action in each slot, -1 for none.
+        works: Duration of the action in each slot.
+        exchanged: Part of this duration that is communication.
+        counts: Number of communications of the action in each slot.
+        steps: Number of these communications that have started.
+        due: Time at which the last started one is over.
+        indices: Index in ``codes`` of the action in each slot.
+        codes: Result: codes of each rank's actions in the order they ran.
+        starts: Result: start of each of these actions.
+        ends: Result: end of each of these actions.
     """
 
     states: list[list[int]]
     hints: list[Sequence[int]]
     stages: list[int]
-    where: list[int]
+    first_ranks: list[int]
     widths: list[int]
     total: list[int]
     durations: list[int]
@@ -95,41 +113,44 @@ class World(NamedTuple):
     counts: list[int]
     steps: list[int]
     due: list[int]
-    at: list[int]
+    indices: list[int]
     codes: list[list[int]]
     starts: list[list[int]]
     ends: list[list[int]]
 
 
 def rule(s: State, hint: Sequence[int]) -> int:
-    """Stands for the policy's choice."""
+    """Stands for the rule of the policy, which replaces it."""
     raise NotImplementedError
 
 
 def heap_push(world: World, time: int, code: int) -> None:
-    """Add an event to the heap, whose nodes have four children each, side by side."""
-    heap, at = world.heap, world.heap_size[0]
-    world.heap_size[0] = at + 1
-    while at > 0:
-        parent = (at - 1) // 4
+    """Adds an event to the heap, in which every node has four adjacent children."""
+    heap = world.heap
+    node = world.heap_size[0]
+    world.heap_size[0] = node + 1
+    while node > 0:
+        parent = (node - 1) // 4
         if heap[2 * parent] <= time:
             break
-        heap[2 * at] = heap[2 * parent]
-        heap[2 * at + 1] = heap[2 * parent + 1]
-        at = parent
-    heap[2 * at] = time
-    heap[2 * at + 1] = code
+        heap[2 * node] = heap[2 * parent]
+        heap[2 * node + 1] = heap[2 * parent + 1]
+        node = parent
+    heap[2 * node] = time
+    heap[2 * node + 1] = code
 
 
 def heap_pop(world: World) -> int:
-    """Take the earliest event out of the heap and return its code."""
-    heap, earliest = world.heap, world.heap[1]
+    """Removes the earliest event from the heap and returns its code."""
+    heap = world.heap
+    earliest = heap[1]
     last = world.heap_size[0] - 1
     world.heap_size[0] = last
-    time, code = heap[2 * last], heap[2 * last + 1]
-    at = 0
-    while 4 * at + 1 < last:
-        child = 4 * at + 1
+    time = heap[2 * last]
+    code = heap[2 * last + 1]
+    node = 0
+    while 4 * node + 1 < last:
+        child = 4 * node + 1
         least = heap[2 * child]
         for other in range(child + 1, min(child + 4, last)):
             if heap[2 * other] < least:
@@ -137,16 +158,16 @@ def heap_pop(world: World) -> int:
                 least = heap[2 * other]
         if least >= time:
             break
-        heap[2 * at] = least
-        heap[2 * at + 1] = heap[2 * child + 1]
-        at = child
-    heap[2 * at] = time
-    heap[2 * at + 1] = code
+        heap[2 * node] = least
+        heap[2 * node + 1] = heap[2 * child + 1]
+        node = child
+    heap[2 * node] = time
+    heap[2 * node + 1] = code
     return earliest
 
 
 def wake(world: World, rank: int) -> None:
-    """Let a rank decide before time goes on."""
+    """Lets a rank decide before the time advances."""
     if world.waking[rank] == 0:
         world.waking[rank] = 1
         world.wakes[world.num_woken[0]] = rank
@@ -154,149 +175,162 @@ def wake(world: World, rank: int) -> None:
 
 
 def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
-    """A rank's microbatch as the whole step counts it."""
-    return microbatch * world.widths[stage] + rank - world.where[stage]
+    """Returns the index in the whole step of a microbatch that a rank counts."""
+    return microbatch * world.widths[stage] + rank - world.first_ranks[stage]
 
 
 def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
-    """Picoseconds of the chunk's next action of that kind."""
+    """Returns the duration of the chunk's next action of this kind, in picoseconds."""
     s = world.states[rank]
-    stages, total, pieces = len(world.where), world.total[0], s[PIECES]
+    stages = len(world.first_ranks)
+    total = world.total[0]
+    pieces = s[PIECES]
     index = lane_count(s, kind, chunk)
     piece = 0
     if kind == W:
         piece = index % pieces
         index //= pieces
-    at = stage * total + whole_of(world, rank, stage, index)
-    work = world.durations[kind * stages * total + at]
+    cell = stage * total + whole_of(world, rank, stage, index)
+    work = world.durations[kind * stages * total + cell]
     if kind == W:
         return work * (piece + 1) // pieces - work * piece // pieces
     if kind == B and pieces == 0:
-        work += world.durations[W * stages * total + at]
+        work += world.durations[W * stages * total + cell]
     return work
 
 
-def go_on(world: World, place: int, now: int) -> None:
-    """Let an action compute up to its next communication or its end."""
-    rank = place % len(world.states)
-    step, count = world.steps[place], world.counts[place]
-    compute = world.works[place] - world.exchanged[place]
+def compute(world: World, slot: int, now: int) -> None:
+    """Lets an action compute up to its next communication or its end."""
+    rank = slot % len(world.states)
+    step = world.steps[slot]
+    count = world.counts[slot]
+    duration = world.works[slot] - world.exchanged[slot]
     if step < count:
-        compute = compute * (step + 1) // count - compute * step // count
+        duration = duration * (step + 1) // count - duration * step // count
     elif count > 0:
-        compute = 0
-    world.turn[rank] = place
-    heap_push(world, max(now, world.due[place]) + compute, -1 - rank)
+        duration = 0
+    world.turn[rank] = slot
+    heap_push(world, max(now, world.due[slot]) + duration, -1 - rank)
 
 
-def communicate(world: World, place: int, now: int) -> None:
-    """Start an action's next communication; those of a rank share one link."""
-    rank = place % len(world.states)
-    step, count, exchange = world.steps[place], world.counts[place], world.exchanged[place]
+def communicate(world: World, slot: int, now: int) -> None:
+    """Starts an action's next communication; all communications of a rank share one link."""
+    rank = slot % len(world.states)
+    step = world.steps[slot]
+    count = world.counts[slot]
+    exchange = world.exchanged[slot]
     world.link[rank] = max(world.link[rank], now)
     world.link[rank] += exchange * (step + 1) // count - exchange * step // count
-    world.due[place] = world.link[rank]
-    world.steps[place] = step + 1
+    world.due[slot] = world.link[rank]
+    world.steps[slot] = step + 1
 
 
 def decide(world: World, rank: int, now: int) -> bool:
-    """Say who computes next, a new action if the policy picks one; False if that is not ready."""
-    s, ranks = world.states[rank], len(world.states)
-    place = world.last[rank]
-    other = (place + ranks) % (2 * ranks)
+    """Lets a rank start the action that its rule picks, or continue a waiting one.
+
+    Returns:
+        False if the picked action is not ready.
+    """
+    s = world.states[rank]
+    ranks = len(world.states)
+    slot = world.last[rank]
+    other = (slot + ranks) % (2 * ranks)
     waits = world.running[other] >= 0
-    # A weight gradient fills one communication, then the turn goes back.
-    if waits and (world.running[place] >= 0 or world.was_filler[rank]):
-        go_on(world, other, now)
+    # A weight gradient fills one communication, then the waiting action continues.
+    if waits and (world.running[slot] >= 0 or world.was_filler[rank]):
+        compute(world, other, now)
         return True
-    word = rule(s, world.hints[rank])
-    if word < 0:
+    picked = rule(s, world.hints[rank])
+    if picked < 0:
         if waits:
-            go_on(world, other, now)
-        elif world.running[place] >= 0:
-            go_on(world, place, now)
+            compute(world, other, now)
+        elif world.running[slot] >= 0:
+            compute(world, slot, now)
         return True
     chunks = s[CHUNKS]
-    code = word % lanes(s)
+    code = picked % lanes(s)
     kind = code // chunks
     chunk = code - kind * chunks
     if not is_ready(s, kind, chunk):
         return False
-    if world.running[place] >= 0:
-        place = other
+    if world.running[slot] >= 0:
+        slot = other
     stage = world.stages[rank * chunks + chunk]
     work = work_of(world, rank, kind, chunk, stage)
-    world.works[place] = work
-    world.exchanged[place] = 0
-    world.counts[place] = 0
+    world.works[slot] = work
+    world.exchanged[slot] = 0
+    world.counts[slot] = 0
     if s[BESIDE] == 1 and kind != W:
-        at = (kind * len(world.where) + stage) * world.total[0]
-        at += whole_of(world, rank, stage, lane_count(s, kind, chunk))
-        world.exchanged[place] = world.exchanges[at]
-        world.counts[place] = world.cuts[stage]
-    world.steps[place] = 0
-    world.due[place] = 0
-    at = s[STARTED]
-    world.at[place] = at
-    world.codes[rank][at] = word
-    world.starts[rank][at] = now
-    world.running[place] = code
+        cell = (kind * len(world.first_ranks) + stage) * world.total[0]
+        cell += whole_of(world, rank, stage, lane_count(s, kind, chunk))
+        world.exchanged[slot] = world.exchanges[cell]
+        world.counts[slot] = world.cuts[stage]
+    world.steps[slot] = 0
+    world.due[slot] = 0
+    index = s[STARTED]
+    world.indices[slot] = index
+    world.codes[rank][index] = picked
+    world.starts[rank][index] = now
+    world.running[slot] = code
     start(s, kind, chunk)
-    go_on(world, place, now)
+    compute(world, slot, now)
     return True
 
 
 def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: int) -> None:
-    """Hand the result of a forward or backward on to the stage that needs it."""
-    stages, ranks, total = len(world.where), len(world.states), world.total[0]
+    """Sends the result of a forward or backward to the stage that needs it."""
+    stages = len(world.first_ranks)
+    ranks = len(world.states)
+    total = world.total[0]
     to = stage + 1 if kind == F else stage - 1
     if to < 0 or to >= stages:
         return
     whole = whole_of(world, rank, stage, microbatch)
     event = (kind * stages + to) * total + whole
-    target = world.where[to] + whole % world.widths[to]
-    at = now
+    target = world.first_ranks[to] + whole % world.widths[to]
+    arrival = now
     if rank != target:
         link = rank * ranks + target
-        at = max(now, world.free[link]) + world.occupancy[link]
-        world.free[link] = at
-        at += world.delays[(kind * stages + stage) * total + whole]
-    if at == now:
+        arrival = max(now, world.free[link]) + world.occupancy[link]
+        world.free[link] = arrival
+        arrival += world.delays[(kind * stages + stage) * total + whole]
+    if arrival == now:
         receive(world, event)
     else:
-        heap_push(world, at, event)
+        heap_push(world, arrival, event)
 
 
 def receive(world: World, event: int) -> None:
-    """Take note of an arrival."""
-    stages, total = len(world.where), world.total[0]
+    """Processes the arrival of an input."""
+    stages = len(world.first_ranks)
+    total = world.total[0]
     lane = event // total
     whole = event - lane * total
     kind = lane // stages
     stage = lane - kind * stages
     width = world.widths[stage]
-    rank = world.where[stage] + whole % width
+    rank = world.first_ranks[stage] + whole % width
     arrive(world.states[rank], kind, stage // len(world.states), whole // width)
     wake(world, rank)
 
 
 def happen(world: World, event: int, now: int) -> None:
-    """Take note of an event."""
+    """Processes an event."""
     if event >= 0:
         receive(world, event)
         return
     rank = -1 - event
     wake(world, rank)
     s = world.states[rank]
-    place = world.turn[rank]
+    slot = world.turn[rank]
     world.turn[rank] = -1
-    world.last[rank] = place
-    if world.steps[place] < world.counts[place]:
-        communicate(world, place, now)
+    world.last[rank] = slot
+    if world.steps[slot] < world.counts[slot]:
+        communicate(world, slot, now)
         return
-    code = world.running[place]
-    world.running[place] = -1
-    world.ends[rank][world.at[place]] = now
+    code = world.running[slot]
+    world.running[slot] = -1
+    world.ends[rank][world.indices[slot]] = now
     chunks = s[CHUNKS]
     kind = code // chunks
     chunk = code - kind * chunks
@@ -308,14 +342,14 @@ def happen(world: World, event: int, now: int) -> None:
 
 
 def run(world: World) -> int:
-    """Run a step to its end; returns ``DONE_ALL``, ``DEADLOCK`` or ``NOT_READY`` plus a rank."""
+    """Runs a step to its end; returns ``DONE_ALL``, ``DEADLOCK`` or ``NOT_READY`` plus a rank."""
     ranks = len(world.states)
     now = 0
     for rank in range(ranks):
         wake(world, rank)
     while True:
-        for at in range(world.num_woken[0]):
-            rank = world.wakes[at]
+        for woken in range(world.num_woken[0]):
+            rank = world.wakes[woken]
             world.waking[rank] = 0
             if world.turn[rank] < 0 and not decide(world, rank, now):
                 return NOT_READY + rank

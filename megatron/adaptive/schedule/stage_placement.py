@@ -1,7 +1,7 @@
 """Places stages on ranks.
 
-Owns the mapping between stages, in global pipeline order, and (rank, chunk). It does not know how
-many layers a stage has (that is a partition) nor in which order work is done (a schedule).
+Owns the mapping between stages, in global pipeline order, and (rank, chunk). How many layers a
+stage has is a matter of the partition, and the order of work one of the schedule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KINDS = ("loop", "v")
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A pipeline's stages laid over its ranks; every rank holds the same number of chunks.
+    """Maps the stages of a pipeline to its ranks; every rank holds the same number of chunks.
 
     ::
 
@@ -28,16 +28,16 @@ class Placement:
         chunk 1, stage       4   5   6   7         7   6   5   4
 
     ``loop`` starts every round at rank 0 (megatron-core's layout); ``v`` turns around at the end,
-    so first and last stage share rank 0 when the number of chunks is even. In both, a later local
-    chunk is a later stage: the memory rule relies on that.
+    so the first and the last stage share rank 0 if the number of chunks is even. In both, a later
+    local chunk is a later stage: the memory rule relies on this.
 
     Attributes:
-        num_ranks: pipeline-parallel ranks, at least 1.
-        num_chunks: chunks (virtual stages) per rank, at least 1.
+        num_ranks: Number of pipeline-parallel ranks, at least 1.
+        num_chunks: Number of chunks (virtual stages) per rank, at least 1.
         kind: ``loop`` or ``v``.
 
     Raises:
-        ScheduleError: a count is below 1 or the kind is unknown.
+        ScheduleError: A number is below 1 or the kind is unknown.
     """
 
     num_ranks: int
@@ -57,14 +57,14 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Returns the number of stages of the whole pipeline."""
         return self.num_ranks * self.num_chunks
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """The stage that ``rank`` holds as its local ``chunk``.
+        """Returns the stage that ``rank`` holds as its local ``chunk``.
 
         Raises:
-            ScheduleError: rank or chunk out of range.
+            ScheduleError: The rank or the chunk is out of range.
         """
         if not (0 <= rank < self.num_ranks and 0 <= chunk < self.num_chunks):
             raise ScheduleError(
@@ -75,10 +75,10 @@ class Placement:
         return chunk * self.num_ranks + (self.num_ranks - 1 - rank if turned else rank)
 
     def locate(self, stage: int) -> tuple[int, int]:
-        """The ``(rank, chunk)`` that holds ``stage``.
+        """Returns the ``(rank, chunk)`` that holds ``stage``.
 
         Raises:
-            ScheduleError: stage out of range.
+            ScheduleError: The stage is out of range.
         """
         if not 0 <= stage < self.num_stages:
             raise ScheduleError(
@@ -90,29 +90,33 @@ class Placement:
         return (self.num_ranks - 1 - offset if turned else offset), chunk
 
     def neighbours(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of ranks that exchange messages, lower rank first, sorted."""
+        """Returns the pairs of ranks that exchange messages, lower rank first, sorted."""
         pairs = set()
         for stage in range(self.num_stages - 1):
-            one, other = self.locate(stage)[0], self.locate(stage + 1)[0]
-            if one != other:
-                pairs.add((min(one, other), max(one, other)))
+            sender = self.locate(stage)[0]
+            receiver = self.locate(stage + 1)[0]
+            if sender != receiver:
+                pairs.add((min(sender, receiver), max(sender, receiver)))
         return tuple(sorted(pairs))
 
     def neighbours_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that one exchanges messages with, sorted."""
+        """Returns the ranks that ``rank`` exchanges messages with, sorted."""
         return tuple(sorted(a + b - rank for a, b in self.neighbours() if rank in (a, b)))
 
     def target_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
-        """The ``(rank, chunk)`` that takes the result of a chunk's action.
+        """Returns the ``(rank, chunk)`` that needs the result of a chunk's action.
 
-        A forward feeds the following stage's forward, a backward the preceding stage's backward.
-        None for the last stage's forward (its own backward follows on the same stage), the first
-        stage's backward, and every W.
+        A forward feeds the forward of the next stage, a backward the backward of the previous
+        stage. Returns None for a forward of the last stage, whose backward is on the same stage,
+        for a backward of the first stage, and for every W.
         """
         return self._beside(kind, rank, chunk, 1 if kind is ActionKind.F else -1)
 
     def source_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
-        """The ``(rank, chunk)`` whose result a chunk's action takes; see ``target_of``."""
+        """Returns the ``(rank, chunk)`` whose result is the input of a chunk's action.
+
+        See ``target_of``.
+        """
         return self._beside(kind, rank, chunk, -1 if kind is ActionKind.F else 1)
 
     def _beside(self, kind: ActionKind, rank: int, chunk: int, way: int) -> tuple[int, int] | None:

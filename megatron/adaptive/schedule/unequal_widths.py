@@ -1,28 +1,29 @@
-"""Stages of unequal width: how many replicas each has, who works on which microbatch, and when.
+"""Describes stages of unequal width: their replicas, their microbatches and the order of work.
 
-Of a step's microbatches, counted over the whole job, stage s gives microbatch m to its replica
-``m % widths[s]``. Each replica counts its own from 0, as all of this package does::
+Microbatch m of the step, counted over the whole job, goes to replica ``m % widths[s]`` of stage s.
+Each replica counts its own microbatches from 0, as everywhere in this package::
 
     widths 2-1-3          microbatch of the step     0  1  2  3  4  5
-    stage 0, rank 0       its own                    0     1     2
+    stage 0, rank 0       as the rank counts         0     1     2
              rank 1                                     0     1     2
     stage 1, rank 2                                  0  1  2  3  4  5
     stage 2, rank 3                                  0        1
              rank 4                                     0        1
              rank 5                                        0        1
 
-So a rank may exchange messages with several ranks of a neighbouring stage, each microbatch with
-one. Every rank holds one chunk.
+So a rank may exchange messages with several ranks of a neighbouring stage, but each microbatch goes
+to one of them. Every rank holds one chunk.
 
-**Orders.** The rules of one rank are the usual ones, over its own microbatches. What differs is how
-far a replica must be ahead: 1F1B does as many warm-up forwards as it takes that the ranks of the
-next stage together can do theirs and one more each; ``docs/schedules.md`` has a picture.
+**Orders.** The rules of one rank are the usual ones, over its own microbatches. Only the warm-up
+differs: a replica runs so many forwards that the ranks of the next stage together can run their own
+warm-up and one more forward each. ``docs/schedules.md`` has a picture.
 
-It cannot deadlock: all forwards that a backward of microbatch m waits for come, at every earlier
-stage, after backwards of microbatches below m only.
+1F1B cannot deadlock: on every earlier stage, the forwards that a backward of microbatch m needs
+    come
+only after backwards of microbatches below m.
 
-Nor can a rule under a cap: of the microbatches that are not finished the lowest is the next one
-wherever it has to go, and every rank that has not had it holds nothing.
+A rule under a cap cannot deadlock either: the lowest unfinished microbatch is the next one on every
+rank that it still has to visit, and each of these ranks holds no other microbatch.
 """
 
 from __future__ import annotations
@@ -49,18 +50,19 @@ from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 SCHEDULES = selectable_names(lambda spec: spec.allows_unequal_stages)
 """Schedules that stages of unequal widths can follow."""
 
-_SLACK = 1.5  # as for equal stages, see ``memory``
+_SLACK = 1.5
+"""Default cap divided by the need of 1F1B; the same as for equal stages in ``memory_caps``."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """The replicas of each stage, and the ranks that they are: stage by stage.
+    """Maps the replicas of stages to ranks, which are numbered stage by stage.
 
     Attributes:
-        sizes: replicas of each stage in pipeline order, each at least 1.
+        sizes: Number of replicas of each stage in pipeline order, at least 1 each.
 
     Raises:
-        ScheduleError: there is no stage, or one without a replica.
+        ScheduleError: There is no stage, or a stage without a replica.
     """
 
     sizes: tuple[int, ...]
@@ -68,7 +70,7 @@ class Widths:
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:
             raise ScheduleError(
-                f"stages of widths {self}: there must be one at least, each with a replica or more"
+                f"stages of widths {self}: give at least one stage, each with at least one replica"
             )
 
     def __str__(self) -> str:
@@ -76,17 +78,17 @@ class Widths:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline."""
+        """Returns the number of stages of the pipeline."""
         return len(self.sizes)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all stages together."""
+        """Returns the number of ranks of all stages together."""
         return sum(self.sizes)
 
     @property
     def round_size(self) -> int:
-        """Microbatches after which every replica has had the same number as its siblings."""
+        """Returns the least number of microbatches that divides equally in every stage."""
         return math.lcm(*self.sizes)
 
     @cached_property
@@ -94,78 +96,79 @@ class Widths:
         return tuple(accumulate(self.sizes, initial=0))
 
     def rank_of(self, stage: int, replica: int) -> int:
-        """The rank that is a replica of a stage."""
+        """Returns the rank of a replica of a stage."""
         return self._firsts[stage] + replica
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Stage and replica that a rank is.
+        """Returns the stage of a rank, and its replica in this stage.
 
         Raises:
-            ScheduleError: there is no such rank.
+            ScheduleError: There is no such rank.
         """
         for stage, size in enumerate(self.sizes):
             if 0 <= rank - self._firsts[stage] < size:
                 return stage, rank - self._firsts[stage]
-        raise ScheduleError(f"rank {rank} is none of stages of widths {self}: ranks count from 0")
+        raise ScheduleError(f"rank {rank} is in no stage of widths {self}: ranks count from 0")
 
     def ranks_of(self, stage: int) -> range:
-        """The ranks of a stage, by replica."""
+        """Returns the ranks of a stage, by replica."""
         return range(self._firsts[stage], self._firsts[stage + 1])
 
     def pipeline_of(self, replica: int) -> list[int]:
-        """Ranks of a way through all stages, with that replica where a stage has so many."""
+        """Returns one rank per stage: this replica, counted around in stages that have fewer."""
         return [self.rank_of(stage, replica % size) for stage, size in enumerate(self.sizes)]
 
     def route(self, rank: int, to_stage: int, microbatch: int) -> tuple[int, int]:
-        """Returns the rank that holds a rank's microbatch at another stage.
+        """Returns the rank of another stage that has a microbatch of this rank.
 
         Args:
-            rank: that knows the microbatch.
-            to_stage: the other stage.
-            microbatch: as ``rank`` counts.
+            rank: Rank that counts the microbatch.
+            to_stage: Index of the other stage.
+            microbatch: Index of the microbatch as ``rank`` counts.
 
         Returns:
-            The rank there, and the microbatch as that one counts.
+            Rank of the other stage, and index of the microbatch as that rank counts.
         """
         stage, replica = self.place_of(rank)
-        own, other = divmod(microbatch * self.sizes[stage] + replica, self.sizes[to_stage])
-        return self.rank_of(to_stage, other), own
+        whole = microbatch * self.sizes[stage] + replica
+        index, to_replica = divmod(whole, self.sizes[to_stage])
+        return self.rank_of(to_stage, to_replica), index
 
     def neighbours_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that one exchanges messages with, sorted."""
+        """Returns the ranks that ``rank`` exchanges messages with, sorted."""
         stage, _ = self.place_of(rank)
-        found = {
+        ranks = {
             self.route(rank, other, microbatch)[0]
             for other in (stage - 1, stage + 1)
             if 0 <= other < self.num_stages
             for microbatch in range(self.sizes[other])
         }
-        return tuple(sorted(found))
+        return tuple(sorted(ranks))
 
     def own_microbatches(self, stage: int, num_microbatches: int) -> int:
-        """Microbatches of a step for each replica of a stage.
+        """Returns the number of microbatches of each replica of a stage.
 
         Args:
-            stage: the stage.
-            num_microbatches: of the step, over the whole job.
+            stage: Index of the stage.
+            num_microbatches: Number of microbatches of the step, over the whole job.
 
         Raises:
-            ScheduleError: the stage's replicas would not have the same number.
+            ScheduleError: The replicas of the stage would not have the same number.
         """
-        own, rest = divmod(num_microbatches, self.sizes[stage])
-        if rest or not own:
+        each, rest = divmod(num_microbatches, self.sizes[stage])
+        if rest or not each:
             raise ScheduleError(
                 f"{num_microbatches} microbatches over the {self.sizes[stage]} replicas of stage"
                 f" {stage} (widths {self}): each must have the same number; give a multiple of"
                 f" {self.round_size}"
             )
-        return own
+        return each
 
     def warmup(self, stage: int) -> int:
-        """Forwards of a replica before its first backward: what the next stage holds at most.
+        """Returns the number of forwards of a replica before its first backward.
 
-        Its ranks do as many and one more each before they wait for a backward. For equal widths
-        that is the number of stages that follow.
+        They suffice for the ranks of the next stage to run their own warm-up and one more forward
+        each. For equal widths it is the number of stages that follow.
         """
         warmup = 0
         for later in range(self.num_stages - 1, stage, -1):
@@ -174,26 +177,26 @@ class Widths:
 
 
 def chosen(sizes: Sequence[int] | None) -> Widths | None:
-    """The widths where they differ, ``None`` for stages that are all alike."""
+    """Returns the widths if they differ, ``None`` if all stages have the same width."""
     return Widths(tuple(sizes)) if sizes is not None and len(set(sizes)) > 1 else None
 
 
 def placement_of(widths: Widths) -> Placement:
-    """The stages without their replicas."""
+    """Returns the placement of the stages, as if each had one replica."""
     return Placement(num_ranks=widths.num_stages, num_chunks=1)
 
 
 def make_policy(name: str, widths: Widths, stage: int, num_microbatches: int) -> Policy:
-    """Make the policy of a stage's replicas.
+    """Returns the policy of the replicas of a stage.
 
     Args:
-        name: one of :data:`SCHEDULES`, or ``forward-only``.
-        widths: of all stages.
-        stage: whose policy it is.
-        num_microbatches: of each replica of this stage.
+        name: Schedule of :data:`SCHEDULES`, or ``forward-only``.
+        widths: Widths of all stages.
+        stage: Index of the stage.
+        num_microbatches: Number of microbatches of each replica of this stage.
 
     Raises:
-        ScheduleError: the schedule does not know such stages.
+        ScheduleError: The schedule does not support stages of unequal width.
     """
     if name not in (*SCHEDULES, "forward-only"):
         raise ScheduleError(
@@ -205,16 +208,16 @@ def make_policy(name: str, widths: Widths, stage: int, num_microbatches: int) ->
 
 
 def default_cap(widths: Widths, stage: int, num_microbatches: int) -> float:
-    """The most microbatches that a replica keeps if nobody gives a cap.
+    """Returns the cap of a replica in a run that sets none, in microbatches.
 
-    As for equal stages: what 1F1B needs at its hungriest stage, and half as much again.
+    It is 1.5 times the largest need of 1F1B on this stage and those after it.
 
     Args:
-        widths: of all stages.
-        stage: whose cap it is.
-        num_microbatches: of each replica of this stage.
+        widths: Widths of all stages.
+        stage: Index of the replica's stage.
+        num_microbatches: Number of microbatches of each replica of this stage.
     """
-    needed = max(widths.warmup(one) + 1 for one in range(stage, widths.num_stages))
+    needed = max(widths.warmup(later) + 1 for later in range(stage, widths.num_stages))
     return max(1.0, float(min(math.ceil(needed * _SLACK), num_microbatches)))
 
 
@@ -228,35 +231,36 @@ def simulate(
     message_s: Sequence[float] = (),
     cap: float | None = None,
 ) -> SimResult:
-    """Run a step with the policies and states that a run has, and check that it ends.
+    """Simulates a step with the policies and states of a run, and checks that it ends.
 
-    Backwards are whole. Messages take their time on the way and hold up nobody.
+    Backwards are whole. Messages have a latency and do not occupy their link.
 
     Args:
-        name: one of :data:`SCHEDULES`.
-        widths: of the stages.
-        num_microbatches: of the step, over the whole job.
-        forward_s: of one microbatch at each stage.
-        backward_s: likewise, weight gradients included.
-        message_s: from each stage to the next and back; none where empty.
-        cap: microbatches that a rank keeps, for a rule; the default where ``None``.
+        name: Schedule of :data:`SCHEDULES`.
+        widths: Widths of all stages.
+        num_microbatches: Number of microbatches of the step, over the whole job.
+        forward_s: Seconds of a forward on each stage.
+        backward_s: Seconds of a backward on each stage, including weight gradients.
+        message_s: Latency in seconds between each stage and the next, both ways; empty for none.
+        cap: Most microbatches that a rank holds under a rule; ``None`` for the default.
 
     Returns:
-        One entry per rank where ``SimResult`` has one per rank.
+        Result with the ranks of all stages.
 
     Raises:
-        ScheduleError: the microbatches do not divide, or no rank can go on.
+        ScheduleError: The microbatches do not divide, or no rank can continue.
     """
-    states, policies = [], []
+    states = []
+    policies = []
     for rank in range(widths.num_ranks):
         stage, _ = widths.place_of(rank)
-        own = widths.own_microbatches(stage, num_microbatches)
-        policies.append(make_policy(name, widths, stage, own))
+        microbatches = widths.own_microbatches(stage, num_microbatches)
+        policies.append(make_policy(name, widths, stage, microbatches))
         state = RankState(
             placement=placement_of(widths),
             rank=stage,
-            num_microbatches=own,
-            cap=default_cap(widths, stage, own) if cap is None else cap,
+            num_microbatches=microbatches,
+            cap=default_cap(widths, stage, microbatches) if cap is None else cap,
         )
         state.numbers[rank_kernel.RANK] = rank
         states.append(state)

@@ -1,7 +1,7 @@
-"""Checks that a schedule can run: complete, in order, free of deadlock; counts memory, draws it.
+"""Checks that a schedule is complete, ordered and free of deadlock; counts its memory, draws it.
 
-An error has one line with rank, position and action, then the part of the schedule around the cell
-with the cell in brackets.
+An error has one line with rank, position and action. Below it is the part of the schedule around
+this cell, with the cell in brackets.
 """
 
 from __future__ import annotations
@@ -16,21 +16,26 @@ from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.schedule import Order, Schedule
 
 _CONTEXT = 6
+"""Number of columns to draw on each side of a marked cell."""
 _ELLIPSIS = "..."
 
 
 def validate(schedule: Schedule) -> None:
-    """Check a schedule, also one from an untrusted source.
+    """Checks a schedule, which may come from an untrusted source.
 
-    Every rank must list each of its actions exactly once; on each stage each kind ascends in the
-    microbatch, a backward follows its forward and a weight gradient its backward; no ranks may
-    wait for each other in a circle. Either nothing lists a W and backwards are whole, or every
-    microbatch has its W on every stage, all in the same number of pieces. A schedule without any
-    backward is one of an evaluation. Of a pair, a forward and a backward in either order, the
-    second must not need the first, directly or through other ranks.
+    - Every rank lists each of its actions exactly once.
+    - On each stage, each kind runs in ascending order of microbatches, a backward follows its
+      forward, and a weight gradient follows its backward.
+    - No ranks wait for each other in a circle.
+    - Either no rank lists a W and backwards are whole, or every microbatch has its W on every
+      stage, all in the same number of pieces.
+    - A pair consists of a forward and a backward in either order. The second does not need the
+      first, directly or through other ranks.
+
+    A schedule without any backward is valid as one of an evaluation.
 
     Raises:
-        ScheduleError: the first rule found broken, with the place and a picture of it.
+        ScheduleError: A rule is broken; the message has the position and a picture of it.
     """
     placement = schedule.placement
     if len(schedule.orders) != placement.num_ranks:
@@ -44,13 +49,13 @@ def validate(schedule: Schedule) -> None:
 
 
 def peak_units(schedule: Schedule) -> tuple[float, ...]:
-    """The most activations each rank holds if it follows the schedule, which must be valid.
+    """Returns the most activations that each rank holds under a valid schedule.
 
-    A microbatch is held from the start of its forward to the end of a whole backward, or of the
-    last piece of its weight gradient. A forward-only schedule holds none.
+    A microbatch is held from the start of its forward to the end of its whole backward, or to the
+    end of the last piece of its weight gradient. In an evaluation nothing is held.
 
     Returns:
-        One peak per rank, in whole-rank microbatches.
+        Peak of each rank, in whole-rank microbatches.
     """
     peaks = []
     for rank, order in enumerate(schedule.orders):
@@ -65,34 +70,36 @@ def peak_units(schedule: Schedule) -> tuple[float, ...]:
 
 
 def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) -> str:
-    """Draw a schedule, a row per rank, a column per position in its order.
+    """Draws a schedule with a row per rank and a column per position in its order.
 
     ::
 
         rank 0 | F0-0 F0-1 B0-0 W0-0 B0-1 W0-1
         rank 1 | F0-0 B0-0 F0-1 B0-1 W0-0 W0-1
 
-    Further pieces of a weight gradient carry their number: ``W0-0 W0-0.1 W0-0.2``.
+    Later pieces of a weight gradient have their number: ``W0-0 W0-0.1 W0-0.2``.
 
     Args:
-        schedule: need not be valid.
-        mark: ``(rank, position)`` of a cell to put in brackets; only the columns around it are
-            drawn. The position after a rank's last action is allowed and marks its missing end.
+        schedule: Schedule, which may be invalid.
+        mark: Rank and position of a cell to put in brackets; only the columns around it are drawn.
+            The position after a rank's last action marks a missing action.
 
     Returns:
-        Lines without a final line feed.
+        Lines of text, without a final line feed.
     """
     columns = max((len(order) for order in schedule.orders), default=0)
-    first, last = 0, columns
+    first = 0
+    last = columns
     if mark is not None:
-        first, last = max(0, mark[1] - _CONTEXT), max(mark[1] + 1, min(columns, mark[1] + _CONTEXT))
+        first = max(0, mark[1] - _CONTEXT)
+        last = max(mark[1] + 1, min(columns, mark[1] + _CONTEXT))
     rows = []
     for rank, order in enumerate(schedule.orders):
         cells = [str(action) for action in order[first:last]]
         if mark is not None and mark[0] == rank:
-            at = mark[1] - first
-            cells += ["missing"] * (at + 1 - len(cells))
-            cells[at] = f"[{cells[at]}]"
+            column = mark[1] - first
+            cells += ["missing"] * (column + 1 - len(cells))
+            cells[column] = f"[{cells[column]}]"
         if first > 0:
             cells.insert(0, _ELLIPSIS)
         if len(order) > last:
@@ -107,7 +114,7 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
 
 
 def _together(order: Order) -> Iterator[tuple[int, Order]]:
-    """Yields what starts at once, one action or a pair, with its position."""
+    """Yields the actions that start together, one or a pair, with the position of the first."""
     position = 0
     while position < len(order):
         count = 1 + order[position].paired
@@ -133,8 +140,9 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Check one rank by itself: run its order as if every input were there from the start."""
-    placement, num_microbatches = schedule.placement, schedule.num_microbatches
+    """Checks one rank by itself: runs its order as if every input were there from the start."""
+    placement = schedule.placement
+    num_microbatches = schedule.num_microbatches
     state = _new_state(schedule, rank)
     kinds = (ActionKind.F,) if schedule.forward_only else (ActionKind.F, ActionKind.B)
     for kind in kinds:
@@ -144,11 +152,13 @@ def _check_order(schedule: Schedule, rank: int) -> None:
                     state.arrive(kind, chunk, microbatch)
     order = schedule.orders[rank]
     for position, actions in _together(order):
-        for at, action in enumerate(actions, position):
+        kinds_together = {action.kind for action in actions}
+        for index, action in enumerate(actions, position):
             if not state.is_ready(action):
-                _fail(schedule, rank, at, f"{action} cannot be here: {state.why_not(action)}")
-            if action.paired and {one.kind for one in actions} != {ActionKind.F, ActionKind.B}:
-                _fail(schedule, rank, at, f"{action} is no pair of an F and a B with what follows")
+                _fail(schedule, rank, index, f"{action} cannot be here: {state.why_not(action)}")
+            if action.paired and kinds_together != {ActionKind.F, ActionKind.B}:
+                problem = f"{action} and the action after it are no pair of an F and a B"
+                _fail(schedule, rank, index, problem)
             state.start(action)
         for action in actions:
             state.finish(action)
@@ -158,8 +168,9 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_flow(schedule: Schedule) -> None:
-    """Run all ranks together, each action as soon as it can; whoever is left is in a deadlock."""
-    placement, orders = schedule.placement, schedule.orders
+    """Checks for deadlocks: runs all ranks together, each action as soon as it can start."""
+    placement = schedule.placement
+    orders = schedule.orders
     states = [_new_state(schedule, rank) for rank in range(placement.num_ranks)]
     waiting = list(range(placement.num_ranks))
     while waiting:
@@ -179,11 +190,16 @@ def _check_flow(schedule: Schedule) -> None:
                     waiting.append(target[0])
     stuck = [rank for rank, state in enumerate(states) if not state.done]
     if stuck:
-        # The rank that came least far is nearest to the cause.
+        # The rank with the fewest started actions is nearest to the cause.
         rank = min(stuck, key=lambda rank: states[rank].num_started)
-        state, position = states[rank], states[rank].num_started
-        action = next(one for one in _next(orders[rank], state) if not state.is_ready(one))
-        _fail(schedule, rank, position, f"deadlock: {action} never starts: {state.why_not(action)}")
+        state = states[rank]
+        action = next(due for due in _next(orders[rank], state) if not state.is_ready(due))
+        _fail(
+            schedule,
+            rank,
+            state.num_started,
+            f"deadlock: {action} never starts: {state.why_not(action)}",
+        )
 
 
 def _next(order: Order, state: RankState) -> Order:

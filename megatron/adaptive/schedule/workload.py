@@ -1,12 +1,11 @@
-"""Describes what a simulated step has to do: how long every action and message takes.
+"""Describes the work of a simulated step: the duration of every action and message.
 
-Owns durations, links, the profile that they are read from, and random factors. These are drawn
+Owns durations, links, the profile that contains them, and random factors. Random factors are drawn
 before the step, per pipeline stage and microbatch, so that the same seed gives every schedule the
-same work. Whole picoseconds, so that two moments meant to coincide do, however their times were
-summed.
+same work. Times are integers in picoseconds: equal sums are then equal in any order of addition.
 
-``docs/schedules.md`` has the form of the profile, a JSON file; its ``latency_s`` and
-``occupancy_s`` are those of every link that ``links`` does not name (see :class:`Link`).
+``docs/schedules.md`` describes the profile, a JSON file. Its ``latency_s`` and ``occupancy_s``
+apply to every link that ``links`` does not list (see :class:`Link`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.stage_placement import Placement
 
 PS_PER_S = 10**12
+"""Picoseconds per second."""
 _LONGEST_S = 10**5
+"""Largest time or factor that is accepted."""
 _LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "exchange_s", "rank_factors")
 _SIGMAS = ("action_sigma", "microbatch_sigma", "latency_sigma")
 
@@ -35,16 +36,16 @@ class StageTimes:
     """Holds the seconds of one microbatch on each stage.
 
     Attributes:
-        forward_s: seconds of a forward, per stage in pipeline order.
-        backward_s: seconds of a backward by inputs, per stage; of the whole one where there are no
-            ``weight_s``.
-        weight_s: seconds of the weight gradients, per stage; empty for none. A whole backward takes
-            both.
-        recompute_s: seconds that every backward spends on repeating its forward, per stage; empty
+        forward_s: Seconds of a forward, per stage in pipeline order.
+        backward_s: Seconds of a backward by inputs, per stage; of a whole backward if ``weight_s``
+            is empty.
+        weight_s: Seconds of the weight gradients, per stage; empty for none. A whole backward takes
+            ``backward_s`` plus ``weight_s``.
+        recompute_s: Seconds that every backward spends on repeating its forward, per stage; empty
             for none.
-        exchange_s: seconds of a forward, and as many of a backward, that pass in communication
-            within the stage (experts' all-to-alls), per stage; empty for none.
-        exchanges: number of these communications in each forward and backward.
+        exchange_s: Seconds of communication within the stage (all-to-alls of experts) in a forward,
+            and the same in a backward, per stage; empty for none.
+        exchanges: Number of these communications in each forward and backward.
     """
 
     forward_s: tuple[float, ...]
@@ -65,7 +66,7 @@ class StageTimes:
         exchange_s: float = 0.0,
         exchanges: int = 0,
     ) -> StageTimes:
-        """Returns the same times on every stage."""
+        """Returns times that are the same on every stage."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,
@@ -77,15 +78,15 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Describes what delays a message between two ranks.
+    """Describes the delays of a message between two ranks.
 
     Attributes:
-        latency_s: seconds from leaving the link to arriving.
-        occupancy_s: seconds that a message keeps the link busy (bytes over bandwidth); the next one
-            in the same direction waits for it.
+        latency_s: Seconds from the end of the transfer to the arrival.
+        occupancy_s: Seconds for which a message occupies the link (bytes divided by bandwidth); the
+            next message in the same direction waits for that time.
 
     Raises:
-        ScheduleError: a value is negative or not finite.
+        ScheduleError: A value is negative or not finite.
     """
 
     latency_s: float = 0.0
@@ -98,24 +99,24 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """Holds times of a pipeline's stages and links, measured or made up.
+    """Contains measured or assumed times of a pipeline's stages and links.
 
-    Random factors are lognormal with mean 1; a sigma is that of the logarithm.
+    Random factors are lognormal with mean 1. A sigma is the standard deviation of the logarithm.
 
     Attributes:
-        times: per stage.
-        link: every link that ``links`` does not name.
-        links: others, by ``(from rank, to rank)``.
-        rank_factors: how many times longer each rank takes for everything, ``None`` for 1.
-        action_sigma: spread of every action's own factor.
-        microbatch_sigma: that of a factor that all actions of a microbatch share, as when
+        times: Times per stage.
+        link: Link between any two ranks that ``links`` does not list.
+        links: Other links, by ``(from rank, to rank)``.
+        rank_factors: Factor on the duration of all actions of each rank, ``None`` for 1.
+        action_sigma: Sigma of a factor on each action.
+        microbatch_sigma: Sigma of a factor on all actions of a microbatch, for example because
             microbatches have different lengths.
-        latency_sigma: that of the latency of each message.
-        microbatch_factors: how many times the mean each microbatch took, for each measured step;
-            empty where microbatches are alike.
+        latency_sigma: Sigma of a factor on the latency of each message.
+        microbatch_factors: Cost of each microbatch relative to the mean, for each measured step;
+            empty if all microbatches are equal.
 
     Raises:
-        ScheduleError: a sigma is negative or not finite.
+        ScheduleError: A sigma is negative or not finite.
     """
 
     times: StageTimes
@@ -132,22 +133,25 @@ class StageProfile:
             _check_number(name, getattr(self, name))
 
     def factors_of(self, seed: int, num_microbatches: int) -> tuple[float, ...] | None:
-        """Returns the factors of one step; ``None`` where none of so many microbatches is known."""
-        known = [one for one in self.microbatch_factors if len(one) == num_microbatches]
-        return known[seed % len(known)] if known else None
+        """Returns the microbatch factors of a measured step that has this number of microbatches.
+
+        The seed chooses the step. Returns ``None`` if no measured step has this number.
+        """
+        candidates = [step for step in self.microbatch_factors if len(step) == num_microbatches]
+        return candidates[seed % len(candidates)] if candidates else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Holds the drawn times of one step, in whole picoseconds.
+    """Contains the times of one step, in integer picoseconds.
 
     Attributes:
-        durations_ps: ``[3, stages, microbatches] int64``, kinds F, B, W.
-        delays_ps: ``[2, stages, microbatches] int64``, latency of the message after an F or B.
-        occupancy_ps: ``[ranks, ranks] int64``, from and to.
-        exchanges_ps: ``[2, stages, microbatches] int64``, the part of each F and B that is
-            communication within the stage; ``None`` for none.
-        cuts: communications that this part consists of.
+        durations_ps: Duration of each action, ``[3, stages, microbatches] int64``, kinds F, B, W.
+        delays_ps: Latency of the message after each F and B, ``[2, stages, microbatches] int64``.
+        occupancy_ps: Time for which a message occupies its link, ``[from rank, to rank] int64``.
+        exchanges_ps: Part of each F and B that is communication within the stage,
+            ``[2, stages, microbatches] int64``; ``None`` for none.
+        cuts: Number of communications in each F and B.
     """
 
     durations_ps: Any
@@ -163,32 +167,32 @@ def draw(
     times: StageTimes | StageProfile,
     *,
     seed: int = 0,
-    **more: Any,
+    **profile_options: Any,
 ) -> Workload:
     """Draws the times of one step.
 
     Args:
-        placement: which rank holds which stage.
-        num_microbatches: microbatches per step.
-        times: per stage, or of a whole multiple of stages, each so many in a row running as one:
-            schedules with one and with several chunks then get the same draws.
-        seed: of all random factors; chooses among measured steps.
-        **more: of a profile that has nothing but these ``times`` otherwise.
+        placement: Placement of the stages on ranks.
+        num_microbatches: Number of microbatches per step.
+        times: Times per stage. There may be a multiple of the placement's stages, of which several
+            in a row then form one: so schedules with one and with several chunks get the same work.
+        seed: Seed of all random factors; it also chooses one of the measured steps.
+        **profile_options: Other fields of the profile if ``times`` is not a profile.
 
     Raises:
-        ScheduleError: an argument is out of range.
+        ScheduleError: An argument is out of range.
     """
-    profile = times if isinstance(times, StageProfile) else StageProfile(times=times, **more)
-    times, rank_factors = profile.times, profile.rank_factors
+    if isinstance(times, StageProfile):
+        profile = times
+    else:
+        profile = StageProfile(times=times, **profile_options)
+    times = profile.times
     microbatch_factors = profile.factors_of(seed, num_microbatches)
     _check_times(placement, times)
-    stages, ranks = placement.num_stages, placement.num_ranks
+    stages = placement.num_stages
     fine = len(times.forward_s)
-    where = [placement.locate(stage)[0] for stage in range(stages)]
-    weight = times.weight_s or (0.0,) * fine
-    recompute = times.recompute_s or (0.0,) * fine
-    backward = [sum(pair) for pair in zip(times.backward_s, recompute, strict=True)]
-    durations = np.array([times.forward_s, backward, weight])[:, :, None]
+    rank_of = [placement.locate(stage)[0] for stage in range(stages)]
+    durations = _mean_durations(times)[:, :, None]
     shares = np.array(times.exchange_s or (0.0,) * fine) / np.maximum(
         durations[:2, :, 0], 1 / PS_PER_S
     )
@@ -198,18 +202,12 @@ def draw(
     latency, occupancy = _links(placement, profile.link, profile.links)
     delays = np.broadcast_to(latency[:, :, None], (2, stages, num_microbatches))
     if any(getattr(profile, name) for name in _SIGMAS):
-        rng = np.random.default_rng(seed)
-        durations = durations * _lognormal(rng, profile.action_sigma, durations.shape)
-        durations = durations * _lognormal(rng, profile.microbatch_sigma, (num_microbatches,))
-        # The message after a forward is that of the last of the stages that run as one, the one
-        # after a backward that of the first.
-        factors = _lognormal(rng, profile.latency_sigma, (2, fine, num_microbatches))
-        group = fine // stages
-        delays = delays * np.stack([factors[0, group - 1 :: group], factors[1, ::group]])
+        durations, delays = _with_spread(profile, durations, delays, seed)
 
     def summed(values: Any) -> Any:
         values = values.reshape(-1, stages, fine // stages, num_microbatches).sum(axis=2)
-        values = values * _factors(rank_factors, ranks, "rank")[where][None, :, None]
+        factors = _factors(profile.rank_factors, placement.num_ranks, "rank")
+        values = values * factors[rank_of][None, :, None]
         return np.rint(values * PS_PER_S).astype(np.int64)
 
     return Workload(
@@ -221,22 +219,51 @@ def draw(
     )
 
 
-def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """Returns the order in which a pipeline best takes microbatches of unequal cost.
+def _with_spread(profile: StageProfile, durations: Any, delays: Any, seed: int) -> tuple[Any, Any]:
+    """Multiplies durations and delays by random factors.
 
-    Short ones fill and drain the pipeline, where every rank waits for one microbatch; long ones are
-    in the middle, where ranks have other work meanwhile::
+    Args:
+        profile: Profile with the sigmas.
+        durations: Seconds of each action, ``[3, stages of the profile, microbatches]``.
+        delays: Seconds of latency, ``[2, stages of the placement, microbatches]``.
+        seed: Seed of the factors.
+    """
+    _, fine, num_microbatches = durations.shape
+    rng = np.random.default_rng(seed)
+    durations = durations * _lognormal(rng, profile.action_sigma, durations.shape)
+    durations = durations * _lognormal(rng, profile.microbatch_sigma, (num_microbatches,))
+    # If several stages of the profile form one, the message after a forward leaves from the last
+    # of them and the message after a backward from the first.
+    factors = _lognormal(rng, profile.latency_sigma, (2, fine, num_microbatches))
+    group = fine // delays.shape[1]
+    delays = delays * np.stack([factors[0, group - 1 :: group], factors[1, ::group]])
+    return durations, delays
+
+
+def _mean_durations(times: StageTimes) -> Any:
+    """Returns the mean durations in seconds, ``[3, stages]``; backwards include recomputation."""
+    none = (0.0,) * len(times.forward_s)
+    recompute = times.recompute_s or none
+    backward = [sum(pair) for pair in zip(times.backward_s, recompute, strict=True)]
+    return np.array([times.forward_s, backward, times.weight_s or none])
+
+
+def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """Returns the best order of microbatches of unequal cost for a pipeline.
+
+    While the pipeline fills and drains, ranks wait for single microbatches, so these are cheap
+    ones. Costly ones are in the middle, where ranks have other work in the meantime::
 
         costs        5 1 4 2 3 6
         taken as     1 3 5 6 4 2        more microbatches than ranks
-                     1 2 3 4 5 6        no more than ranks: nothing but filling and draining
+                     1 2 3 4 5 6        no more than ranks: the pipeline only fills and drains
 
-    Equal costs keep their order, so that equal lengths leave the given one. The order is fixed
-    before the step, from costs alone: sums of gradients have one order on every rank.
+    Microbatches of equal cost keep their order. The order depends on costs only and is fixed before
+    the step, so that every rank sums gradients in the same order.
 
     Args:
-        costs: of each microbatch, in any unit (seconds, tokens).
-        num_ranks: ranks of the pipeline.
+        costs: Cost of each microbatch, in any unit (seconds, tokens).
+        num_ranks: Number of ranks of the pipeline.
 
     Returns:
         Indices into ``costs``, first to last.
@@ -250,46 +277,53 @@ def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
 def _links(
     placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
 ) -> tuple[Any, Any]:
-    """Returns latency after F and B ``[2, stages]`` and occupancy ``[ranks, ranks]``."""
-    ranks, stages = placement.num_ranks, placement.num_stages
+    """Returns the latency after F and B ``[2, stages]`` and the occupancy ``[ranks, ranks]``."""
+    ranks = placement.num_ranks
+    stages = placement.num_stages
     latency = np.zeros((2, stages))
     occupancy = np.zeros((ranks, ranks))
     for kind, step in ((0, 1), (1, -1)):
         for stage in range(stages):
             if 0 <= stage + step < stages:
                 pair = placement.locate(stage)[0], placement.locate(stage + step)[0]
-                one = links.get(pair, link)
-                latency[kind, stage] = one.latency_s
-                occupancy[pair] = one.occupancy_s
+                between = links.get(pair, link)
+                latency[kind, stage] = between.latency_s
+                occupancy[pair] = between.occupancy_s
     return latency, occupancy
 
 
 def _lognormal(rng: np.random.Generator, sigma: float, shape: tuple[int, ...]) -> Any:
-    """Factors of mean 1; draws as many for sigma 0, so that other draws stay what they are."""
+    """Returns random factors of mean 1.
+
+    Draws for sigma 0 as well, so that one sigma does not change the draws of the others.
+    """
     return np.exp(sigma * rng.standard_normal(shape) - sigma * sigma / 2)
 
 
-def _factors(factors: Sequence[float] | None, count: int, what: str) -> Any:
+def _factors(factors: Sequence[float] | None, count: int, subject: str) -> Any:
     if factors is None:
         return np.ones(count)
     if len(factors) != count:
-        raise ScheduleError(f"{len(factors)} {what} factors for {count} {what}s: give one each")
-    for at, factor in enumerate(factors):
-        _check_number(f"factor of {what} {at}", factor)
+        raise ScheduleError(
+            f"{len(factors)} {subject} factors for {count} {subject}s: give one each"
+        )
+    for index, factor in enumerate(factors):
+        _check_number(f"factor of {subject} {index}", factor)
     return np.array(factors)
 
 
 def _check_times(placement: Placement, times: StageTimes) -> None:
     for name in (field_.name for field_ in fields(times) if field_.name != "exchanges"):
-        what, values = name.removesuffix("_s"), getattr(times, name)
-        if what in ("weight", "recompute", "exchange") and not values:
+        label = name.removesuffix("_s")
+        values = getattr(times, name)
+        if label in ("weight", "recompute", "exchange") and not values:
             continue
         if len(values) != len(times.forward_s) or len(values) % placement.num_stages:
             raise ScheduleError(
-                f"{len(values)} {what} times for {placement.num_stages} stages: give one per stage"
+                f"{len(values)} {label} times for {placement.num_stages} stages: give one per stage"
             )
         for stage, value in enumerate(values):
-            _check_number(f"{what} time of stage {stage}", value)
+            _check_number(f"{label} time of stage {stage}", value)
     for stage, exchange_s in enumerate(times.exchange_s):
         whole_s = min(times.forward_s[stage], times.backward_s[stage])
         if exchange_s > whole_s or not times.exchanges:
@@ -299,10 +333,10 @@ def _check_times(placement: Placement, times: StageTimes) -> None:
             )
 
 
-def _check_number(what: str, value: float) -> None:
+def _check_number(name: str, value: float) -> None:
     if not (math.isfinite(value) and 0 <= value <= _LONGEST_S):
         raise ScheduleError(
-            f"{what} is {value}: it must be a finite number, not negative and at most {_LONGEST_S}"
+            f"{name} is {value}: it must be a finite number, not negative and at most {_LONGEST_S}"
         )
 
 
@@ -310,11 +344,11 @@ def load_profile(path: Path, *, num_stages: int) -> StageProfile:
     """Reads a profile.
 
     Args:
-        path: the file.
-        num_stages: stages that it must describe.
+        path: Path of the file.
+        num_stages: Number of stages that it must describe.
 
     Raises:
-        ScheduleError: the file cannot be read, or a value is missing, unknown or not a time.
+        ScheduleError: The file cannot be read, or a value is missing, unknown or not a time.
     """
     try:
         data = read_json(path, "name a profile, see docs/schedules.md")
@@ -331,9 +365,9 @@ def load_profile(path: Path, *, num_stages: int) -> StageProfile:
             )
     delays = {name: float(data.get(name, 0.0)) for name in ("latency_s", "occupancy_s")}
     links = {}
-    for one in data.get("links", ()):
-        its = {name: float(one.get(name, usual)) for name, usual in delays.items()}
-        links[one["from"], one["to"]] = Link(**its)
+    for entry in data.get("links", ()):
+        values_s = {name: float(entry.get(name, usual)) for name, usual in delays.items()}
+        links[entry["from"], entry["to"]] = Link(**values_s)
     return StageProfile(
         times=StageTimes(**lists, exchanges=data.get("exchanges", 0)),
         link=Link(**delays),

@@ -1,25 +1,26 @@
-"""Records what happens in a run, reads it back, diagnoses and draws it.
+"""Records the spans of a run, reads them, diagnoses and draws them.
 
-Writing side (used while training, imports neither torch nor a drawing package):
+Used while training (imports neither torch nor a drawing package):
 
-- ``event``     what a trace is made of: header, iterations, spans, clock samples; their text form
-- ``recorder``  collects spans in a step and writes them from a thread
-- ``live_state``  what a rank does at this moment, in a file of its own; how far a run is
+- ``trace_format``  records of a trace (header, iterations, spans, clock samples), their text form
+- ``recorder``      collects the spans of a step and writes them from a thread
+- ``status_files``  report of each rank's present action, and progress of the run
+- ``files``         atomic writes, and files that a run can do without
+- ``clock``         compares the clocks of a running job; puts all ranks of a run on one clock
+- ``hang_watch``    separate process that finds the rank that a hanging job waits for
 
-Reading side:
+Used to read:
 
-- ``index``     where a file has what, found without reading the spans; lines of spans as numbers
-- ``table``     spans of a rank as columns, and each send with its receive
-- ``clock``     compares the clocks of a running job, and puts all ranks of a run on one
-- ``read``      a folder of per-rank files as one :class:`~megatron.adaptive.trace.read.RunTrace`
-- ``figures``   figures of a whole run, read by several processes
-- ``live``      a run in progress, read as it grows and drawn by ``cli.top``
-- ``step``      one iteration of one pipeline as objects, with its bubbles: what every chart draws
-- ``order``     the text form ``trace_pipeline_<p>_model_chunks_<c>.txt``, written and read
-- ``views``     what a trace looks like: Excel, HTML, Perfetto, PNG, TensorBoard
-- ``files``     writes a result whole or not at all
-- ``locate``    which run the user means
-- ``imports``   traces that other programs wrote
-- ``whatif``    steps simulated with other times: slowdowns, shares, repairs
-- ``diagnose``  names what slows a run: a rank, a link, the reading of data
+- ``block_index``   positions of spans in a file, found without reading them; parses lines of spans
+- ``span_columns``  spans of a rank as columns; matches each send with its receive
+- ``read``          folder of per-rank files as one :class:`~megatron.adaptive.trace.read.RunTrace`
+- ``metrics``       figures of a whole run, computed by several processes
+- ``monitor``       state of a run in progress, drawn by ``cli.top``
+- ``step_view``     one iteration of one pipeline as objects, for charts
+- ``legacy_text``   text form ``trace_pipeline_<p>_model_chunks_<c>.txt``, written and read
+- ``locate``        finds the run that the user means
+- ``views``         drawings of a trace: Excel, HTML, Perfetto, PNG, TensorBoard
+- ``imports``       traces that other programs wrote
+- ``whatif``        simulates steps with other times: slowdowns, shares, repairs
+- ``diagnose``      finds causes of slow steps: a rank, a link, the reading of data
 """

@@ -1,8 +1,8 @@
-"""Indexes a trace file without reading its spans, and reads the spans that are asked for.
+"""Indexes a trace file without reading its spans, and reads the spans of chosen iterations.
 
-Markers say how many bytes of spans follow, so a file is passed over in a few reads, whatever its
-size. Files may end in the middle of a line if the run was killed: that line is dropped and counted.
-Where what follows is not as long as its marker says (the end of such a file, or a file that
+Markers say how many bytes of spans follow, so indexing needs few reads even for a large file. A
+file may end in the middle of a line if the run was killed; that line is dropped and counted. If
+the spans are not as long as their marker says (at the end of such a file, or in a file that
 somebody edited), the lines are read one by one.
 """
 
@@ -34,14 +34,14 @@ from megatron.adaptive.trace.trace_format import (
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Locates spans of one iteration that lie together.
+    """Locates consecutive spans of one iteration in a file.
 
     Attributes:
-        marker: what stands above them.
-        offset: where the first of them begins.
-        size_bytes: length of their whole lines.
-        is_whole: nothing is missing of what the marker says.
-        table: the spans, where they were read at once.
+        marker: Marker above the spans.
+        offset: Offset of the first span in bytes.
+        size_bytes: Length of the complete lines.
+        is_whole: Whether all spans that the marker announces are there.
+        table: Spans, if they were read while the file was indexed.
     """
 
     marker: IterationStart
@@ -56,13 +56,13 @@ class FileIndex:
     """Lists the contents of a trace file.
 
     Attributes:
-        path: the file.
-        header: ``None`` if nothing was written yet.
-        blocks: in the order of the file.
-        samples: clock samples.
-        gaps: iterations that could not be written.
-        truncated_lines: lines lost at the end, 0 or 1.
-        offset: where :meth:`read_on` goes on.
+        path: Path of the file.
+        header: Header, ``None`` if nothing was written yet.
+        blocks: Blocks of spans, in the order of the file.
+        samples: Clock samples.
+        gaps: Iterations that could not be written.
+        truncated_lines: Number of lines lost at the end, 0 or 1.
+        offset: Offset from which :meth:`read_on` continues, in bytes.
     """
 
     path: Path
@@ -74,15 +74,15 @@ class FileIndex:
     offset: int = 0
 
     def read_on(self, size: int, *, is_growing: bool = False) -> None:
-        """Finds headers, blocks and clock samples behind those that it has.
+        """Adds the headers, blocks and clock samples after :attr:`offset`.
 
         Args:
-            size: of the file.
-            is_growing: what is not whole at the file's end is left for the next time.
+            size: Size of the file in bytes.
+            is_growing: Whether an incomplete end is left for the next call instead of counted.
 
         Raises:
-            OSError: the file cannot be read.
-            TraceError: it is no trace file, is damaged or of another version.
+            OSError: The file cannot be read.
+            TraceError: The file is no trace file, is damaged or of another version.
         """
         with open_file(self.path) as file:
             file.seek(self.offset)
@@ -94,11 +94,11 @@ class FileIndex:
                 if isinstance(record, TraceHeader):
                     if self.header is not None:
                         raise TraceError(
-                            f"{self} is a second header; keep each start in a folder of its own"
+                            f"{self} is a second header; keep each start in a separate folder"
                         )
                     self.header = record
                 elif self.header is None:
-                    raise TraceError(f"{self} stands before the header; this is no trace file")
+                    raise TraceError(f"{self} is before the header; this is no trace file")
                 elif isinstance(record, IterationStart):
                     if is_growing and file.tell() + record.size_bytes > size:
                         break
@@ -110,7 +110,7 @@ class FileIndex:
                 self.offset = file.tell()
 
     def __str__(self) -> str:
-        """The place where it reads, as ``file:line``; lines are counted only for this."""
+        """Returns the present position as ``file:line``; counts the lines only now."""
         return f"{self.path}:{_line_number(self.path, self.offset)}"
 
 
@@ -118,7 +118,7 @@ def index_file(path: Path) -> FileIndex:
     """Finds headers, blocks and clock samples of a trace file.
 
     Raises:
-        TraceError: the file cannot be read, is no trace file, is damaged or of another version.
+        TraceError: The file cannot be read, is no trace file, is damaged or of another version.
     """
     index = FileIndex(path)
     try:
@@ -129,7 +129,7 @@ def index_file(path: Path) -> FileIndex:
 
 
 def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
-    """Returns the block below a marker; the file goes from its beginning to behind it."""
+    """Returns the block after a marker, and moves the file's position to the block's end."""
     offset, size = file.tell(), marker.size_bytes
     if _ends_at(file, offset + size, file_size):
         file.seek(offset + size)
@@ -140,15 +140,15 @@ def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: 
         size += len(line)
     file.seek(offset + size)
     block = Block(marker, offset, size)
-    table = read_blocks(index, [block])  # whoever edited it should hear of it now
+    table = read_blocks(index, [block])  # reports errors of an edited file at once
     return replace(block, is_whole=len(table) == sum(marker.counts), table=table)
 
 
 def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
-    """Reads the spans of some blocks, on the rank's own clock.
+    """Reads the spans of some blocks, with times on the rank's clock.
 
     Raises:
-        TraceError: the file cannot be read any more, or a line is damaged.
+        TraceError: The file cannot be read any more, or a line is damaged.
     """
     tables = [block.table for block in blocks if block.table is not None]
     blocks = [block for block in blocks if block.table is None and block.size_bytes]
@@ -181,11 +181,11 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
         np.repeat([block.marker.iteration for block in blocks], counts), rows
     )
     chunks = table.chunk[table.where(*DRAWN_ACTIONS)]
-    known = index.header.num_chunks if index.header else 0
-    foreign = chunks[(chunks < 0) | (chunks >= known)]
+    num_chunks = index.header.num_chunks if index.header else 0
+    foreign = chunks[(chunks < 0) | (chunks >= num_chunks)]
     if len(foreign):
         raise TraceError(
-            f"{index.path}: span of chunk {foreign[0]}, the header says {known} chunks"
+            f"{index.path}: span of chunk {foreign[0]}, the header says {num_chunks} chunks"
         )
     return table
 
@@ -201,7 +201,7 @@ def _unreadable(path: Path, error: OSError) -> TraceError:
 
 
 def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
-    """Says whether a file of ``size`` bytes has whole lines before ``end`` and no span after."""
+    """Returns whether in a file of ``size`` bytes a line ends at ``end`` and no span follows."""
     if end > size:
         return False
     file.seek(end - 1)
@@ -213,34 +213,34 @@ _PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
 _COMMAS = bytes.maketrans(b"]", b",")
 _ENDS = {-(2**63), 2**63 - 1}
 _UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 0))
-"""Columns that number words, how many words there are, and what stands for others."""
+"""Columns with indices of names: column, number of known names, value for unknown ones."""
 
 
 def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
-    """Reads spans.
+    """Parses the lines of spans.
 
     Args:
-        data: whole lines.
-        where: says where a line of ``data`` (from 0) stands, for the message of an error.
+        data: Complete lines.
+        where: Function that returns ``file:line`` of a line of ``data`` (from 0), for messages.
 
     Returns:
         ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`,
         with kinds and reasons that this program knows.
 
     Raises:
-        TraceError: a line is no list of as many whole numbers as there are columns.
+        TraceError: A line is no list of whole numbers, one per column.
     """
     numbers = _plain(data)
     if numbers is None:
         raise _refusal(data, where)
-    for name, known, otherwise in _UNKNOWN:
+    for name, num_known, replacement in _UNKNOWN:
         column = numbers[:, COLUMNS.index(name)]
-        column[(column < 0) | (column >= known)] = otherwise
+        column[(column < 0) | (column >= num_known)] = replacement
     return numbers
 
 
 def _plain(data: bytes) -> Ints | None:
-    """Reads lines as the recorder writes them; returns ``None`` if some are not so."""
+    """Parses lines in exactly the recorder's form; returns ``None`` if one has another form."""
     lines, width = data.count(b"\n"), len(COLUMNS)
     if data.translate(None, _PLAIN) or data.count(b"]\n") != lines or data.count(b"[") != lines:
         return None
@@ -248,21 +248,21 @@ def _plain(data: bytes) -> Ints | None:
         return np.zeros((0, width), dtype=np.int64)
     text = data.translate(_COMMAS, b"[\n")
     with warnings.catch_warnings():
-        # An unreadable rest was a warning first and is an error since.
+        # Older numpy warns about text that it cannot parse, newer numpy raises an error.
         warnings.simplefilter("error", DeprecationWarning)
         try:
             numbers = np.fromstring(text[:-1], dtype=np.int64, sep=",")
         except (ValueError, DeprecationWarning):
             return None
     if numbers.size != lines * width or {int(numbers.min()), int(numbers.max())} & _ENDS:
-        return None  # numbers beyond the ends of the range became the ends
+        return None  # numpy replaces numbers beyond the range of int64 by its limits
     return numbers.reshape(lines, width)
 
 
 def _refusal(data: bytes, where: Callable[[int], str]) -> TraceError:
-    """Returns an error that names the first line that is none of a recorder's."""
-    line = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(COLUMNS) - 1))
-    wrong = (n for n, one in enumerate(data.splitlines()) if not line.fullmatch(one))
+    """Returns an error that names the first line that is not in the recorder's form."""
+    pattern = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(COLUMNS) - 1))
+    wrong = (n for n, line in enumerate(data.splitlines()) if not pattern.fullmatch(line))
     return TraceError(
         f"{where(next(wrong, 0))} is no span: expected {len(COLUMNS)} whole numbers in "
         f"brackets for {', '.join(COLUMNS)}; the file is damaged, remove it or that line"

@@ -1,32 +1,32 @@
-"""One clock for all ranks: compares clocks while a job runs, aligns them when its trace is read.
+"""Puts all ranks on one clock: compares clocks during a job, aligns them when its trace is read.
 
-Every process has a monotonic clock, named in its header; ranks of one machine share it.
-Those of two machines differ by anything and drift apart by tens of microseconds a second. One of
-them is the reference: that of the rank the samples were taken against, else of the first rank. Of
-each other clock is known, from best to worst:
+Every process has a monotonic clock, named in the header of its trace; ranks of one machine share
+it. The clocks of two machines differ by any amount and drift apart by tens of microseconds a
+second. The reference is the clock of the rank that the samples were taken against, else of the
+first rank. The offset of each other clock comes from the best of these sources:
 
-- what samples say, corrected by the run's messages: none arrives before it was sent,
-- what messages between it and a known clock allow,
-- what both machines believed the time of day to be.
+- samples, corrected by the run's messages: no message arrives before it was sent,
+- messages between this clock and one with a known offset,
+- the time of day on both machines.
 
-Of every other machine one rank asks rank 0 for its time, in a short burst of exchanges now and
-then, over a connection of its own; both have proved a secret of the job before, and sleep in the
-kernel in between. A sample is an exchange of two messages, which bounds the offset::
+One rank of every other machine asks rank 0 for its time, in short bursts of exchanges over a
+separate connection. Both sides first prove that they know a secret of the job, and sleep in the
+kernel between bursts. A sample is an exchange of two messages, which bounds the offset::
 
     here    ── t0 ────────────────────────────── t3 ──>      delay  = (t3 - t0) - (t2 - t1)
                  \\                              /            offset = ((t1 - t0) + (t2 - t3)) / 2
     rank 0  ────── t1 ─────────────────── t2 ──────────>     error  <= delay / 2
 
-Where it can, the kernel stamps what arrives, t1 and t3, so that it does not matter how long a
-thread waits for a processor or for the interpreter's lock. A job goes on without samples: whoever
-cannot be reached is missing in them, and the trace's reader says so.
+If the kernel supports it, it stamps arrivals (t1 and t3), so that it does not matter how long a
+thread waits for a processor or for the interpreter's lock. A job continues without samples: a
+machine that cannot be reached has none, and the trace's reader says so.
 
-Delays are long where a thread had to wait for a processor, so of every second only the fastest
-exchanges count, each the less the slower it was. Through them goes a line, or, where a clock was
-corrected on the way, a line with bends.
+A delay is long if a thread had to wait for a processor. Therefore only the fastest exchanges of
+each second count, and the slower ones among them count less. A line is fitted through them, or a
+line with bends if a clock was corrected during the run.
 
-Where a run has several clocks its times are moved onto the reference's time of day, so that they
-mean something to a reader; with one clock they stay what they are.
+If a run has several clocks, its times are moved onto the reference's time of day, so that they
+mean something to a reader; with one clock they stay unchanged.
 
 Source: minimum-delay filter as in NTP, RFC 5905, section 10.
 """
@@ -50,20 +50,20 @@ import numpy.typing as npt
 
 from megatron.adaptive.handshake import Gate, SealedSocket, bind, dial, new_secret, to_log
 from megatron.adaptive.trace.span_columns import Ints, Messages
-from megatron.adaptive.trace.trace_format import ClockSamples, TraceHeader
+from megatron.adaptive.trace.trace_format import ClockExchange, ClockSamples, TraceHeader
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
-"""Of the exchanges within a window, the fastest so many count, one at least."""
+"""Share of the exchanges within a window that count, the fastest ones; at least one counts."""
 
 STAMP_NS = 2_000.0
-"""Least uncertainty of a reading."""
+"""Least uncertainty of a reading in nanoseconds."""
 
 DRIFT_PRIOR = 1e-4
-"""Usual drift between clocks; decides only where the samples span too short a time."""
+"""Usual drift between clocks; it matters only if the samples cover too short a time."""
 
 BENT = 4.0
-"""Residuals so many times larger than expected make a line a line with bends."""
+"""Ratio of residuals to their expected size from which the line gets bends."""
 WINDOWS_PER_BEND = 4
 MAX_KNOTS = 65
 
@@ -75,14 +75,14 @@ class ClockFit:
     """Turns readings of one clock into those of another.
 
     Attributes:
-        pivot_ns: a reading of the clock.
-        base_ns: what is added to it there, but for ``offsets_ns``.
-        knots_ns: ``[knots] float64``, readings after ``pivot_ns``, ascending.
-        offsets_ns: ``[knots] float64``, what is added on top of ``base_ns`` there; a line between
-            two knots and beyond the outermost.
-        residual_ns: median distance of the samples that counted from the line, 0 without samples.
-        delay_ns: the fastest exchange; offsets are wrong by no more than half of it.
-        num_samples: how many counted.
+        pivot_ns: Reading of the clock from which ``knots_ns`` count.
+        base_ns: Constant part of the offset to the other clock.
+        knots_ns: ``[knots] float64``, times after ``pivot_ns``, ascending.
+        offsets_ns: ``[knots] float64``, offset at each knot in addition to ``base_ns``; linear
+            between two knots and beyond the outermost.
+        residual_ns: Median distance of the samples that counted from the line, 0 without samples.
+        delay_ns: Duration of the fastest exchange; the error of offsets is at most half of it.
+        num_samples: Number of samples that counted.
     """
 
     pivot_ns: int
@@ -95,45 +95,44 @@ class ClockFit:
 
     @property
     def drift_ppm(self) -> float:
-        """Returns the other clock's mean lead in rate, in millionths."""
+        """Mean rate by which the other clock runs faster, in parts per million."""
         if len(self.knots_ns) < 2:
             return 0.0
         length = self.knots_ns[-1] - self.knots_ns[0]
         return float(1e6 * (self.offsets_ns[-1] - self.offsets_ns[0]) / length)
 
     def apply(self, times_ns: Ints) -> Ints:
-        """Readings of the other clock, ``int64``, of the shape of ``times_ns``."""
+        """Returns readings of the other clock, ``int64``, in the shape of ``times_ns``."""
         moved: Ints = times_ns + self.base_ns
         if len(self.knots_ns) == 1:
             moved += round(self.offsets_ns[0])
             return moved
-        at = (times_ns - self.pivot_ns).astype(np.float64)
+        relative_ns = (times_ns - self.pivot_ns).astype(np.float64)
         knots, offsets = self.knots_ns, self.offsets_ns
-        left = np.clip(np.searchsorted(knots, at) - 1, 0, len(knots) - 2)
+        left = np.clip(np.searchsorted(knots, relative_ns) - 1, 0, len(knots) - 2)
         slope = np.diff(offsets) / np.diff(knots)
-        extra = offsets[left] + (at - knots[left]) * slope[left]
+        extra = offsets[left] + (relative_ns - knots[left]) * slope[left]
         moved += np.rint(extra).astype(np.int64)
         return moved
 
     def plus(self, offset_ns: int) -> ClockFit:
-        """The same with a constant added to every reading."""
+        """Returns this fit with a constant added to every reading."""
         return replace(self, base_ns=self.base_ns + offset_ns)
 
 
 def shift(offset_ns: int) -> ClockFit:
-    """A fit that adds a constant."""
+    """Returns a fit that adds a constant."""
     return ClockFit(pivot_ns=0, base_ns=offset_ns, knots_ns=np.zeros(1), offsets_ns=np.zeros(1))
 
 
-def fit_clock(samples: Sequence[tuple[int, int, int, int]] | Ints) -> ClockFit:
-    """Fit the offset of a reference clock over time.
+def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
+    """Fits the offset of a reference clock over time.
 
     Args:
-        samples: ``[exchanges, 4]``: sent here, received there, answered there, answer received
-            here; at least one.
+        samples: Exchanges, at least one; or their times in ns as an array ``[exchanges, 4]``.
 
     Returns:
-        What turns readings of the clock here into those of the reference.
+        Fit that turns readings of the clock here into those of the reference.
     """
     numbers = np.asarray(samples, dtype=np.int64)
     numbers = numbers[np.argsort(numbers[:, 0], kind="stable")]
@@ -141,18 +140,18 @@ def fit_clock(samples: Sequence[tuple[int, int, int, int]] | Ints) -> ClockFit:
     delays = ((back - sent) - (answered - received)).astype(np.float64)
     keep = _fastest(sent, delays)
     pivot, base = int(sent[0]), int(received[0] - sent[0])
-    # Half of a whole number of nanoseconds is exact in a float once the large part is gone.
+    # Without the large constant, a float represents half nanoseconds exactly.
     offsets = ((received - sent - base) + (answered - back - base)).astype(np.float64) / 2
-    at = ((sent + (back - sent) // 2) - pivot).astype(np.float64)[keep]
+    times_ns = ((sent + (back - sent) // 2) - pivot).astype(np.float64)[keep]
     offsets, delays = offsets[keep], delays[keep]
     sigmas = STAMP_NS + np.maximum(delays - delays.min(), 0.0) / 2
-    windows = len(np.unique(np.floor(at / WINDOW_NS)))
-    knots, values = _line(at, offsets, sigmas, 2)
-    deviation = np.abs(np.interp(at, knots, values) - offsets)
+    windows = len(np.unique(np.floor(times_ns / WINDOW_NS)))
+    knots, values = _line(times_ns, offsets, sigmas, 2)
+    deviation = np.abs(np.interp(times_ns, knots, values) - offsets)
     bends = min(windows // WINDOWS_PER_BEND + 1, MAX_KNOTS)
     if bends > 2 and np.median(deviation / sigmas) > BENT:
-        knots, values = _line(at, offsets, sigmas, bends)
-        deviation = np.abs(np.interp(at, knots, values) - offsets)
+        knots, values = _line(times_ns, offsets, sigmas, bends)
+        deviation = np.abs(np.interp(times_ns, knots, values) - offsets)
     return ClockFit(
         pivot_ns=pivot,
         base_ns=base,
@@ -160,30 +159,30 @@ def fit_clock(samples: Sequence[tuple[int, int, int, int]] | Ints) -> ClockFit:
         offsets_ns=values,
         residual_ns=float(np.median(deviation)),
         delay_ns=float(delays.min()),
-        num_samples=len(at),
+        num_samples=len(times_ns),
     )
 
 
 def settle(
     slack_ns: Mapping[tuple[int, int], int], num_clocks: int, unsure: Collection[int] = ()
 ) -> tuple[list[int], int]:
-    """Move clocks so that no message arrives before it was sent, as little as possible.
+    """Moves clocks as little as possible so that no message arrives before it was sent.
 
     Args:
-        slack_ns: by clocks of sender and receiver, the shortest time between the start of a send
-            and its arrival; negative where the clocks contradict each other.
-        num_clocks: clocks count from 0, which is never moved.
-        unsure: clocks whose offset was not measured: these go half-way between what messages to
-            and from a clock before them allow.
+        slack_ns: Shortest time between the start of a send and its arrival, by the clocks of
+            sender and receiver; negative if the clocks contradict each other.
+        num_clocks: Number of clocks; clock 0 is never moved.
+        unsure: Clocks whose offset was not measured. Each is moved half-way between the limits
+            that messages to and from a settled clock allow.
 
     Returns:
-        What to add to each clock, and by how much the worst message still arrives too early.
+        Nanoseconds to add to each clock, and how early the worst message still arrives.
     """
     moves = [0.0] * num_clocks
     waiting = sorted(set(unsure) - {0})
     sure = [clock for clock in range(num_clocks) if clock not in waiting]
     while waiting:
-        # The next one that exchanges messages with a clock that has its place.
+        # The next clock to settle must exchange messages with a settled one in both directions.
         pair = next(
             ((a, b) for b in waiting for a in sure if (a, b) in slack_ns and (b, a) in slack_ns),
             None,
@@ -212,26 +211,26 @@ def settle(
 
 
 def _fastest(sent: Ints, delays: Floats) -> Ints:
-    """Numbers of the samples that count: of every window the fastest ones."""
+    """Returns the indices of the samples that count, the fastest ones of each window."""
     window = (sent - sent[0]) // WINDOW_NS
     order = np.lexsort((delays, window))
     begins = np.flatnonzero(np.diff(window[order], prepend=window[0] - 1))
     sizes = np.diff(np.append(begins, len(order)))
-    place = np.arange(len(order)) - np.repeat(begins, sizes)
+    positions = np.arange(len(order)) - np.repeat(begins, sizes)
     limit = np.repeat(np.maximum(1, np.ceil(sizes * BEST_SHARE)), sizes)
-    kept: Ints = np.sort(order[place < limit])
+    kept: Ints = np.sort(order[positions < limit])
     return kept
 
 
-def _line(at: Floats, offsets: Floats, sigmas: Floats, count: int) -> tuple[Floats, Floats]:
-    """The line with ``count`` knots through weighted points; far ones lose their weight."""
-    length = float(at[-1] - at[0])
+def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tuple[Floats, Floats]:
+    """Fits a line with ``count`` knots through weighted points; far points lose their weight."""
+    length = float(times_ns[-1] - times_ns[0])
     if length <= 0:
         return np.zeros(1), np.array([np.average(offsets, weights=sigmas**-2)])
-    knots = np.linspace(at[0], at[-1], count)
-    # How much of each knot's value a point has.
-    design = np.stack([np.interp(at, knots, one) for one in np.eye(count)], axis=1)
-    # The slope of every piece is a further observation, weak but never silent.
+    knots = np.linspace(times_ns[0], times_ns[-1], count)
+    # Each row contains the weights with which the knots' values add up to a point's value.
+    design = np.stack([np.interp(times_ns, knots, unit) for unit in np.eye(count)], axis=1)
+    # The slope of every piece is a further observation with a small weight.
     matrix = np.concatenate([design, (np.eye(count, k=1) - np.eye(count))[:-1]])
     target = np.concatenate([offsets, np.zeros(count - 1)])
     prior = np.full(count - 1, length / (count - 1) * DRIFT_PRIOR)
@@ -250,10 +249,10 @@ class ClockState:
     """Describes a clock of the run.
 
     Attributes:
-        name: as the headers have it.
-        ranks: global ranks that have it.
-        how: ``reference``, ``samples``, ``messages`` or ``time of day``.
-        fit: turns its readings into the common time.
+        name: Id of the clock in the headers.
+        ranks: Global ranks that use it.
+        how: Source of its offset: ``reference``, ``samples``, ``messages`` or ``time of day``.
+        fit: Fit that turns its readings into the common time.
     """
 
     name: str
@@ -264,11 +263,11 @@ class ClockState:
 
 @dataclass(frozen=True)
 class Alignment:
-    """The clocks of a run.
+    """Holds the clocks of a run and their offsets.
 
     Attributes:
-        clocks: the reference first.
-        contradiction_ns: by how much the worst message still seems to arrive before it was sent.
+        clocks: Clocks, the reference first.
+        contradiction_ns: Time by which the worst message still seems to arrive before it was sent.
     """
 
     clocks: tuple[ClockState, ...]
@@ -280,11 +279,11 @@ class Alignment:
 
     @property
     def residual_ns(self) -> float:
-        """The largest median residual of a clock that was measured, 0 where none was."""
+        """Largest median residual of a measured clock, 0 if none was measured."""
         return max((clock.fit.residual_ns for clock in self.clocks), default=0.0)
 
     def describe(self) -> str:
-        """Some words: how many clocks there are and how well they agree."""
+        """Returns a phrase on the number of clocks and how well they agree."""
         measured = [clock.fit for clock in self.clocks[1:] if clock.fit.num_samples]
         if len(self.clocks) <= 1:
             return "one for all ranks"
@@ -301,8 +300,11 @@ class Alignment:
         """Returns warnings about the clocks, a line each."""
         lines = []
         for how, advice in (
-            ("messages", "were not measured: messages place them, to within their travel time"),
-            ("time of day", "were not measured: the machines' time of day places them"),
+            (
+                "messages",
+                "were not measured; messages align them, with an error up to the travel time",
+            ),
+            ("time of day", "were not measured; the machines' time of day aligns them"),
         ):
             ranks = [rank for clock in self.clocks if clock.how == how for rank in clock.ranks]
             if ranks:
@@ -318,25 +320,25 @@ class Alignment:
 def align(
     headers: Mapping[int, TraceHeader], samples_of: Mapping[int, Sequence[ClockSamples]]
 ) -> Alignment:
-    """Align clocks by samples, else by the time of day.
+    """Aligns clocks by samples, else by the time of day.
 
     Args:
-        headers: by global rank, ascending.
-        samples_of: each rank's samples.
+        headers: Header of each global rank, in ascending order.
+        samples_of: Clock samples of each rank.
     """
     first: dict[str, TraceHeader] = {}
     ranks: dict[str, list[int]] = {}
     for rank, header in headers.items():
         first.setdefault(header.clock, header)
         ranks.setdefault(header.clock, []).append(rank)
-    # The rank that all clocks were measured against.
-    judge = next((one.reference for rank in headers for one in samples_of[rank]), None)
-    samples: dict[str, list[tuple[int, int, int, int]]] = {}
+    # All clocks were measured against the same rank.
+    judge = next((record.reference for rank in headers for record in samples_of[rank]), None)
+    samples: dict[str, list[ClockExchange]] = {}
     for rank, header in headers.items():
         for record in samples_of[rank]:
             if record.reference == judge:
                 samples.setdefault(header.clock, []).extend(record.samples)
-    measured = {name: fit_clock(found) for name, found in samples.items()}
+    measured = {name: fit_clock(exchanges) for name, exchanges in samples.items()}
     if judge is None or judge in headers:
         reference = headers[min(headers) if judge is None else judge].clock
         lead = first[reference].unix_ns - first[reference].monotonic_ns
@@ -360,12 +362,12 @@ def _state(name: str, ranks: Sequence[int], how: str, fit: ClockFit) -> ClockSta
 
 
 def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -> Alignment:
-    """Correct clocks by messages of the run.
+    """Corrects clocks by messages of the run.
 
     Args:
-        alignment: what :func:`align` found.
-        names: of the clock that each rank has in these messages.
-        messages: with times as ``alignment`` has them.
+        alignment: Result of :func:`align`.
+        names: Name of the clock of each rank that takes part in the messages.
+        messages: Messages of the run, with times on the common time of ``alignment``.
     """
     numbers = {clock.name: number for number, clock in enumerate(alignment.clocks)}
     clock_of = np.zeros(max(names, default=0) + 1, dtype=np.int64)
@@ -399,10 +401,10 @@ Gather = Callable[[Any], Sequence[Any]]
 
 BURST = 16
 PAUSE_S = 0.001
-"""Between two exchanges of a burst, so that they do not share one moment's bad luck."""
+"""Pause in seconds between two exchanges of a burst, so that one delay does not affect all."""
 
 FIRST_PERIOD_S, LAST_PERIOD_S = 1.0, 10.0
-"""Between two bursts; the period doubles, because the drift shows only over time."""
+"""Time in seconds between two bursts; it doubles, because the drift shows only over time."""
 
 PATIENCE_S = 1.0
 CONNECT_S = 5.0
@@ -410,7 +412,7 @@ TRIES = 3
 
 _REQUEST = struct.Struct("!q")
 _ANSWER = struct.Struct("!qqq")
-# Of <asm-generic/socket.h>; the socket module has no name for it.
+# The value is from <asm-generic/socket.h>; Python's socket module does not define it.
 _SO_TIMESTAMPNS = 35
 _TIMESPEC = struct.Struct("=qq")
 _STAMP_ROOM = 64
@@ -424,48 +426,49 @@ def start_clock_sync(
     gather: Gather,
     deliver: Callable[[ClockSamples], None],
 ) -> ExitStack:
-    """Start comparing clocks: rank 0 answers, the first rank of each other machine asks.
+    """Starts to compare clocks: rank 0 answers, the first rank of each other machine asks.
 
     Collective over all ranks of the job.
 
     Args:
-        rank: global rank.
-        clock_id: of this rank's clock, see ``TraceHeader.clock``.
-        address: where other machines reach rank 0.
-        gather: gives every rank what each rank gave, by rank.
-        deliver: takes samples; called from another thread.
+        rank: Global rank.
+        clock_id: Id of this rank's clock, see ``TraceHeader.clock``.
+        address: Address at which other machines reach rank 0.
+        gather: Callback that returns the values that all ranks pass, by rank.
+        deliver: Callback that receives samples; called from another thread.
 
     Returns:
-        This rank's part; its ``close()`` takes a last burst and stops. That blocks for two seconds
-        at most and is idempotent.
+        Stack whose ``close()`` takes a last burst and stops this rank's part. It blocks for two
+        seconds at most and is idempotent.
     """
     ids = list(gather(clock_id))
-    foreign = {name: at for at, name in reversed(list(enumerate(ids))) if name != ids[0]}
-    parts, place = ExitStack(), None
+    foreign = {name: first for first, name in reversed(list(enumerate(ids))) if name != ids[0]}
+    parts = ExitStack()
+    server_access = None
     if foreign and rank == 0:
         with contextlib.suppress(OSError):
             server = ClockServer(host=address)
             parts.callback(server.close)
-            place = (address, server.port, server.secret)
+            server_access = (address, server.port, server.secret)
     if foreign:
-        place = gather(place)[0]
-    if place is not None and foreign.get(clock_id) == rank:
-        parts.callback(ClockSampler(*place, deliver=deliver).close)
+        server_access = gather(server_access)[0]
+    if server_access is not None and foreign.get(clock_id) == rank:
+        parts.callback(ClockSampler(*server_access, deliver=deliver).close)
     return parts
 
 
 class ClockServer:
-    """Sends the time to whoever knows the secret, with a thread for each connection.
+    """Sends the time to clients that know the secret, with a thread for each connection.
 
     Args:
-        host: address to listen at; all where it is empty or not of this machine.
+        host: Address to listen on; all addresses if it is empty or not one of this machine.
 
     Attributes:
-        port: where it listens.
-        secret: that visitors prove.
+        port: Port on which it listens.
+        secret: Secret that clients must prove to know.
 
     Raises:
-        OSError: it cannot listen.
+        OSError: The server cannot listen.
     """
 
     def __init__(self, host: str = "") -> None:
@@ -476,7 +479,7 @@ class ClockServer:
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Stop, after a moment in which others take their last samples. Idempotent."""
+        """Stops after a short time in which clients take their last samples. Idempotent."""
         self._gate.close()
         end_s = time.monotonic() + PATIENCE_S
         while self._serving:
@@ -508,12 +511,12 @@ class ClockSampler:
     """Asks rank 0 for its time, in a thread.
 
     Args:
-        host: where rank 0 is.
-        port: its clock server's port.
-        secret: its clock server's.
-        deliver: takes the samples of each burst.
-        now: this rank's clock.
-        periods_s: shortest and longest time between two bursts.
+        host: Address of rank 0.
+        port: Port of its clock server.
+        secret: Secret of its clock server.
+        deliver: Callback that receives the samples of each burst.
+        now: Function that reads this rank's clock, in nanoseconds.
+        periods_s: Shortest and longest time between two bursts.
     """
 
     def __init__(
@@ -526,7 +529,7 @@ class ClockSampler:
         now: Clock = time.monotonic_ns,
         periods_s: tuple[float, float] = (FIRST_PERIOD_S, LAST_PERIOD_S),
     ) -> None:
-        self._place = (host, port)
+        self._address = (host, port)
         self._secret = secret
         self._deliver = deliver
         self._now = now
@@ -537,7 +540,7 @@ class ClockSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Take a last burst and stop. Idempotent."""
+        """Takes a last burst and stops. Idempotent."""
         self._closed.set()
         self._thread.join(2 * PATIENCE_S)
 
@@ -548,7 +551,7 @@ class ClockSampler:
             failures += 1
             with (
                 contextlib.suppress(OSError),
-                dial(self._place, self._secret, _PURPOSE, CONNECT_S).socket as connection,
+                dial(self._address, self._secret, _PURPOSE, CONNECT_S).socket as connection,
             ):
                 _prepare(connection)
                 connection.settimeout(PATIENCE_S)
@@ -562,20 +565,20 @@ class ClockSampler:
                     period_s = min(2 * period_s, longest_s)
             self._closed.wait(period_s)
 
-    def _burst(self, connection: socket.socket) -> tuple[tuple[int, int, int, int], ...]:
+    def _burst(self, connection: socket.socket) -> tuple[ClockExchange, ...]:
         samples = []
         for _ in range(BURST):
             self._number += 1
             request = _REQUEST.pack(self._number)
             sent_ns = self._now()
             connection.sendall(request)
-            answer, back_ns = _receive(connection, _ANSWER.size, self._now)
+            answer, returned_ns = _receive(connection, _ANSWER.size, self._now)
             if len(answer) < _ANSWER.size:
                 raise ConnectionError("rank 0 closed the connection")
             number, received_ns, answered_ns = _ANSWER.unpack(answer)
             if number != self._number:
                 raise ConnectionError("an answer to another request")
-            samples.append((sent_ns, received_ns, answered_ns, back_ns))
+            samples.append(ClockExchange(sent_ns, received_ns, answered_ns, returned_ns))
             time.sleep(PAUSE_S)
         return tuple(samples)
 
@@ -587,16 +590,18 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, int]:
-    """Receive ``size`` bytes, fewer at the end, and when they came on the clock ``now``.
+    """Receives ``size`` bytes, fewer at the end; returns them and their arrival on ``now``'s clock.
 
-    The kernel stamps with the time of day; what it is worth is how long ago that was.
+    The kernel stamps with the time of day. Only the age of the stamp is used, because the clock
+    of ``now`` is another one.
     """
     data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM, socket.MSG_WAITALL)
-    moment_ns, present_ns = time.time_ns(), now()
+    unix_ns = time.time_ns()
+    present_ns = now()
     for level, kind, value in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack(value[: _TIMESPEC.size])
-            age_ns = moment_ns - (seconds * 10**9 + nanoseconds)
+            age_ns = unix_ns - (seconds * 10**9 + nanoseconds)
             if 0 <= age_ns < 10**9:  # else the time of day was set in between
                 return data, present_ns - age_ns
     return data, present_ns

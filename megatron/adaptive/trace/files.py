@@ -1,7 +1,7 @@
-"""Writes results whole or not at all, and what a run can do without as far as the disk lets it.
+"""Writes results atomically, and optional files of a run as far as the disk allows.
 
-A run has files that it does not depend on: traces, curves, progress, logs. Where one of them cannot
-be written an :class:`Outage` says so, what comes is dropped, and the run goes on.
+A run does not depend on some of its files: traces, curves, progress, logs. If one of them cannot
+be written, an :class:`Outage` reports it, the data is dropped, and the run continues.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from megatron.adaptive.errors import TraceError
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
 )
-"""Errors of a disk that worked before and may work again: nobody chose a wrong folder."""
+"""Error numbers of problems of a disk that may pass; any other means that the path is wrong."""
 
 
 _ROOM_BYTES = 1 << 16
 
 
 def _has_room(file: int) -> bool:
-    """Returns whether the disk of a file has more room than what other files just gave back."""
+    """Returns whether the disk of a file has enough room to start writing again.
+
+    The limit keeps a few bytes that another program freed from ending an outage.
+    """
     if not stat.S_ISREG(os.fstat(file).st_mode):
         return True
     disk = os.fstatvfs(file)
@@ -40,36 +43,36 @@ def _has_room(file: int) -> bool:
 
 
 class Outage:
-    """Says once that something cannot be written, and once what was lost when it can be again.
+    """Reports once that a file cannot be written, and once when it can be again, with the loss.
 
     Args:
-        what: what is written, such as a path.
-        unit: what is counted, in the plural.
+        name: Name of the file or stream, such as its path.
+        unit: Unit in which losses are counted, in the plural.
 
     Attributes:
-        is_on: whether it cannot be written now.
-        lost: how much was lost since it could be written last.
+        is_on: Whether writing fails at present.
+        lost: Number of units lost since the last successful write.
     """
 
-    def __init__(self, what: str | os.PathLike[str], unit: str) -> None:
-        self._what = os.fspath(what)
+    def __init__(self, name: str | os.PathLike[str], unit: str) -> None:
+        self._name = os.fspath(name)
         self._unit = unit
         self.is_on = False
         self.lost = 0
 
     def begins(self, error: Exception | str, count: int = 1) -> None:
-        """Counts what is lost, and says why where it is the first."""
+        """Counts a loss, and reports its reason if it is the first of the outage."""
         self.lost += count
         if not self.is_on:
             self.is_on = True
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            self._say(f"warning: cannot write {self._what}: {reason}; the run goes on without it")
+            self._say(f"warning: cannot write {self._name}: {reason}; the run continues without it")
 
     def ends(self) -> None:
-        """Says how much was lost, if something was."""
+        """Reports the loss if there was an outage."""
         if self.is_on:
             self.is_on = False
-            self._say(f"note: {self._what} can be written again; lost: {self.lost} {self._unit}")
+            self._say(f"note: {self._name} can be written again; lost: {self.lost} {self._unit}")
         self.lost = 0
 
     @staticmethod
@@ -79,18 +82,18 @@ class Outage:
 
 
 class BestEffortFile:
-    """Appends to a file that nothing depends on; what cannot be written is dropped.
+    """Appends to an optional file; drops data that cannot be written.
 
-    A file that was removed, with or without its folder, is begun anew. Its size never ends within a
-    piece: one that was written in part is taken back. One process writes; any thread may.
+    A file that was removed, with or without its folder, is created again. A write is whole or
+    absent: a part of it is truncated again. Only one process may write; any of its threads may.
 
     Args:
-        path: the file; folders are made if they are missing.
-        unit: what is counted, in the plural.
-        head: returns what stands before the first piece of each opening.
+        path: Path of the file; missing folders are created.
+        unit: Unit in which losses are counted, in the plural.
+        head: Function that returns the bytes to write first after each opening.
 
     Raises:
-        OSError: it cannot be opened, and that is no passing state of the disk.
+        OSError: The file cannot be opened, for a reason that is not in :data:`PASSING`.
     """
 
     def __init__(self, path: Path, unit: str, head: Callable[[], bytes] = lambda: b"") -> None:
@@ -110,18 +113,18 @@ class BestEffortFile:
 
     @property
     def lost(self) -> int:
-        """Returns what was lost since something was written last."""
+        """Number of units lost since the last successful write."""
         return self._outage.lost
 
     def append(self, data: bytes, count: int = 1) -> bool:
-        """Writes a piece, or nothing of it.
+        """Writes all of the data, or nothing.
 
         Args:
-            data: the piece.
-            count: of what is lost with it.
+            data: Bytes to append.
+            count: Number of units that are lost if it cannot be written.
 
         Returns:
-            Whether it was written.
+            Whether the data was written.
         """
         with self._lock:
             try:
@@ -143,7 +146,7 @@ class BestEffortFile:
             return True
 
     def begin(self) -> None:
-        """Writes a new head, now or before the next piece."""
+        """Writes the head again, now or before the next data."""
         self._has_head = False
         self.append(b"", 0)
 
@@ -151,7 +154,7 @@ class BestEffortFile:
         """Closes the file; idempotent."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # NFS says here what it could not write
+            with contextlib.suppress(OSError):  # NFS reports here that it could not write
                 os.close(file)
 
     def _open(self) -> None:
@@ -170,40 +173,40 @@ class BestEffortFile:
                 data = data[os.write(file, data) :]
         except OSError:
             self._is_torn = True
-            with contextlib.suppress(OSError):  # else before the next piece
+            with contextlib.suppress(OSError):  # if this fails, the next write tries again
                 os.ftruncate(file, self._end)
                 self._is_torn = False
             raise
 
 
 class _LossyOutput(io.FileIO):
-    """Standard output or standard error that takes everything, and loses what it cannot write.
+    """Replaces standard output or error; drops data that cannot be written instead of raising.
 
     Args:
-        stream: the one it stands for.
+        stream: Stream that it replaces.
     """
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream.fileno(), "w", closefd=False)
-        self._shown = stream.name.strip("<>")
+        self._name = stream.name.strip("<>")
         self._lost = 0
 
     def write(self, data: Any) -> int:
-        """Implements :class:`io.RawIOBase`; what was lost is said where it is missing."""
+        """Implements :class:`io.RawIOBase`; a line marks the position of lost data."""
         left = memoryview(data).cast("B")
         size = len(left)
         try:
             if self._lost and not _has_room(self.fileno()):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._lost:
-                gap = f"\n[{self._lost} bytes of {self._shown} were lost here]\n"
+                gap = f"\n[{self._lost} bytes of {self._name} were lost here]\n"
                 os.write(self.fileno(), gap.encode())
                 self._lost = 0
             while left:
                 left = left[os.write(self.fileno(), left) :]
         except OSError as error:
-            if self._shown == "stdout" and not self._lost:
-                Outage(self._shown, "bytes").begins(error)
+            if self._name == "stdout" and not self._lost:
+                Outage(self._name, "bytes").begins(error)
             self._lost += len(left)
         return size
 
@@ -224,7 +227,7 @@ def keep_printing() -> None:
             stream.flush()
         raw = _LossyOutput(stream)
         made = io.TextIOWrapper(
-            # As the interpreter does it under PYTHONUNBUFFERED.
+            # The interpreter does the same under PYTHONUNBUFFERED.
             cast(Any, raw) if stream.write_through else io.BufferedWriter(raw),
             encoding=stream.encoding,
             errors=stream.errors,
@@ -236,12 +239,12 @@ def keep_printing() -> None:
 
 
 def drop_closed_terminal() -> bool:
-    """Sends standard output and error nowhere if their terminal was closed.
+    """Redirects standard output and error to /dev/null if their terminal was closed.
 
-    Every write to such a terminal fails, and a log line would end the process before it has saved.
+    Every write to a closed terminal fails, so a log line would end the process before it has saved.
 
     Returns:
-        Whether one of them was a terminal that was closed.
+        Whether one of them was a closed terminal.
     """
     is_closed = False
     for descriptor in (1, 2):
@@ -258,16 +261,16 @@ def drop_closed_terminal() -> bool:
 
 
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
-    """Rename a folder that holds anything to ``<folder>-1`` or the next free number.
+    """Renames a folder that is not empty to ``<folder>-1`` or the next free number.
 
-    A folder of traces holds one start of a job; another start begins with an empty one. Several
-    machines that share the folder may call this at once.
+    A folder of traces belongs to one start of a job; another start begins with an empty one.
+    Several machines that share the folder may call this at the same time.
 
     Returns:
-        Where the old folder is now, ``None`` if there was nothing to keep.
+        New path of the old folder, ``None`` if there was nothing to keep.
 
     Raises:
-        TraceError: it cannot be renamed.
+        TraceError: The folder cannot be renamed.
     """
     path = Path(folder)
     number = 1
@@ -289,14 +292,14 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
 
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a temporary path beside ``path`` and move it there if the block succeeds.
+    """Yields a temporary path and renames the file to ``path`` if the block succeeds.
 
-    The temporary name keeps the ending of ``path``, because writers choose a format by it. A
-    failing block leaves what was at ``path`` before, and no temporary file. Missing folders are
-    made.
+    The temporary name keeps the suffix of ``path``, because writers choose a format by it. If the
+    block fails, the previous file at ``path`` stays and no temporary file is left. Missing folders
+    are created.
 
     Raises:
-        TraceError: the file cannot be written there.
+        TraceError: The file cannot be written there.
     """
     target = Path(path)
     try:
@@ -319,4 +322,4 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _unwritable(path: Path, error: OSError) -> TraceError:
-    return TraceError(f"cannot write {path}: {error.strerror or error}; choose another place")
+    return TraceError(f"cannot write {path}: {error.strerror or error}; choose another path")

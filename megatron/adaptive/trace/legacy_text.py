@@ -1,6 +1,6 @@
-"""The text form of a trace, ``trace_pipeline_<p>_model_chunks_<c>.txt``, written and read back.
+"""Writes and reads the text form of a trace, ``trace_pipeline_<p>_model_chunks_<c>.txt``.
 
-It is the form that OpenSQZ/MegatronApp's ``process_trace.py`` reads, one record a line::
+The script ``process_trace.py`` of OpenSQZ/MegatronApp reads this form, one record per line::
 
     rank 0 iteration starts at timestamp 12.500000% iteration 7
     0, 3, forward start, 12.500000%
@@ -14,10 +14,9 @@ and c chunks::
     number = (microbatch // p) * (p * c)  +  k * p  +  microbatch % p
     k = chunk for forward,  c - 1 - chunk for backward and weight
 
-Iterations follow each other without the pause that lay between them.
-What this module adds is invisible to that program: ``#`` lines with the names, and the
-iteration's number behind a marker. ``weight start`` / ``weight finished`` carry W. Waits, bytes
-and memory do not fit this form; take the JSON lines for them.
+Pauses between iterations are left out. This module adds ``#`` lines with names and the iteration's
+number after a marker, which that script ignores. ``weight start`` / ``weight finished`` stand for
+W. The form has no room for waits, bytes and memory; the JSON lines have them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from megatron.adaptive.trace.trace_format import Span
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 
 KEPT_ITERATIONS = 20
-"""Iterations that a text file holds: as many as the program that the form comes from looks at."""
+"""Number of iterations in a text file; the script that reads this form uses no more."""
 
 NS_PER_MS = 1_000_000
 
@@ -52,12 +51,12 @@ _NOTE = re.compile(r"# (run|schedule|placement(?= (?:loop|v)$)) (.+)")
 
 
 def legacy_name(num_ranks: int, num_chunks: int) -> str:
-    """The file name without its ending, ``trace_pipeline_2_model_chunks_2``."""
+    """Returns the file name without its suffix, ``trace_pipeline_2_model_chunks_2``."""
     return f"trace_pipeline_{num_ranks}_model_chunks_{num_chunks}"
 
 
 def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Pipeline ranks and chunks from a file name; ``None`` if it is not named so."""
+    """Returns pipeline ranks and chunks from a file name; ``None`` if it has another form."""
     match = _NAME.fullmatch(Path(path).stem)
     if not match or int(match[1]) < 1 or int(match[2]) < 1:
         return None
@@ -65,16 +64,16 @@ def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
 
 
 def write_legacy(run: RunTrace, path: str | os.PathLike[str]) -> None:
-    """Write the last complete iterations of a pipeline in the text form, replacing the file.
+    """Writes the last complete iterations of a pipeline in the text form, replacing the file.
 
-    Where none is complete it is the last one.
+    If none is complete, the last iteration is written.
 
     Args:
-        run: the run.
-        path: where; :func:`legacy_name` gives the usual name.
+        run: Run to write.
+        path: Path of the file; :func:`legacy_name` returns the usual name.
 
     Raises:
-        TraceError: the run has no iteration, or the file cannot be written.
+        TraceError: The run has no iteration, or the file cannot be written.
     """
     chosen = run.complete_iterations()[-KEPT_ITERATIONS:] or run.iterations[-1:]
     steps = [pipeline_step(run, number) for number in chosen or [None]]
@@ -88,17 +87,17 @@ def write_legacy(run: RunTrace, path: str | os.PathLike[str]) -> None:
 
 
 def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
-    """Read a file that :func:`write_legacy` wrote.
+    """Reads a file that :func:`write_legacy` wrote.
 
     Args:
-        path: the file, whose name gives pipeline ranks and chunks.
+        path: Path of the file, whose name contains pipeline ranks and chunks.
 
     Returns:
         A run with one rank trace per pipeline rank. Lines of other kinds are skipped; an action
         that never finished counts as a truncated line.
 
     Raises:
-        TraceError: the file cannot be read, holds no action, or its name is another one.
+        TraceError: The file cannot be read, contains no action, or its name has another form.
     """
     path = Path(path)
     shape = legacy_shape(path)
@@ -107,52 +106,74 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
             f"{path} does not say its shape; name it trace_pipeline_<p>_model_chunks_<c>.txt"
         )
     num_ranks, num_chunks = shape
-    notes = {"run": "text", "schedule": "unknown", "placement": "loop"}
-    iterations: dict[int, int] = {}
-    begun: dict[tuple[int, str, int], int] = {}
-    rows: dict[int, dict[int, list[tuple[int, ...]]]] = {}
+    contents = _Contents(num_ranks, num_chunks)
     try:
         with io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace") as file:
             for line in file:
-                if note := _NOTE.match(line):
-                    notes[note[1]] = note[2]
-                elif marker := _MARKER.match(line):
-                    iterations[int(marker[1])] = int(marker[2])
-                elif match := _ACTION_LINE.match(line):
-                    rank, packed, action = int(match[1]), int(match[2]), _ACTIONS[match[3]]
-                    if match[4] == "start":
-                        begun[rank, action, packed] = _ns(match[5])
-                    elif (start_ns := begun.pop((rank, action, packed), None)) is not None:
-                        place = _unpack(action, packed, num_ranks, num_chunks)
-                        row = (KIND[action], *place, start_ns, _ns(match[5]) - start_ns)
-                        mine = rows.setdefault(rank, {})
-                        mine.setdefault(iterations.get(rank, 1), []).append(row)
+                contents.add(line)
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
-    if not rows:
+    if not contents.rows:
         raise TraceError(
-            f"{path} holds no action; expected lines such as '0, 3, forward start, 12.500000%'"
+            f"{path} contains no action; expected lines such as '0, 3, forward start, 12.500000%'"
         )
-    if max(rows) >= num_ranks:
+    if max(contents.rows) >= num_ranks:
         raise TraceError(
-            f"{path} has actions of rank {max(rows)}, its name says {num_ranks} pipeline ranks; "
-            "restore its name"
+            f"{path} has actions of rank {max(contents.rows)}, its name says {num_ranks} pipeline "
+            "ranks; restore its name"
         )
     traces = {}
-    for number, found in sorted(rows.items()):
-        traces[number] = RankTrace.of_tables(
+    for rank, by_iteration in sorted(contents.rows.items()):
+        traces[rank] = RankTrace.of_tables(
             path,
-            {iteration: _table(iteration, some) for iteration, some in found.items()},
-            sum(rank == number for rank, _, _ in begun),
-            **notes,
-            rank=number,
+            {iteration: _table(iteration, rows) for iteration, rows in by_iteration.items()},
+            sum(unfinished == rank for unfinished, _, _ in contents.begun),
+            **contents.notes,
+            rank=rank,
             world_size=num_ranks,
-            pp_rank=number,
+            pp_rank=rank,
             num_ranks=num_ranks,
             num_chunks=num_chunks,
             clock="",
         )
-    return RunTrace(path, notes["run"], num_ranks, num_ranks, num_chunks, traces)
+    return RunTrace(path, contents.notes["run"], num_ranks, num_ranks, num_chunks, traces)
+
+
+class _Contents:
+    """Collects the contents of a file in the text form, line by line.
+
+    Attributes:
+        notes: Names of run, schedule and placement.
+        rows: Finished actions of each rank and iteration.
+        begun: Start in ns of each unfinished action, by rank, kind and packed number.
+    """
+
+    def __init__(self, num_ranks: int, num_chunks: int) -> None:
+        self.notes = {"run": "text", "schedule": "unknown", "placement": "loop"}
+        self.rows: dict[int, dict[int, list[tuple[int, ...]]]] = {}
+        self.begun: dict[tuple[int, str, int], int] = {}
+        self._num_ranks = num_ranks
+        self._num_chunks = num_chunks
+        self._iterations: dict[int, int] = {}
+
+    def add(self, line: str) -> None:
+        """Adds a line; skips one of another kind."""
+        if note := _NOTE.match(line):
+            self.notes[note[1]] = note[2]
+        elif marker := _MARKER.match(line):
+            self._iterations[int(marker[1])] = int(marker[2])
+        elif match := _ACTION_LINE.match(line):
+            rank = int(match[1])
+            packed = int(match[2])
+            action = _ACTIONS[match[3]]
+            time_ns = _ns(match[5])
+            if match[4] == "start":
+                self.begun[rank, action, packed] = time_ns
+            elif (start_ns := self.begun.pop((rank, action, packed), None)) is not None:
+                chunk_microbatch = _unpack(action, packed, self._num_ranks, self._num_chunks)
+                row = (KIND[action], *chunk_microbatch, start_ns, time_ns - start_ns)
+                of_rank = self.rows.setdefault(rank, {})
+                of_rank.setdefault(self._iterations.get(rank, 1), []).append(row)
 
 
 def _table(iteration: int, rows: Sequence[tuple[int, ...]]) -> TraceTable:
@@ -186,12 +207,12 @@ def _ns(milliseconds: str) -> int:
 
 def _pack(span: Span, step: PipelineStep) -> int:
     turn = span.chunk if span.action == "F" else step.num_chunks - 1 - span.chunk
-    group, place = divmod(span.microbatch, step.num_ranks)
-    return (group * step.num_chunks + turn) * step.num_ranks + place
+    group, remainder = divmod(span.microbatch, step.num_ranks)
+    return (group * step.num_chunks + turn) * step.num_ranks + remainder
 
 
 def _unpack(action: str, packed: int, num_ranks: int, num_chunks: int) -> tuple[int, int]:
     group, rest = divmod(packed, num_ranks * num_chunks)
-    turn, place = divmod(rest, num_ranks)
+    turn, remainder = divmod(rest, num_ranks)
     chunk = turn if action == "F" else num_chunks - 1 - turn
-    return chunk, group * num_ranks + place
+    return chunk, group * num_ranks + remainder

@@ -1,12 +1,12 @@
-"""A run as it is at this moment, or as it was when it ended: what ``top`` shows.
+"""Reads the present state of a run, or its last one, from files; ``top`` shows it.
 
-Everything comes out of files: the spans of the latest iterations, what each rank says that it does
-(``live_state``) and how far the trainer is. None of them has to be there. Times of several machines
-are compared by their time of day, which is enough to look on; ``read`` does it well.
+The files are the traces with the spans of the latest iterations, each rank's report of its present
+action (see ``status_files``) and the trainer's progress. Each of them may be missing. Clocks of
+several machines are compared by their time of day, which is exact enough here; ``read`` compares
+them exactly.
 
-What was read is never read again. A rank's file may be of any size when it is looked at first: then
-only its header and its end are read. Blocks of spans are passed over by what their marker says, and
-only whole ones are read.
+Nothing is read twice. Of a large file only the header and the end are read at first. Blocks of
+spans are skipped by the size in their marker, and only whole blocks are read.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ from megatron.adaptive.trace.status_files import (
 from megatron.adaptive.trace.trace_format import TraceHeader, parse_line
 
 TAIL_BYTES = 1 << 20
-"""So much of a file's end is read at first, more where one iteration is longer."""
+"""Length of a large file's end that is read at first; more if one iteration is longer."""
 
 LOOKED_AT = 8
-"""Figures are medians over so many iterations."""
+"""Number of iterations over which figures are medians."""
 
 SILENT_S = 5.0
-"""Ranks say what they do twice a second; after so long they hang in the kernel, or are gone."""
+"""Silence in seconds after which a rank hangs or is gone; ranks report twice a second."""
 
 LONG_S = 60.0
-"""The same for a rank that only writes its spans, at the end of each iteration."""
+"""Silence in seconds after which a rank hangs or is gone that only writes spans, once a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRank:
-    """One rank.
+    """Describes the present state of a rank.
 
     Attributes:
-        rank: global rank.
-        header: of its trace, ``None`` where it has none yet.
-        now: what it said last, ``None`` if nothing.
-        age_s: seconds since it said or wrote something, ``None`` if it never did.
-        is_gone: its process has ended.
-        iteration: the latest of its trace, 0 for none.
-        held_bytes: most activation bytes held in that iteration.
-        busy: part of the step in which it works, ``None`` where that is not known.
-        waits: part of the step, by cause.
-        compute_ms: what its actions of an iteration take.
-        slow: how many times as long as it should its work takes by the latest diagnosis, ``None``
-            for as long as it should.
-        problem: why its file cannot be read, empty if it can.
+        rank: Global rank.
+        header: Header of its trace, ``None`` if it has no trace yet.
+        now: Its last report, ``None`` if there is none.
+        age_s: Seconds since it reported or wrote anything, ``None`` if it never did.
+        is_gone: Whether its process has ended.
+        iteration: Latest iteration of its trace, 0 for none.
+        held_bytes: Largest number of activation bytes in memory in that iteration.
+        busy: Fraction of the step in which it works, ``None`` if unknown.
+        waits: Fraction of the step in which it waits, by cause.
+        compute_ms: Time of its actions in an iteration.
+        slow: Factor by which its work is slower than expected by the latest diagnosis, ``None`` if
+            it is not slow.
+        problem: Reason why its file cannot be read, empty if it can.
     """
 
     rank: int
@@ -87,26 +87,27 @@ class LiveRank:
 
     @property
     def is_ended(self) -> bool:
-        """Whether it closed its trace in order."""
+        """Whether the rank closed its trace normally."""
         return self.now is not None and self.now.doing == ENDED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A run at one moment.
+    """Describes the state of a run at one moment.
 
     Attributes:
-        folder: where its traces are, or would be.
-        ranks: all of the world, also those without a trace; empty if nothing was written.
+        folder: Path of the folder of its traces, which need not exist.
+        ranks: All ranks of the world, also those without a trace; empty if nothing was written.
         state: ``waiting``, ``running``, ``silent``, ``killed`` or ``ended``.
-        detail: more about the state, may be empty.
-        age_s: age of the newest word of any rank, ``None`` if there is none.
-        iteration: the latest that anything reports, 0 for none.
-        total_iterations: of the whole training, 0 if unknown.
-        step_ms: median time of an iteration, of the pipeline alone where no progress is reported.
-        progress: lines of the trainer, ascending.
-        bubble: idle part of the step, mean over the ranks.
-        findings: what slows it by its latest diagnosis: ``headline``, ``gain`` and ``do`` each.
+        detail: Further information on the state, may be empty.
+        age_s: Age of the newest report of any rank in seconds, ``None`` if there is none.
+        iteration: Latest iteration in any file, 0 for none.
+        total_iterations: Number of iterations of the whole training, 0 if unknown.
+        step_ms: Median time of an iteration; of the pipeline only if no progress is reported.
+        progress: Lines of the trainer, ascending.
+        bubble: Idle fraction of the step, mean over the ranks.
+        findings: Causes of slowness by the latest diagnosis, each with ``headline``, ``gain`` and
+            ``do``.
     """
 
     folder: Path
@@ -123,7 +124,7 @@ class Snapshot:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Any rank's: run, schedule and shape are the same in all."""
+        """Header of any rank; run, schedule and shape are the same in all."""
         return next((rank.header for rank in self.ranks if rank.header is not None), None)
 
     @property
@@ -133,50 +134,50 @@ class Snapshot:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether times of some rank are slices of a GPU that it shares."""
+        """Whether some rank shares its GPU, so that its times include those of other ranks."""
         return any(rank.header is not None and rank.header.gpu_ranks > 1 for rank in self.ranks)
 
     def last(self, name: str) -> float | None:
-        """A value of the trainer's latest line."""
+        """Returns a value of the trainer's latest line."""
         value = self.progress[-1].get(name) if self.progress else None
         return float(value) if isinstance(value, int | float) else None
 
     def left_s(self) -> float | None:
-        """Seconds to the last iteration at the pace of the latest ones."""
-        some = self.progress[-20:]
-        if len(some) < 2 or not self.total_iterations:
+        """Estimates the seconds to the last iteration from the pace of the latest ones."""
+        recent = self.progress[-20:]
+        if len(recent) < 2 or not self.total_iterations:
             return None
-        done = some[-1]["iteration"] - some[0]["iteration"]
-        passed_s = (some[-1]["unix_ns"] - some[0]["unix_ns"]) / 1e9
-        left = max(0, self.total_iterations - some[-1]["iteration"])
+        done = recent[-1]["iteration"] - recent[0]["iteration"]
+        passed_s = (recent[-1]["unix_ns"] - recent[0]["unix_ns"]) / 1e9
+        left = max(0, self.total_iterations - recent[-1]["iteration"])
         return float(passed_s / done * left) if done > 0 else None
 
 
-def find_live(given: Path | None) -> Path:
-    """The folder of a run that the user means; its traces need not be there yet.
+def find_live(folder: Path | None) -> Path:
+    """Returns the folder of a run; its traces need not exist yet.
 
     Args:
-        given: the run's folder or that of its traces; ``None`` for ``runs/latest``.
+        folder: Path of the run's folder or of its traces; ``None`` for ``runs/latest``.
 
     Raises:
-        TraceError: there is no such folder.
+        TraceError: The folder does not exist.
     """
-    if given is None:
+    if folder is None:
         latest = latest_run()
         if latest is None:
             raise TraceError("there is no runs/latest here; give the folder of a run or its traces")
-        return latest.resolve()  # a later run does not take its place
-    if not given.is_dir():
-        what = "is no folder" if given.exists() else "does not exist"
-        raise TraceError(f"{given} {what}; give the folder of a run or its traces")
-    return given
+        return latest.resolve()  # the link may point to a later run soon
+    if not folder.is_dir():
+        problem = "is no folder" if folder.exists() else "does not exist"
+        raise TraceError(f"{folder} {problem}; give the folder of a run or its traces")
+    return folder
 
 
 class LiveRun:
-    """Follows a run.
+    """Follows a run while it writes its files.
 
     Args:
-        folder: of the run or its traces.
+        folder: Path of the run's folder or of its traces.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -185,7 +186,7 @@ class LiveRun:
         self._progress = ProgressTail(progress_file(folder))
 
     def refresh(self) -> Snapshot:
-        """Read what is new and say how the run is."""
+        """Reads new data from all files and returns the state of the run."""
         folder = self._folder / TRACES
         if not ((folder / PROGRESS_NAME).exists() or trace_files(folder)):
             folder = self._folder
@@ -235,16 +236,16 @@ class LiveRun:
 
 
 class RankTail:
-    """The trace file of one rank.
+    """Follows the trace file of one rank.
 
     Args:
-        path: the file.
-        kept: iterations that are kept, the latest.
+        path: Path of the file.
+        kept: Number of iterations to keep, the latest ones.
 
     Attributes:
-        figures: of the latest iterations that have actions, ``None`` before there are any.
-        written_s: time of day of its last change.
-        problem: why it is not read further, empty if it is.
+        figures: Figures of the latest iterations that have actions, ``None`` if there are none.
+        written_s: Time of day of the file's last change.
+        problem: Reason why the file cannot be read, empty if it can.
     """
 
     def __init__(self, path: Path, kept: int) -> None:
@@ -262,15 +263,15 @@ class RankTail:
 
     @property
     def header(self) -> TraceHeader | None:
-        """The file's header, ``None`` before it was seen."""
+        """Header of the file, ``None`` until it was read."""
         return self._index.header
 
     def refresh(self) -> bool:
-        """Read what is new; returns whether there was anything."""
+        """Reads new data; returns whether there was any."""
         try:
             status = self.path.stat()
         except OSError:
-            return False  # it is being moved aside
+            return False  # a new start of the job is moving it aside
         identity = (status.st_dev, status.st_ino)
         if identity != self._identity or status.st_size < self._size:
             self._reset()
@@ -290,18 +291,18 @@ class RankTail:
         return True
 
     def _skip(self) -> None:
-        """Go from the header of a large file to a marker in its last part."""
+        """Skips from the header of a large file to a marker in its last part."""
         with open_file(self.path) as file:
             header = parse_line(file.readline(), f"{self.path}:1")
-            wanted = TAIL_BYTES
-            while wanted < self._size and isinstance(header, TraceHeader):
-                file.seek(self._size - wanted)
-                at = file.read(wanted).find(b'\n{"begin_iteration"')
-                if at >= 0:
+            tail_bytes = TAIL_BYTES
+            while tail_bytes < self._size and isinstance(header, TraceHeader):
+                file.seek(self._size - tail_bytes)
+                offset = file.read(tail_bytes).find(b'\n{"begin_iteration"')
+                if offset >= 0:
                     self._index.header = header
-                    self._index.offset = self._size - wanted + at + 1
+                    self._index.offset = self._size - tail_bytes + offset + 1
                     return
-                wanted *= 4
+                tail_bytes *= 4
 
     def _take(self, blocks: list[Block]) -> None:
         if self.header is None or not blocks:
@@ -322,29 +323,31 @@ _NAMES = tuple(field.name for field in fields(RankFigures))
 
 
 def _rows(figures: RankFigures, rows: Ints | Mask) -> RankFigures:
-    """The figures of some iterations."""
+    """Returns the figures of some iterations."""
     return RankFigures(*(getattr(figures, name)[rows] for name in _NAMES))
 
 
 def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list[float]]:
-    """Parts of the latest steps in which each rank works and waits, medians; the steps' lengths.
+    """Returns how much of the latest steps each rank works and waits, and the steps' durations.
 
-    Of the latest iterations that all ranks of a pipeline have done.
+    The fractions are medians over the latest iterations that all ranks of a pipeline finished.
     """
     shifts: dict[str, int] = {}
     headers: list[TraceHeader] = []
     figures: list[RankFigures] = []
     for _, tail in sorted(tails.items()):
-        header, own = tail.header, tail.figures
-        if not header or not own or header.num_chunks != (headers or [header])[0].num_chunks:
+        header, latest = tail.header, tail.figures
+        if not header or not latest or header.num_chunks != (headers or [header])[0].num_chunks:
             continue
         clock = header.clock or header.host
         shift_ns = shifts.setdefault(clock, header.unix_ns - header.monotonic_ns)
         headers.append(header)
-        figures.append(replace(own, start_ns=own.start_ns + shift_ns, end_ns=own.end_ns + shift_ns))
+        figures.append(
+            replace(latest, start_ns=latest.start_ns + shift_ns, end_ns=latest.end_ns + shift_ns)
+        )
     if not figures:
         return {}, []
-    found: dict[int, Any] = {}
+    fractions: dict[int, Any] = {}
     steps_ms: list[float] = []
     run = stack_figures(figures, headers)
     for pipeline in run.pipelines:
@@ -353,12 +356,12 @@ def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list
         for column in pipeline if len(rows) else ():
             length = run.step_ns[rows, column]
             waits = np.median(run.wait_ns[rows, column] / length[:, None], axis=0).tolist()
-            found[int(run.ranks[column])] = {
+            fractions[int(run.ranks[column])] = {
                 "busy": float(np.median(run.busy_ns[rows, column] / length)),
                 "waits": {c: part for c, part in zip(WAIT_CAUSES, waits, strict=True) if part > 0},
             }
             steps_ms += (length / 1e6).tolist()
-    return found, steps_ms
+    return fractions, steps_ms
 
 
 def _rank(
@@ -366,7 +369,9 @@ def _rank(
 ) -> LiveRank:
     if tail is None or tail.header is None:
         return LiveRank(rank=rank, problem="" if tail is None else tail.problem)
-    header, now, figures = tail.header, read_now(folder, rank), tail.figures
+    header = tail.header
+    now = read_now(folder, rank)
+    figures = tail.figures
     ages = [max(0.0, time.time() - tail.written_s)] + ([] if now is None else [now.age_s()])
     return LiveRank(
         rank=rank,
@@ -387,7 +392,7 @@ def _rank(
 
 def _is_gone(header: TraceHeader, age_s: float) -> bool:
     if age_s < SILENT_S / 2 or header.host != socket.gethostname():
-        return False  # of another machine's processes nothing is known but their silence
+        return False  # a process on another machine cannot be checked
     return not os.path.exists(f"/proc/{header.pid}")
 
 
@@ -408,8 +413,8 @@ def _state(ranks: Sequence[LiveRank], progress: ProgressTail) -> tuple[str, str]
         if (rank.age_s or 0.0) > (LONG_S if rank.now is None else SILENT_S) and not rank.is_ended
     ]
     if len(silent) == len(started):
-        return "silent", "no word of any rank; stopped, or killed on another machine?"
-    return "running", f"no word of {_ranks(silent)}" if silent else ""
+        return "silent", "no rank reports; stopped, or killed on another machine?"
+    return "running", f"no report from {_ranks(silent)}" if silent else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

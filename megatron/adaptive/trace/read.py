@@ -1,9 +1,9 @@
-"""Reads the trace files of a run back.
+"""Reads the trace files of a run.
 
-A folder holds one file per rank. Reading it finds out what is there (see ``index``) and puts all
-ranks on one clock (see ``clock``); spans are read when they are asked for, as a table per rank, of
-all iterations or only some. An iteration that was done again replaces its first form. Every
-irregularity but a line cut off at the end of a file is refused by name.
+A folder contains one file per rank. Reading a folder indexes its files (see ``block_index``) and
+puts all ranks on one clock (see ``clock``). Spans are read only on request, as a table per rank, of
+all iterations or some. If an iteration was run twice, the second run counts. Every irregularity
+except a line cut off at the end of a file is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.adaptive.trace.trace_format import (
 )
 
 REFINED_ITERATIONS = 5
-"""Iterations whose messages are held against the clocks, spread over the run."""
+"""Number of iterations, spread over the run, whose messages correct the clocks."""
 
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
@@ -45,8 +45,8 @@ class RankTrace:
     """Gives access to one rank's trace.
 
     Attributes:
-        index: where its file has what.
-        fit: turns its clock into the run's common time.
+        index: Index of its file.
+        fit: Fit that turns its clock into the run's common time.
     """
 
     index: FileIndex
@@ -56,13 +56,13 @@ class RankTrace:
     def of_tables(
         cls, path: Path, tables: Mapping[int, TraceTable], truncated_lines: int = 0, **header: Any
     ) -> RankTrace:
-        """A trace that does not lie in a file of ours; no host and no process is known of it.
+        """Makes a trace from spans of another format, with an empty host and process id.
 
         Args:
-            path: where it comes from.
-            tables: its spans by iteration.
-            truncated_lines: what its source lacks.
-            header: of the fields of :class:`~megatron.adaptive.trace.trace_format.TraceHeader`.
+            path: Path of the source.
+            tables: Spans of each iteration.
+            truncated_lines: Number of lines missing in the source.
+            header: Fields of :class:`~megatron.adaptive.trace.trace_format.TraceHeader`.
         """
         blocks = []
         for iteration, table in tables.items():
@@ -70,40 +70,40 @@ class RankTrace:
             counts = tuple(np.bincount(table.kind, minlength=len(KINDS)).tolist())
             blocks.append(Block(IterationStart(iteration, count, counts=counts), table=table))
         header |= {"num_microbatches": max((b.marker.num_microbatches for b in blocks), default=0)}
-        made = TraceHeader(**header, host="", pid=0, monotonic_ns=0, unix_ns=0)
-        index = FileIndex(path, made, blocks, truncated_lines=truncated_lines)
+        full_header = TraceHeader(**header, host="", pid=0, monotonic_ns=0, unix_ns=0)
+        index = FileIndex(path, full_header, blocks, truncated_lines=truncated_lines)
         return cls(index, shift(0))
 
     @property
     def header(self) -> TraceHeader:
-        """The header of the file."""
+        """Header of the file."""
         assert self.index.header is not None
         return self.index.header
 
     @property
     def iterations(self) -> tuple[int, ...]:
-        """The iterations it recorded, ascending."""
+        """Numbers of the recorded iterations, ascending."""
         return tuple(sorted(self._blocks))
 
     @cached_property
     def num_microbatches(self) -> Mapping[int, int]:
-        """Microbatches by iteration."""
+        """Number of microbatches of each iteration."""
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
 
     def lengths(self, iteration: int) -> Lengths:
-        """Returns the lengths of an iteration's microbatches; none where they are alike."""
+        """Returns the lengths of an iteration's microbatches; empty if they are alike."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.lengths if blocks else ()
 
     @cached_property
     def experts(self) -> Mapping[int, IterationStart]:
-        """Markers, with what the rank's experts did, of the iterations that say it."""
+        """Markers of the iterations for which the load of the rank's experts was recorded."""
         markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
         return {i: marker for i, marker in markers if marker.tokens}
 
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
-        """Spans by iteration, as the markers in the file say; 1 where they say nothing."""
+        """Number of spans of each iteration by the markers in the file; at least 1 per marker."""
         counts: dict[int, int] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -111,27 +111,27 @@ class RankTrace:
         return counts
 
     def spans(self, iteration: int) -> tuple[Span, ...]:
-        """Spans of an iteration as objects; none where it was not recorded."""
+        """Returns the spans of an iteration as objects; none if it was not recorded."""
         return self.table([iteration]).spans()
 
     def table(self, iterations: Iterable[int] | None = None) -> TraceTable:
-        """The spans of some iterations; those that it lacks are left out.
+        """Returns the spans of some iterations; iterations that were not recorded are left out.
 
         Args:
-            iterations: numbers of iterations, ``None`` for all.
+            iterations: Numbers of iterations, ``None`` for all.
 
         Raises:
-            TraceError: a line is damaged, or the file is gone.
+            TraceError: A line is damaged, or the file is gone.
         """
-        wanted = self._blocks if iterations is None else set(iterations)
+        chosen = self._blocks if iterations is None else set(iterations)
         blocks = sorted(
-            (b for i, found in self._blocks.items() if i in wanted for b in found),
+            (block for i, blocks in self._blocks.items() if i in chosen for block in blocks),
             key=lambda block: block.offset,
         )
         return _moved(read_blocks(self.index, blocks), self.fit)
 
     def is_complete(self, iteration: int) -> bool:
-        """Whether every F and every B of an iteration is there."""
+        """Returns whether every F and every B of an iteration was recorded."""
         blocks = self._blocks.get(iteration)
         if not blocks or not all(block.is_whole for block in blocks):
             return False
@@ -139,7 +139,10 @@ class RankTrace:
         return all(sum(b.marker.count(kind) for b in blocks) >= needed for kind in ("F", "B"))
 
     def clock_jumps(self) -> tuple[int, ...]:
-        """Iterations that begin before the one above them in the file: the clock was set back."""
+        """Returns the iterations before which the clock was set back.
+
+        Such an iteration begins earlier than the one above it in the file.
+        """
         markers = [block.marker for block in self.index.blocks]
         return tuple(
             marker.iteration
@@ -149,29 +152,29 @@ class RankTrace:
 
     @cached_property
     def _blocks(self) -> dict[int, list[Block]]:
-        """Blocks by iteration, of the last time that it was done."""
-        found: dict[int, list[Block]] = {}
+        """Blocks of each iteration, from its last run."""
+        blocks: dict[int, list[Block]] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
             if not block.marker.is_late:
-                found[iteration] = []
-            found.setdefault(iteration, []).append(block)
-        return found
+                blocks[iteration] = []
+            blocks.setdefault(iteration, []).append(block)
+        return blocks
 
 
 @dataclass(frozen=True, eq=False)
 class RunTrace:
-    """The traces of all ranks of a run, on one clock.
+    """Holds the traces of all ranks of a run, on one clock.
 
     Attributes:
-        origin: folder or file it was read from.
-        run: id of the run.
-        world_size: number of processes.
-        num_ranks: pipeline ranks.
-        num_chunks: chunks per rank.
-        ranks: the rank traces by global rank.
-        alignment: how the clocks relate to each other.
-        caveats: what its source lacks, a line each.
+        origin: Path of the folder or file that was read.
+        run: Id of the run.
+        world_size: Number of processes.
+        num_ranks: Number of pipeline ranks.
+        num_chunks: Chunks per rank.
+        ranks: Trace of each global rank.
+        alignment: Clocks of the run and their offsets.
+        caveats: Sentences on limits of the source, a line each.
     """
 
     origin: Path
@@ -185,53 +188,62 @@ class RunTrace:
 
     @cached_property
     def missing_ranks(self) -> tuple[int, ...]:
-        """Global ranks of the world without a file."""
+        """Global ranks that have no file."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)
 
     @cached_property
     def truncated_lines(self) -> int:
-        """Lines lost at file ends, over all ranks."""
+        """Number of lines lost at file ends, over all ranks."""
         return sum(trace.index.truncated_lines for trace in self.ranks.values())
 
     @cached_property
     def iterations(self) -> tuple[int, ...]:
-        """Every iteration that some rank recorded, ascending."""
+        """Numbers of the iterations that any rank recorded, ascending."""
         return tuple(sorted({i for trace in self.ranks.values() for i in trace.iterations}))
 
     def replica(self, dp_rank: int = 0, tp_rank: int = 0) -> tuple[RankTrace | None, ...]:
-        """The traces of one pipeline, indexed by pipeline rank; ``None`` where there is no file.
+        """Returns the traces of one pipeline by pipeline rank; ``None`` for a rank without a file.
 
         Raises:
-            TraceError: no rank has these positions.
+            TraceError: No rank has these positions.
         """
-        found: dict[int, RankTrace] = {}
+        by_pp_rank: dict[int, RankTrace] = {}
         for trace in self.ranks.values():
             if (trace.header.dp_rank, trace.header.tp_rank) == (dp_rank, tp_rank):
-                found.setdefault(trace.header.pp_rank, trace)
-        if not found:
-            have = sorted({trace.header.dp_rank for trace in self.ranks.values()})
+                by_pp_rank.setdefault(trace.header.pp_rank, trace)
+        if not by_pp_rank:
+            dp_ranks = sorted({trace.header.dp_rank for trace in self.ranks.values()})
             raise TraceError(
                 f"no trace of data-parallel rank {dp_rank} (tensor-parallel rank {tp_rank}) in "
-                f"{self.origin}; it has data-parallel ranks {describe_numbers(have)}"
+                f"{self.origin}; it has data-parallel ranks {describe_numbers(dp_ranks)}"
             )
-        return tuple(found.get(pp_rank) for pp_rank in range(self.num_ranks))
+        return tuple(by_pp_rank.get(pp_rank) for pp_rank in range(self.num_ranks))
 
     def complete_iterations(self, dp_rank: int | None = 0) -> tuple[int, ...]:
-        """Iterations in which each present rank of a replica, or of all, did every F and B."""
+        """Returns the iterations in which each rank with a trace recorded every F and B.
+
+        Args:
+            dp_rank: Replica whose ranks count; ``None`` for the ranks of all replicas.
+        """
         ranks = self.ranks.values() if dp_rank is None else self.replica(dp_rank)
         present = [trace for trace in ranks if trace is not None]
         return tuple(i for i in self.iterations if all(t.is_complete(i) for t in present))
 
     def num_spans(self, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> int:
-        """About how many spans some iterations of some ranks hold, of all where ``None``."""
+        """Returns the approximate number of spans in some iterations of some ranks.
+
+        Args:
+            iterations: Numbers of the iterations.
+            ranks: Global ranks; ``None`` for all.
+        """
         counts = [self.ranks[rank].num_spans for rank in (self.ranks if ranks is None else ranks)]
         return sum(count.get(iteration, 0) for iteration in iterations for count in counts)
 
     def require_iteration(self, iteration: int) -> None:
-        """Refuse an iteration that no rank recorded.
+        """Checks that some rank recorded an iteration.
 
         Raises:
-            TraceError: names those that exist.
+            TraceError: No rank recorded it; the message lists the iterations that exist.
         """
         if iteration not in self.iterations:
             raise TraceError(
@@ -241,17 +253,17 @@ class RunTrace:
 
     @property
     def gpu_ranks(self) -> int:
-        """The largest number of ranks on one GPU, 1 where none is shared."""
+        """Largest number of ranks on one GPU, 1 if no GPU is shared."""
         return max((trace.header.gpu_ranks for trace in self.ranks.values()), default=1)
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether times of some rank are slices of a GPU that it shares."""
+        """Whether some rank shares its GPU, so that its times include those of other ranks."""
         return self.gpu_ranks > 1
 
     @property
     def bubble_note(self) -> str:
-        """Words behind a bubble or busy time, empty if no GPU is shared."""
+        """Note to print after a bubble or busy time, empty if no GPU is shared."""
         return f" ({SLICES})" if self.shares_gpus else ""
 
     def notes(self) -> list[str]:
@@ -270,19 +282,19 @@ class RunTrace:
         for rank, trace in self.ranks.items():
             lines += [
                 f"{gap.count} iterations of rank {rank} from {gap.first} to {gap.last} are missing:"
-                " its disk took nothing then"
+                " its disk accepted no data then"
                 for gap in trace.index.gaps
             ]
             if jumps := trace.clock_jumps():
                 lines.append(
                     f"the clock of rank {rank} was set back before iterations "
-                    f"{describe_numbers(jumps)}; times across that moment mean nothing"
+                    f"{describe_numbers(jumps)}; times across that moment are meaningless"
                 )
         return lines + self.alignment.warnings()
 
 
 def trace_files(folder: Path) -> dict[int, Path]:
-    """The trace files directly in a folder, by rank; empty if the folder has none."""
+    """Returns the trace files directly in a folder, by rank; empty if the folder has none."""
     if not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -290,19 +302,19 @@ def trace_files(folder: Path) -> dict[int, Path]:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunTrace:
-    """Read what a folder of traces holds; its spans are read when they are asked for.
+    """Reads a folder of traces; its spans are read only on request.
 
     Args:
-        folder: of one run.
+        folder: Path of the folder with the traces of one run.
 
     Raises:
-        TraceError: the folder is missing or holds no trace, a file is damaged or of a newer
+        TraceError: The folder is missing or contains no trace, a file is damaged or of a newer
             version, or the files belong to several runs or shapes.
     """
     folder = Path(folder)
     files = trace_files(folder)
     if not files:
-        state = "holds no trace_rank_*.jsonl file" if folder.is_dir() else "does not exist"
+        state = "contains no trace_rank_*.jsonl file" if folder.is_dir() else "does not exist"
         raise TraceError(f"{folder} {state}; give the folder into which the run wrote its traces")
     indexes = {rank: index_file(path) for rank, path in files.items()}
     headers = {rank: index.header for rank, index in sorted(indexes.items()) if index.header}
@@ -329,7 +341,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
 
 
 def describe_numbers(numbers: Iterable[int]) -> str:
-    """Numbers as ranges, ``1-20, 30``; long lists end in dots; ``none`` for nothing."""
+    """Formats numbers as ranges, ``1-20, 30``; shortens long lists; ``none`` for no numbers."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:
@@ -337,10 +349,10 @@ def describe_numbers(numbers: Iterable[int]) -> str:
         else:
             ranges.append([number, number])
     limit = 8
-    words = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:limit]]
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:limit]]
     if len(ranges) > limit:
-        words.append(f"... up to {ranges[-1][1]}")
-    return ", ".join(words) or "none"
+        shown.append(f"... up to {ranges[-1][1]}")
+    return ", ".join(shown) or "none"
 
 
 def _check_one_run(folder: Path, headers: Mapping[int, TraceHeader]) -> None:
@@ -371,23 +383,26 @@ def _on_one_clock(
             for rank, header in headers.items()
         }
 
-    found = traces()
+    aligned = traces()
     if len(alignment.clocks) > 1:
         names = {rank: header.clock for rank, header in headers.items()}
-        alignment = refine(alignment, names, match_messages(_some_messages(found)))
-        found = traces()
-    return found, alignment
+        alignment = refine(alignment, names, match_messages(_some_messages(aligned)))
+        aligned = traces()
+    return aligned, alignment
 
 
 def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
-    """Spans of a few iterations that all ranks did."""
+    """Returns the spans of a few iterations that all ranks recorded."""
     common = sorted(set.intersection(*(set(trace.iterations) for trace in traces.values())))
-    places = np.unique(np.linspace(0, len(common) - 1, REFINED_ITERATIONS).astype(int))
-    chosen = [common[place] for place in places.tolist()] if common else []
+    indices = np.unique(np.linspace(0, len(common) - 1, REFINED_ITERATIONS).astype(int))
+    chosen = [common[index] for index in indices.tolist()] if common else []
     return {rank: trace.table(chosen) for rank, trace in traces.items()}
 
 
 def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
-    """A table on the common clock. A span whose clock was set back in between has no length."""
+    """Returns a table on the common clock.
+
+    A span gets the duration 0 if the clock was set back during it.
+    """
     start_ns = fit.apply(table.start_ns)
     return replace(table, start_ns=start_ns, end_ns=np.maximum(start_ns, fit.apply(table.end_ns)))

@@ -1,17 +1,17 @@
-"""Records what a rank does, cheaply, and writes it from a thread.
+"""Records the spans of a rank at low cost and writes them from a thread.
 
-The step only appends tuples to a list. At the end of an iteration the list goes, whole, through a
+The step only appends tuples to a list. At the end of an iteration the whole list goes through a
 bounded queue to a writer thread, which formats it and appends it to the rank's file with one
-write. What the disk does not take is dropped, with a line that says so, until it does again; a
-record in the file says which iterations are missing::
+write. While the disk accepts no data, iterations are dropped and a line on stderr says so; a
+record in the file then says which iterations are missing::
 
     extend() extend() | end_iteration() --queue--> writer: format, write
       a list, no lock |   (64 iterations at most)
 
-Given a function that reads the rank's state, the thread also keeps ``now_rank_*.json`` up to date
-(``live_state``). A killed run leaves a file of whole lines that lacks at most the iterations still
-in the queue. This module imports no torch and never looks at a device: times are given by the
-caller.
+The thread also keeps ``now_rank_*.json`` up to date if it gets a function that reads the rank's
+state (see ``status_files``). A killed run leaves a file of whole lines; at most the iterations
+still in the queue are missing. This module does not import torch and never reads a device's clock:
+the caller passes the times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.adaptive.trace.trace_format import (
     Gap,
     IterationStart,
     Lengths,
-    Row,
+    SpanRow,
     TraceHeader,
     block_text,
     gap_line,
@@ -48,8 +48,8 @@ QUEUE_ITERATIONS = 64
 WRITER_PATIENCE_S = 10.0
 
 
-_Batch: TypeAlias = tuple[IterationStart, Sequence[Row]]
-"""Spans on their way to the file, below their marker."""
+_Batch: TypeAlias = tuple[IterationStart, Sequence[SpanRow]]
+"""Marker and spans that wait to be written to the file."""
 
 
 class Recorder(AbstractContextManager["Recorder"]):
@@ -63,22 +63,22 @@ class Recorder(AbstractContextManager["Recorder"]):
     """
 
     def __init__(self, folder: str | os.PathLike[str], header: TraceHeader) -> None:
-        """Open the rank's file in a folder, which is made if it is missing.
+        """Opens the rank's file in a folder, which is created if it does not exist.
 
         Args:
-            folder: one folder per run.
-            header: written as the first line.
+            folder: Path of the run's folder; each run needs its own.
+            header: Header that is written as the first line.
 
         Raises:
-            TraceError: the folder holds a trace of the rank, or the file cannot be written, for
-                another reason than a full or failing disk.
+            TraceError: The folder has a trace of the rank already, or the file cannot be written
+                and the disk is neither full nor failing.
         """
         self._path = Path(folder) / trace_file_name(header.rank)
         line = header_line(header).encode()
         try:
             if self._path.exists() and self._path.stat().st_size:
                 raise TraceError(
-                    f"{self._path} holds the trace of another start; give an empty folder"
+                    f"{self._path} has the trace of another start; give an empty folder"
                 )
             self._file = BestEffortFile(self._path, "iterations", lambda: line)
         except OSError as error:
@@ -89,10 +89,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._rank = header.rank
         self._read_state: ReadState | None = None
         self._begun: IterationStart | None = None
-        self._rows: list[Row] | None = None
+        self._rows: list[SpanRow] | None = None
         self._open = True
-        self._gap: Gap | None = None  # of the writer's thread
-        self._delay = Outage(self._path, "iterations")  # of the thread that records
+        self._gap: Gap | None = None  # only the writer thread uses it
+        self._delay = Outage(self._path, "iterations")  # only the recording thread uses it
         self._queue: queue.Queue[_Batch | ClockSamples | None] = queue.Queue(QUEUE_ITERATIONS)
         self._thread = threading.Thread(
             target=self._write_batches, name="trace-writer", daemon=True
@@ -102,12 +102,12 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @property
     def path(self) -> Path:
-        """The file this recorder appends to."""
+        """Path of the file that the recorder appends to."""
         return self._path
 
     @property
     def is_recording(self) -> bool:
-        """Whether what is recorded now goes into the file."""
+        """Whether an iteration is being recorded."""
         return self._rows is not None
 
     def begin_iteration(
@@ -118,13 +118,13 @@ class Recorder(AbstractContextManager["Recorder"]):
         start_ns: int | None = None,
         lengths: Lengths = (),
     ) -> None:
-        """Start an iteration; ends the one before it if :meth:`end_iteration` was not called.
+        """Starts an iteration; ends the previous one if :meth:`end_iteration` was not called.
 
         Args:
-            iteration: number of the iteration, as in the training log.
-            num_microbatches: microbatches of this iteration.
-            start_ns: when it starts, on the clock of the spans; now where ``None``.
-            lengths: of its microbatches.
+            iteration: Number of the iteration, as in the training log.
+            num_microbatches: Number of its microbatches.
+            start_ns: Start on the clock of the spans; ``None`` for the present time.
+            lengths: Lengths of its microbatches.
         """
         self.end_iteration()
         if self._open:
@@ -132,90 +132,90 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._begun = IterationStart(iteration, num_microbatches, start_ns, lengths=lengths)
             self._rows = []
 
-    def extend(self, rows: Iterable[Row]) -> None:
-        """Add spans to the iteration; does nothing between two iterations. Never blocks."""
+    def extend(self, rows: Iterable[SpanRow]) -> None:
+        """Adds spans to the iteration; does nothing between two iterations. Never blocks."""
         if self._rows is not None:
             self._rows.extend(rows)
 
     def add_experts(self, exchange_ns: int, tokens: Sequence[Sequence[int]]) -> None:
-        """Say what the rank's experts did in the iteration, see ``event.IterationStart``."""
+        """Adds the load of the rank's experts in the iteration, see ``IterationStart``."""
         if self._begun is not None:
             rows = tuple(tuple(row) for row in tokens)
             self._begun = replace(self._begun, exchange_ns=exchange_ns, tokens=rows)
 
     def end_iteration(self) -> None:
-        """Hand the iteration's spans to the writer.
+        """Passes the iteration's spans to the writer thread.
 
-        Blocks only while the queue is full, for 10 s at most and once: from then on iterations are
-        dropped until there is room.
+        Blocks only if the queue is full, for at most 10 s and only once: after that, iterations
+        are dropped until the queue has room.
         """
         begun, rows = self._begun, self._rows
         self._begun, self._rows = None, None
         if begun is not None and rows is not None:
             self._hand_over((begun, rows))
 
-    def add_late(self, iteration: int, num_microbatches: int, rows: Sequence[Row]) -> None:
-        """Add spans to an iteration that has ended, or drop them if the writer is behind.
+    def add_late(self, iteration: int, num_microbatches: int, rows: Sequence[SpanRow]) -> None:
+        """Adds spans to an iteration that has ended, or drops them if the queue is full.
 
         Args:
-            iteration: one that was recorded.
-            num_microbatches: microbatches of it.
-            rows: the spans.
+            iteration: Number of a recorded iteration.
+            num_microbatches: Number of its microbatches.
+            rows: Spans to add.
         """
         if self._open and rows:
-            begun = IterationStart(iteration, num_microbatches, rows[0][4], is_late=True)
+            begun = IterationStart(iteration, num_microbatches, rows[0].start_ns, is_late=True)
             self._offer((begun, rows))
 
     def add_clock_samples(self, samples: ClockSamples) -> None:
-        """Write readings of this rank's clock, or drop them if the writer is behind."""
+        """Writes readings of this rank's clock, or drops them if the queue is full."""
         if self._open and samples.samples:
             self._offer(samples)
 
     def watch(self, read_state: ReadState) -> None:
-        """Keep the rank's ``now_rank_*.json`` up to date, twice a second, until the recorder ends.
+        """Keeps the rank's ``now_rank_*.json`` up to date, twice a second, until the recorder ends.
 
         Args:
-            read_state: reports what the rank does, in fields of
-                :class:`~megatron.adaptive.trace.status_files.Now`. Called from the writer's thread
-                while the rank works on, so it must change nothing.
+            read_state: Function that returns fields of
+                :class:`~megatron.adaptive.trace.status_files.Now`. The writer thread calls it
+                while the rank computes, so it must not change any state.
         """
         self._read_state = read_state
         if self._open:
             self._offer(ClockSamples(0, ()))  # wakes the thread
 
     def close(self) -> None:
-        """Write everything that is left and close the file; later calls do nothing."""
+        """Writes all remaining spans and closes the file; later calls do nothing."""
         if not self._open:
             return
         self.end_iteration()
         self._open = False
         atexit.unregister(self.close)
-        # One that hangs in a write is a daemon and dies with the process.
+        # A writer that hangs in a write is a daemon thread and ends with the process.
         if self._hand_over(None):
             self._thread.join(WRITER_PATIENCE_S)
 
     def __exit__(self, *_: object) -> None:
-        """Close the recorder."""
+        """Closes the recorder."""
         self.close()
 
     def _offer(self, batch: _Batch | ClockSamples) -> None:
         try:
             self._queue.put_nowait(batch)
         except queue.Full:
-            return  # what is worth waiting for is an iteration; end_iteration() waits
+            return  # only whole iterations are worth waiting for, and end_iteration() does
 
     def _hand_over(self, batch: _Batch | None) -> bool:
-        """Put into the queue, or drop; returns whether it was put."""
+        """Puts a batch into the queue, or drops it; returns whether the queue took it."""
         try:
             self._queue.put(batch, timeout=0.0 if self._delay.lost else WRITER_PATIENCE_S)
         except queue.Full:
-            self._delay.begins(f"the disk took nothing for {WRITER_PATIENCE_S:.0f} s")
+            self._delay.begins(f"the disk accepted no data for {WRITER_PATIENCE_S:.0f} s")
             return False
         self._delay.ends()
         return True
 
     def _write_batches(self) -> None:
-        """The writer thread: until the sentinel comes."""
+        """Writes batches until the sentinel ``None`` arrives; runs in the writer thread."""
         state = NowFile(self._path.parent, self._rank)
         while True:
             try:
@@ -229,7 +229,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._file.close()
 
     def _append(self, batch: _Batch | ClockSamples) -> None:
-        """Append a batch below what is said of those that are missing, or note it as missing."""
+        """Appends a batch, preceded by a record of missing ones, or notes it as missing."""
         if isinstance(batch, ClockSamples):
             text, iteration = samples_line(batch) if batch.samples else "", None
         else:

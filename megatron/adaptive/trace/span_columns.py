@@ -1,10 +1,10 @@
-"""Spans of a rank as columns: what every figure and every large view is computed from.
+"""Holds the spans of a rank as columns, from which figures and large views are computed.
 
-A table holds millions of spans in one numpy array per column and makes no object of any of them.
-Where a few are wanted as objects, for a chart, :meth:`TraceTable.spans` makes them.
+A table stores millions of spans in one numpy array per column and makes no object for a span.
+:meth:`TraceTable.spans` makes objects of a few spans, for a chart.
 
-A message is known on both ends by its iteration, the ranks, and the action of the receiver that it
-is the input of: :func:`match_messages` finds each send's receive.
+Both ends identify a message by its iteration, the two ranks, and the action of the receiver that
+needs it as input. With these :func:`match_messages` finds the receive of each send.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import numpy.typing as npt
 from megatron.adaptive.trace.trace_format import COLUMNS, DRAWN_ACTIONS, KINDS, REASONS, Span
 
 Ints: TypeAlias = npt.NDArray[Any]
-"""Whole numbers, of the width that :data:`TraceTable`'s column has."""
+"""Array of integers, with the width of the :class:`TraceTable`'s column."""
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 KIND = {word: number for number, word in enumerate(KINDS)}
-"""The number of a kind in the columns ``kind`` and ``of``."""
+"""Number of each kind in the columns ``kind`` and ``of``."""
 REASON = {word: number for number, word in enumerate(REASONS)}
-"""The number of a word in the column ``reason``."""
+"""Number of each reason in the column ``reason``."""
 OTHER = len(KINDS)
-"""The number of a kind that only a newer program knows."""
+"""Number for a kind that only a newer program knows."""
 
 _NAMES = (*KINDS, "other")
 _OF_ACTION = ("iteration", "chunk", "microbatch", "piece")
-"""Columns that an action and the wait before it have alike."""
+"""Columns that are equal for an action and the wait before it."""
 _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
     "kind": np.int8,
     "chunk": np.int16,
@@ -50,13 +50,13 @@ _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
 
 @dataclass(frozen=True, eq=False)
 class TraceTable:
-    """Spans of one rank; every column is ``[spans]``, ``iteration`` as ``int64``.
+    """Holds the spans of one rank; every column is ``[spans]``, ``iteration`` is ``int64``.
 
-    Spans of one iteration lie together, the late ones of it maybe apart; within an iteration they
-    lie in the order they were written, actions in the order they ran. Columns are those of
-    :data:`~megatron.adaptive.trace.trace_format.Row`, of the widths above; times are on the run's
-    common clock, ``end_ns`` is not before ``start_ns``. See :data:`KIND` for ``kind`` and ``of``,
-    :data:`REASON` for ``reason``.
+    Spans of one iteration are contiguous, except late ones. Within an iteration they have the
+    order in which they were written, and actions the order in which they ran. The columns are
+    those of :class:`~megatron.adaptive.trace.trace_format.SpanRow`, with the widths above. Times
+    are on the run's common clock, and ``end_ns`` is never before ``start_ns``. See :data:`KIND` for
+    ``kind`` and ``of``, :data:`REASON` for ``reason``.
     """
 
     iteration: Ints
@@ -75,10 +75,10 @@ class TraceTable:
 
     @classmethod
     def from_rows(cls, iteration: Ints, rows: Ints) -> TraceTable:
-        """A table of rows as they are written.
+        """Makes a table of the rows of a trace file.
 
         Args:
-            iteration: ``[spans]``.
+            iteration: ``[spans]``, iteration of each span.
             rows: ``[spans, 12] int64``, :data:`~megatron.adaptive.trace.trace_format.COLUMNS` with
                 absolute starts.
         """
@@ -91,21 +91,22 @@ class TraceTable:
 
     @classmethod
     def of_columns(cls, iteration: Ints, **columns: Ints | int) -> TraceTable:
-        """A table of some columns of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
+        """Makes a table of some columns of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
 
         Args:
-            iteration: ``[spans]``.
-            columns: ``[spans]`` each, or one number for all; those left out say nothing.
+            iteration: ``[spans]``, iteration of each span.
+            columns: ``[spans]`` each, or one number for all spans; the others get the value for
+                "none".
         """
         rows = np.zeros((len(iteration), len(COLUMNS)), dtype=np.int64)
-        nothing = dict.fromkeys(("chunk", "microbatch", "peer", "of"), -1)
-        for name, values in {**nothing, **columns}.items():
+        defaults = dict.fromkeys(("chunk", "microbatch", "peer", "of"), -1)
+        for name, values in {**defaults, **columns}.items():
             rows[:, COLUMNS.index(name)] = values
         return cls.from_rows(iteration, rows)
 
     @classmethod
     def concat(cls, tables: Sequence[TraceTable]) -> TraceTable:
-        """The rows of several tables, in turn."""
+        """Returns the rows of several tables, one table after the other."""
         if len(tables) == 1:
             return tables[0]
         if not tables:
@@ -115,30 +116,30 @@ class TraceTable:
         )
 
     def __len__(self) -> int:
-        """The number of spans."""
+        """Returns the number of spans."""
         return len(self.kind)
 
     @property
     def duration_ns(self) -> Ints:
-        """``[spans] int64``: end minus start."""
+        """``[spans] int64``, duration of each span."""
         return self.end_ns - self.start_ns
 
     def where(self, *kinds: str) -> Mask:
-        """Marks the rows of one of these kinds, ``[spans] bool``."""
-        wanted = np.zeros(len(_NAMES), dtype=np.bool_)
-        wanted[[KIND[kind] for kind in kinds]] = True
-        return wanted[self.kind]
+        """Returns a mask of the rows of these kinds, ``[spans] bool``."""
+        is_chosen = np.zeros(len(_NAMES), dtype=np.bool_)
+        is_chosen[[KIND[kind] for kind in kinds]] = True
+        return is_chosen[self.kind]
 
     def take(self, rows: Ints | Mask | slice) -> TraceTable:
-        """Some of the rows: a mask, their numbers, or a slice."""
+        """Returns some of the rows, chosen by a mask, by numbers or by a slice."""
         return TraceTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def of_kind(self, *kinds: str) -> TraceTable:
-        """The rows of these kinds."""
+        """Returns the rows of these kinds."""
         return self.take(self.where(*kinds))
 
     def spans(self) -> tuple[Span, ...]:
-        """The rows as objects, waits put down to the actions that ended them as well."""
+        """Returns the rows as objects; the wait before an action is also stored with the action."""
         columns = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
         columns["wait_ns"] = wait_before(self).tolist()
         columns["action"] = [_NAMES[kind] for kind in columns.pop("kind")]
@@ -149,22 +150,23 @@ class TraceTable:
 
 
 def wait_before(table: TraceTable) -> Ints:
-    """``[spans] int64``: how long the rank waited for each action, 0 for what is none."""
+    """Returns how long the rank waited for each action, ``[spans] int64``; 0 for other spans."""
     waited = np.zeros(len(table), dtype=np.int64)
     waits, actions = table.of_kind("wait"), table.of_kind(*DRAWN_ACTIONS)
-    places = find_rows(
+    matches = find_rows(
         [getattr(actions, name) for name in ("kind", *_OF_ACTION)],
         [getattr(waits, name) for name in ("of", *_OF_ACTION)],
     )
-    found = places >= 0
+    has_action = matches >= 0
     rows = np.flatnonzero(table.where(*DRAWN_ACTIONS))
-    np.add.at(waited, rows[places[found]], waits.duration_ns[found])
+    np.add.at(waited, rows[matches[has_action]], waits.duration_ns[has_action])
     return waited
 
 
 def row_keys(columns: Sequence[Ints]) -> Ints:
-    """``[rows] int64``: numbers that are equal where rows are, and in the order of these."""
-    keys, size = np.zeros(len(columns[0]), dtype=np.int64), 1
+    """Returns a number for each row, ``[rows] int64``; the numbers compare like the rows."""
+    keys = np.zeros(len(columns[0]), dtype=np.int64)
+    size = 1
     for column in columns:
         low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
         if size * (high - low + 1) >= 2**63:
@@ -175,27 +177,28 @@ def row_keys(columns: Sequence[Ints]) -> Ints:
     return keys
 
 
-def find_rows(known: Sequence[Ints], wanted: Sequence[Ints]) -> Ints:
+def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
     """Finds rows by their values.
 
     Args:
-        known: columns ``[rows]`` of the rows to look in.
-        wanted: the same columns ``[wanted]`` of the rows to find.
+        haystack: Columns ``[rows]`` of the rows to search.
+        needles: Same columns, ``[needles]``, of the rows to find.
 
     Returns:
-        ``[wanted] int64``, the number of the first known row with these values, -1 for none.
+        ``[needles] int64``, the number of the first equal row of ``haystack``, -1 for none.
     """
-    count = len(known[0])
-    key = row_keys([np.concatenate(pair) for pair in zip(known, wanted, strict=True)])
+    count = len(haystack[0])
+    key = row_keys([np.concatenate(pair) for pair in zip(haystack, needles, strict=True)])
     order = np.argsort(key[:count], kind="stable")
-    ordered = np.append(key[:count][order], -1)  # a key that no row has, behind the last
-    places = np.searchsorted(ordered[:-1], key[count:])
-    found: Ints = np.where(ordered[places] == key[count:], np.append(order, -1)[places], -1)
-    return found
+    ordered = np.append(key[:count][order], -1)  # the last key differs from the key of every row
+    positions = np.searchsorted(ordered[:-1], key[count:])
+    is_equal = ordered[positions] == key[count:]
+    rows: Ints = np.where(is_equal, np.append(order, -1)[positions], -1)
+    return rows
 
 
 def nth_of_equal(keys: Sequence[Ints]) -> Ints:
-    """Numbers each row among those with the same keys, from 0; equal ones must lie together."""
+    """Numbers each row within its group of equal keys, from 0; groups must be contiguous."""
     new = np.zeros(len(keys[0]), dtype=np.bool_)
     for key in keys:
         new |= np.diff(key, prepend=key[:1] - 1) != 0
@@ -205,25 +208,25 @@ def nth_of_equal(keys: Sequence[Ints]) -> Ints:
 
 
 _SAME = ("iteration", "of", "chunk", "microbatch")
-"""Columns that both ends of a message have alike."""
+"""Columns that are equal on both ends of a message."""
 
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Messages of which both ends are known; every column is ``[messages]``.
+    """Holds messages whose two ends are both in the trace; every column is ``[messages]``.
 
     Attributes:
-        iteration: ``int64``.
-        source: global rank of the sender.
-        target: global rank of the receiver.
-        of: kind of the action it is the input of, see ``table.KIND``.
-        chunk: chunk of that action, on the receiver.
-        microbatch: microbatch of it.
-        sent_ns: the sender began to hand it over.
-        arrived_ns: it was there, or, where not ``seen``, was found to be there.
-        taken_ns: the action began.
-        bytes: its size.
-        seen: ``bool``, the arrival is exact.
+        iteration: Iteration, ``int64``.
+        source: Global rank of the sender.
+        target: Global rank of the receiver.
+        of: Kind of the action that needs the message, see :data:`KIND`.
+        chunk: Chunk of that action, on the receiver.
+        microbatch: Microbatch of that action.
+        sent_ns: Start of the send.
+        arrived_ns: Arrival; if not ``seen``, the time at which the receiver noticed it.
+        taken_ns: Start of the action that needs it.
+        bytes: Size of the message.
+        seen: ``bool``, whether the time of the arrival is exact.
     """
 
     iteration: Ints
@@ -239,18 +242,18 @@ class Messages:
     seen: Mask
 
     def __len__(self) -> int:
-        """The number of messages."""
+        """Returns the number of messages."""
         return len(self.iteration)
 
 
 def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
-    """Match the sends and receives of some ranks.
+    """Matches the sends and receives of some ranks.
 
     Args:
-        tables: spans by global rank. Messages to or from other ranks are left out.
+        tables: Spans of each global rank. Messages to or from other ranks are left out.
 
     Returns:
-        The messages, ordered by receiver, then as its file has them.
+        The messages, ordered by receiver, then in the order of the receiver's file.
     """
     ranks = sorted(tables)
     sides, owners = [], []
@@ -259,16 +262,17 @@ def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
         sides.append(TraceTable.concat(parts))
         owners.append(np.repeat(np.array(ranks, dtype=np.int64), [len(part) for part in parts]))
     (sends, receives), (source, target) = sides, owners
-    places = find_rows(
+    rows = find_rows(
         [getattr(sends, name) for name in _SAME] + [source, sends.peer],
         [getattr(receives, name) for name in _SAME] + [receives.peer, target],
     )
-    found = places >= 0
-    sent, got = sends.take(places[found]), receives.take(found)
+    has_send = rows >= 0
+    sent = sends.take(rows[has_send])
+    got = receives.take(has_send)
     return Messages(
         iteration=got.iteration,
         source=got.peer.astype(np.int64),
-        target=target[found],
+        target=target[has_send],
         of=got.of,
         chunk=got.chunk,
         microbatch=got.microbatch,

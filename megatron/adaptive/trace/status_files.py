@@ -1,17 +1,17 @@
-"""Reads and writes what a running job says of itself at each moment, and reads how far it is.
+"""Reads and writes each rank's report of its present action, and reads the progress of a run.
 
-A rank's spans come into its trace at the end of an iteration. Who looks at a running job wants to
-know more about a long one, or about one that hangs, so the recorder's thread also keeps
-``now_rank_00000.json``: one line of JSON, as a rule of a fixed length, which one write replaces::
+The spans of an iteration reach the trace only at its end. To show what happens in a long iteration
+or in one that hangs, the recorder's thread also keeps ``now_rank_00000.json``. It is one line of
+JSON, usually of a fixed length, which a single write replaces::
 
     {"unix_ns": ..., "iteration": 7, "num_microbatches": 8, "doing": "F", "chunk": 0,
      "microbatch": 3, "cause": "", "since_s": 0.5, "done": [3, 1, 0], "held_bytes": 67108864}
 
-The file stays when the rank is killed; its age then shows it.
+The file stays if the rank is killed; its age then shows that.
 
-``progress.jsonl`` says how far a run is, for ``top``, managers, status and report. One rank writes
-it, see ``engine.progress``. Lines that were read are never read again; one that is just being
-written is left for later, one that a full disk cut short is left out.
+``progress.jsonl`` contains the progress of a run, for ``top``, managers, status and report. One
+rank writes it, see ``engine.progress``. No line is read twice; a line that is being written is
+left for the next read, and one that a full disk cut short is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from megatron.adaptive.config.input_files import open_file, parse_json, read_whole, say
 
 PERIOD_S = 0.5
-"""Interval at which a rank reports what it does."""
+"""Interval in seconds at which a rank reports its present action."""
 
 ENDED = "ended"
 """Action reported by a rank that closed its trace."""
@@ -42,7 +42,7 @@ ReadState = Callable[[], Mapping[str, Any]]
 
 
 def now_file_name(rank: int) -> str:
-    """The name of the file of a global rank, in the folder of the traces."""
+    """Returns the name of the report of a global rank, in the folder of the traces."""
     return f"now_rank_{rank:05d}.json"
 
 
@@ -51,16 +51,17 @@ class Now:
     """Reports a rank's present action.
 
     Attributes:
-        unix_ns: when it said so, by its machine's time of day.
-        iteration: its iteration, 0 before the first.
-        num_microbatches: microbatches of that iteration.
-        doing: a kind of span, :data:`ENDED`, or empty for what has no name.
-        chunk: of the action, -1 for none.
-        microbatch: of the action, -1 for none.
-        cause: of a wait, empty where it is not known.
-        since_s: for so long, to :data:`PERIOD_S`.
-        done: finished forwards, backwards and weight gradients of the iteration, over all chunks.
-        held_bytes: activation bytes held.
+        unix_ns: Time of the report, by its machine's time of day.
+        iteration: Present iteration, 0 before the first.
+        num_microbatches: Number of microbatches of that iteration.
+        doing: Present action: a kind of span, :data:`ENDED`, or empty between actions.
+        chunk: Chunk of the action, -1 for none.
+        microbatch: Microbatch of the action, -1 for none.
+        cause: Cause of a wait, empty if unknown.
+        since_s: Duration of the action so far, to the nearest :data:`PERIOD_S`.
+        done: Number of finished forwards, backwards and weight gradients of the iteration, over
+            all chunks.
+        held_bytes: Activation bytes in memory.
     """
 
     unix_ns: int
@@ -75,16 +76,16 @@ class Now:
     held_bytes: int = 0
 
     def age_s(self) -> float:
-        """Seconds since the rank said so, 0 where its time of day is ahead of ours."""
+        """Returns the seconds since the report, 0 if its machine's time of day is ahead."""
         return max(0.0, (time.time_ns() - self.unix_ns) / 1e9)
 
 
 class NowFile:
-    """The file of one rank, for the thread that writes it; made when it is written first.
+    """Writes the report file of one rank; the first write creates it.
 
     Args:
-        folder: of the traces.
-        rank: global rank.
+        folder: Path of the folder of the traces.
+        rank: Global rank.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int) -> None:
@@ -95,13 +96,13 @@ class NowFile:
         self._failed = self._is_said = False
 
     def report(self, read_state: ReadState | None) -> float | None:
-        """Write what the rank does when that is due; what keeps that from working is said once.
+        """Writes the rank's present action if a report is due; warns once if that fails.
 
         Args:
-            read_state: reads it; ``None`` for nobody.
+            read_state: Function that returns the action; ``None`` to write nothing.
 
         Returns:
-            Seconds to the next time, ``None`` for never.
+            Seconds to the next report, ``None`` for never.
         """
         if read_state is None:
             return None
@@ -112,40 +113,40 @@ class NowFile:
                 self.write(read_state())
                 self._failed = False
             except OSError:
-                self._close()  # a full disk, say: what the spans meet there is reported
-            except Exception as error:  # once is no fault: the run may be taken down
+                self._close()  # for example a full disk, which the file of spans reports
+            except Exception as error:  # may fail once while the run shuts down
                 if self._failed and not self._is_said:
                     self._is_said = True
-                    why = f"reading what the rank does fails: {error!r}; the trace goes on"
-                    say(f"warning: {self._path.name}: {why}")
+                    reason = f"cannot read the rank's present action: {error!r}"
+                    say(f"warning: {self._path.name}: {reason}; the trace continues")
                 self._failed = True
         return self._due_s - now_s
 
     def write(self, fields: Mapping[str, Any]) -> None:
-        """Say what the rank does.
+        """Writes the rank's present action.
 
         Args:
-            fields: those of :class:`Now` but ``unix_ns`` and ``since_s``, as far as they are known.
+            fields: Known fields of :class:`Now`, except ``unix_ns`` and ``since_s``.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: The file cannot be written.
         """
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            self._close()  # it was removed
+            self._close()  # the file was removed
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         now_s = time.monotonic()
         if fields != self._seen:
             self._seen, self._since_s = dict(fields), now_s
-        said = {"unix_ns": time.time_ns(), **fields, "since_s": round(now_s - self._since_s, 1)}
-        line = json.dumps(said, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
+        report = {"unix_ns": time.time_ns(), **fields, "since_s": round(now_s - self._since_s, 1)}
+        line = json.dumps(report, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
         os.pwrite(self._file, line.encode("ascii"), 0)
-        os.ftruncate(self._file, len(line))  # a longer one may have been there
+        os.ftruncate(self._file, len(line))  # the previous line may have been longer
 
     def end(self, read_state: ReadState | None) -> None:
-        """Say for the last time what the rank did, where anybody looked on; the file stays."""
+        """Writes a last report, if ``read_state`` is given, and closes the file, which stays."""
         if read_state is not None:
-            with contextlib.suppress(Exception):  # as above
+            with contextlib.suppress(Exception):  # the run may be shutting down
                 self.write({**({} if self._failed else read_state()), "doing": ENDED})
         self._close()
 
@@ -157,12 +158,12 @@ class NowFile:
 
 
 def read_now(folder: Path, rank: int) -> Now | None:
-    """Returns a rank's last report; ``None`` where none can be read."""
+    """Returns a rank's last report; ``None`` if none can be read."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        said = parse_json(
+        report = parse_json(
             read_whole(folder / now_file_name(rank), _LONGEST_NOW_BYTES), strict=False
         )
-        values = {name: said[name] for name in Now.__slots__ if name in said}
+        values = {name: report[name] for name in Now.__slots__ if name in report}
         if all(isinstance(value, _KINDS.get(name, int)) for name, value in values.items()):
             return Now(**{**values, "done": tuple(map(int, values.get("done", (0, 0, 0))))})
     return None
@@ -170,7 +171,7 @@ def read_now(folder: Path, rank: int) -> Now | None:
 
 PROGRESS_NAME = "progress.jsonl"
 TAIL_BYTES = 1 << 20
-"""Part of a large file's end that is read at first."""
+"""Length of a large file's end that is read at first."""
 
 KEPT = 512
 _COUNTS = ("unix_ns", "iteration", "total_iterations", "start_iteration", "slow_rank")
@@ -178,32 +179,33 @@ _MEASURED = ("step_ms", "tokens_per_s", "loss", "seconds", "loaded_s", "learning
 
 
 def progress_file(folder: Path) -> Path:
-    """Return the file of a run.
+    """Returns the path of a run's progress file.
 
     Args:
-        folder: of the run or of its traces; the file is in it, in ``traces`` or above that.
+        folder: Path of the run's folder or of its traces. The file is directly in it, in its
+            folder ``traces``, or in its parent if it is ``traces``.
     """
-    above = (folder.parent,) if folder.name == "traces" else (folder / "traces",)
-    found = (place / PROGRESS_NAME for place in (folder, *above))
-    return next((path for path in found if path.is_file()), folder / PROGRESS_NAME)
+    others = (folder.parent,) if folder.name == "traces" else (folder / "traces",)
+    candidates = (candidate / PROGRESS_NAME for candidate in (folder, *others))
+    return next((path for path in candidates if path.is_file()), folder / PROGRESS_NAME)
 
 
 class ProgressTail:
-    """Follows the file of a run.
+    """Follows the progress file of a run.
 
     Args:
-        path: the file, which may be missing.
-        kept: lines about iterations that are kept, ``None`` for all; a large file is then read
-            from its beginning.
+        path: Path of the file, which need not exist.
+        kept: Number of lines about iterations to keep; ``None`` for all, and then even a large
+            file is read from its beginning.
 
     Attributes:
-        records: the latest lines about iterations.
-        start: the line about the latest start, empty before there is one.
-        total_iterations: of the whole training, 0 if unknown.
-        ended: why it ended, empty if it goes on.
-        ended_ns: time of day of that.
-        findings: what slows the run by its latest diagnosis.
-        slow: by slow rank, how many times as long its work takes by that diagnosis.
+        records: Latest lines about iterations.
+        start: Line about the latest start, empty before the first.
+        total_iterations: Number of iterations of the whole training, 0 if unknown.
+        ended: Reason why the run ended, empty if it has not ended.
+        ended_ns: Time of day of the end.
+        findings: Causes of slowness by the latest diagnosis.
+        slow: Factor by which each slow rank is slower than expected, by that diagnosis.
     """
 
     def __init__(self, path: Path, kept: int | None = KEPT) -> None:
@@ -221,16 +223,16 @@ class ProgressTail:
         self.slow: dict[int, float | None] = {}
 
     def refresh(self) -> list[dict[str, Any]]:
-        """Read what is new; returns it, lines about other things than iterations too."""
+        """Reads and returns the new lines, whether they are about iterations or not."""
         try:
             with open_file(self.path) as file:
                 status = os.fstat(file.fileno())
-                found: list[dict[str, Any]] = []
+                lines: list[dict[str, Any]] = []
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._reset()
                     self._inode = status.st_ino
                     if self._kept is not None and status.st_size > TAIL_BYTES:
-                        found += _parsed(file.readline())
+                        lines += _parsed(file.readline())
                         file.seek(status.st_size - TAIL_BYTES)
                         file.readline()
                         self._offset = file.tell()
@@ -240,13 +242,13 @@ class ProgressTail:
             return []
         whole = whole[: whole.rfind(b"\n") + 1]
         self._offset += len(whole)
-        for line in whole.splitlines():
-            found += _parsed(line)
-        for one in found:
-            self._note(one)
+        for text in whole.splitlines():
+            lines += _parsed(text)
+        for line in lines:
+            self._note(line)
         if self._kept is not None:
             del self.records[: -self._kept]
-        return found
+        return lines
 
     def _note(self, line: dict[str, Any]) -> None:
         if "ended" in line:
@@ -264,22 +266,25 @@ class ProgressTail:
 
 
 def _parsed(line: bytes) -> list[dict[str, Any]]:
-    """A whole line; nothing where it was cut short, or numbers are something else."""
+    """Returns the record of a line; none if it was cut short or has a field of the wrong type."""
     try:
-        found = parse_json(line, strict=False)
+        record = parse_json(line, strict=False)
     except ValueError:
         return []
-    if not isinstance(found, dict) or not isinstance(findings := found.get("findings", []), list):
+    if not isinstance(record, dict):
         return []
-    if not all(
-        isinstance(one.get(name, least), kind) if isinstance(one, dict) else False
-        for one, names, kind, least in (
-            (found, _COUNTS, int, 0),
-            (found, _MEASURED, int | float | None, None),
-            *((finding, ("gain",), int | float, None) for finding in findings),
-            *((finding, ("headline", "do"), str, None) for finding in findings),
+    findings = record.get("findings", [])
+    if not isinstance(findings, list) or not all(isinstance(each, dict) for each in findings):
+        return []
+    number = int | float
+    is_sound = (
+        all(isinstance(record.get(name, 0), int) for name in _COUNTS)
+        and all(isinstance(record.get(name), number | None) for name in _MEASURED)
+        and all(isinstance(finding.get("gain"), number) for finding in findings)
+        and all(
+            isinstance(finding.get(name), str)
+            for finding in findings
+            for name in ("headline", "do")
         )
-        for name in names
-    ):
-        return []
-    return [{"unix_ns": 0, **found}]
+    )
+    return [{"unix_ns": 0, **record}] if is_sound else []

@@ -1,7 +1,7 @@
-"""One iteration of one pipeline on one clock: what every view draws.
+"""Selects one iteration of one pipeline, on one clock, for the views to draw.
 
-Only F, B and W are kept, and the waits between them; times start at the first of the actions, over
-all ranks.
+It contains only F, B and W, and the waits between them. Times count from the first action of any
+rank.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Lengths, Span, T
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """The F, B and W of one iteration.
+    """Holds the F, B and W of one iteration of one pipeline.
 
     Attributes:
-        iteration: number of the iteration.
-        schedule: name of the schedule or policy.
-        placement: how stages lie on ranks and chunks.
-        num_chunks: chunks per rank.
-        num_microbatches: microbatches of this iteration.
-        rows: per pipeline rank its spans in executed order, times from the step's start; empty
-            where nothing is known of a rank.
-        waits: per pipeline rank its spans of kind ``wait``, cut to the step; ``reason`` is the
-            cause. Empty where nothing is known of waits.
-        dp_rank: which data-parallel replica this is.
-        num_replicas: how many there are traces of.
-        lengths: of its microbatches, empty where they are alike.
-        figures: by known pipeline rank, its figures in the iteration.
-        bubble_note: Words behind a bubble, empty unless ranks share a GPU.
+        iteration: Number of the iteration.
+        schedule: Name of the schedule or policy.
+        placement: Layout of stages on ranks and chunks.
+        num_chunks: Chunks per rank.
+        num_microbatches: Number of microbatches of this iteration.
+        rows: Spans of each pipeline rank in executed order, times from the step's start; empty for
+            a rank without a trace.
+        waits: Spans of kind ``wait`` of each pipeline rank, cut to the step; ``reason`` is the
+            cause. Empty if the trace has no waits.
+        dp_rank: Data-parallel replica of this pipeline.
+        num_replicas: Number of replicas that have traces.
+        lengths: Lengths of its microbatches, empty if they are alike.
+        figures: Figures of each pipeline rank that has a trace, in this iteration.
+        bubble_note: Note to print after a bubble, empty unless ranks share a GPU.
     """
 
     iteration: int
@@ -56,58 +56,64 @@ class PipelineStep:
 
     @property
     def num_ranks(self) -> int:
-        """The number of pipeline ranks."""
+        """Number of pipeline ranks."""
         return len(self.rows)
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Pipeline ranks of which nothing is known."""
+        """Pipeline ranks without a trace."""
         return tuple(pp_rank for pp_rank, row in enumerate(self.rows) if not row)
 
     @cached_property
     def step_ns(self) -> int:
-        """The time from the first start to the last end, over all ranks."""
+        """Time from the first start to the last end, over all ranks."""
         return max(span.end_ns for row in self.rows for span in row)
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """The kinds that occur, in the order F, B, W."""
+        """Kinds of action that occur, in the order F, B, W."""
         kinds = {span.action for row in self.rows for span in row}
         return tuple(action for action in DRAWN_ACTIONS if action in kinds)
 
     @property
     def replica(self) -> str:
-        """The replica as text behind other words, empty where there is only one."""
+        """Name of the replica to append to a title, empty if there is only one."""
         return f", replica {self.dp_rank} of {self.num_replicas}" if self.num_replicas > 1 else ""
 
     @cached_property
     def bubble_fractions(self) -> dict[int, float]:
-        """Idle part of the step (not of the work) on each known pipeline rank."""
+        """Idle fraction of the step (not of the work) on each pipeline rank that has a trace."""
         return {
-            pp_rank: 1 - int(found.busy_ns[0]) / self.step_ns if self.step_ns else 0.0
-            for pp_rank, found in self.figures.items()
+            pp_rank: 1 - int(figures.busy_ns[0]) / self.step_ns if self.step_ns else 0.0
+            for pp_rank, figures in self.figures.items()
         }
 
     @property
     def bubble_fraction(self) -> float:
-        """The mean of :attr:`bubble_fractions`."""
+        """Mean of :attr:`bubble_fractions`."""
         return statistics.fmean(self.bubble_fractions.values())
 
     def label(self, pp_rank: int) -> str:
-        """The name of a row: ``stage 1``, or ``rank 1 (stages 1, 3)`` with several chunks."""
+        """Returns the name of a row: ``stage 1``, or ``rank 1 (stages 1, 3)`` with many chunks."""
         text = stages_text(self, pp_rank)
         return f"rank {pp_rank} ({text})" if self.num_chunks > 1 else text
 
 
 def stages_of_rank(header: TraceHeader | PipelineStep, pp_rank: int) -> tuple[int, ...]:
-    """Global stages on a pipeline rank, by chunk."""
+    """Returns the global stages on a pipeline rank, by chunk."""
     kind: Any = header.placement
-    place = Placement(num_ranks=header.num_ranks, num_chunks=header.num_chunks, kind=kind)
-    return tuple(place.stage_of(pp_rank, chunk) for chunk in range(header.num_chunks))
+    placement = Placement(num_ranks=header.num_ranks, num_chunks=header.num_chunks, kind=kind)
+    return tuple(placement.stage_of(pp_rank, chunk) for chunk in range(header.num_chunks))
 
 
 def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | None = None) -> str:
-    """Names the stages on a rank of a header's pipeline, ``stages 0, 5``, the first of many."""
+    """Names the stages on a pipeline rank, ``stages 0, 5``.
+
+    Args:
+        header: Header or step that has the shape of the pipeline.
+        pp_rank: Pipeline rank.
+        most: Largest number of items to list; ``None`` for all stages.
+    """
     stages = stages_of_rank(header, pp_rank)
     shown = [*map(str, stages)]
     if most is not None and len(stages) > most:
@@ -116,40 +122,41 @@ def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | No
 
 
 def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int = 0) -> PipelineStep:
-    """Pick one iteration of one pipeline out of a run.
+    """Selects one iteration of one pipeline of a run.
 
     Args:
-        run: the run.
-        iteration: its number; by default the last complete one, or, where none is complete, the
-            last one.
-        dp_rank: which data-parallel replica.
+        run: Run to select from.
+        iteration: Number of the iteration; ``None`` for the last complete one, or for the last one
+            if none is complete.
+        dp_rank: Data-parallel replica.
 
     Raises:
-        TraceError: there is no such iteration or replica, or nothing to draw in it.
+        TraceError: The iteration or replica does not exist, or has nothing to draw.
     """
     ranks = run.replica(dp_rank)
     if not run.iterations:
-        raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
+        raise TraceError(f"{run.origin} contains no iteration; the run ended before its first one")
     if iteration is None:
         iteration = (run.complete_iterations(dp_rank) or run.iterations)[-1]
     run.require_iteration(iteration)
     tables = [TraceTable.concat([] if t is None else [t.table([iteration])]) for t in ranks]
-    known = [table.of_kind("wait", *DRAWN_ACTIONS).spans() for table in tables]
+    spans_of_ranks = [table.of_kind("wait", *DRAWN_ACTIONS).spans() for table in tables]
     drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
     if not len(drawn):
         raise TraceError(
-            f"iteration {iteration} in {run.origin} holds no F, B or W; it has nothing to draw"
+            f"iteration {iteration} in {run.origin} contains no F, B or W; it has nothing to draw"
         )
-    start, end = int(drawn.start_ns.min()), int(drawn.end_ns.max())
-    first = next(t for t in ranks if t and iteration in t.iterations)
+    start = int(drawn.start_ns.min())
+    end = int(drawn.end_ns.max())
+    first = next(trace for trace in ranks if trace and iteration in trace.iterations)
     return PipelineStep(
         iteration=iteration,
         schedule=first.header.schedule,
         placement=first.header.placement,
         num_chunks=run.num_chunks,
         num_microbatches=first.num_microbatches[iteration],
-        rows=tuple(_cut(spans, DRAWN_ACTIONS, start, end) for spans in known),
-        waits=tuple(_cut(spans, ("wait",), start, end) for spans in known),
+        rows=tuple(_cut(spans, DRAWN_ACTIONS, start, end) for spans in spans_of_ranks),
+        waits=tuple(_cut(spans, ("wait",), start, end) for spans in spans_of_ranks),
         dp_rank=dp_rank,
         num_replicas=len({trace.header.dp_rank for trace in run.ranks.values()}),
         lengths=first.lengths(iteration),
@@ -165,9 +172,9 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
 def _cut(
     spans: Iterable[Span], kinds: Sequence[str], start_ns: int, end_ns: int
 ) -> tuple[Span, ...]:
-    """The parts of spans of some kinds within a step, in the order of time, from its start on.
+    """Cuts the spans of some kinds to a step; sorts them by time, counted from the step's start.
 
-    Others outside of it are left out; actions never lie there.
+    Spans outside the step are left out; actions are always inside.
     """
     inside = (
         replace(

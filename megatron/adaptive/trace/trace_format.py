@@ -1,11 +1,11 @@
 """Defines the records of a trace (header, iterations, spans, clock samples) and their text form.
 
-A trace file belongs to one rank. This module owns the vocabulary, the records and how each stands
-in a line of JSON. It reads no clock except for a new :class:`TraceHeader`, opens no trace file and
-imports nothing heavy: the recorder writes with it.
+A trace file belongs to one rank. This module owns the vocabulary, the records and their form as
+lines of JSON. It reads no clock except for a new :class:`TraceHeader`, opens no trace file and
+imports nothing heavy, because the recorder uses it during training.
 
-``docs/traces.md`` says what is recorded of each kind of span. ``of`` and ``chunk`` of a message are
-those of the receiving rank, so that both ends name it alike.
+``docs/traces.md`` describes the contents of each kind of span. ``of`` and ``chunk`` of a message
+are those of the receiving rank, so that both ends use the same values.
 
 The text form::
 
@@ -15,16 +15,16 @@ The text form::
      "size_bytes": 1312, "lengths": [[64, 40, 21], ...]}                                  marker
     {"begin_iteration": 8, ..., "exchange_ns": 91000, "tokens": [[3, 0, 511, 498], ...]}   experts
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
-    {"after_iteration": 7, ...}                                     marker of more of its spans
+    {"after_iteration": 7, ...}                               marker of late spans of iteration 7
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
-    {"missing": [8, 93, 80]}               first and last of iterations that are lost, their number
+    {"missing": [8, 93, 80]}                    first, last and number of the iterations lost
 
-The header comes first: a file is of one start of a job. A span's line holds whole numbers only, one
-per column, without spaces; its start counts from the ``start_ns`` of the marker above it. A marker
-says how many bytes of spans follow, so that a reader passes over what it was not asked for; a rank
-with experts adds what they did. New kinds and reasons come behind the known ones. Readers ignore
-them where they do not know them, fields and objects likewise, so the version only rises when an old
-one changes its meaning; a file of another version is refused.
+The header comes first: a file belongs to one start of a job. A span's line contains whole numbers
+only, one per column, without spaces; its start counts from the ``start_ns`` of the marker above it.
+A marker says how many bytes of spans follow, so that a reader can skip iterations; the marker of a
+rank with experts also has the load of the experts. New kinds and reasons are added at the end.
+Readers ignore kinds, reasons, fields and objects that they do not know. The version therefore only
+rises when an existing one changes its meaning; a file of another version is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron.adaptive.config.input_files import parse_json, printable
 from megatron.adaptive.errors import TraceError
@@ -47,66 +47,141 @@ FORMAT_NAME = "megatron-adaptive-trace"
 FORMAT_VERSION = 2
 
 KINDS = (
-    *("F", "B", "W", "wait", "send", "receive"),
-    *("data", "reduce", "optimizer", "evaluate", "checkpoint", "step", "collective"),
+    "F",
+    "B",
+    "W",
+    "wait",
+    "send",
+    "receive",
+    "data",
+    "reduce",
+    "optimizer",
+    "evaluate",
+    "checkpoint",
+    "step",
+    "collective",
 )
-"""Kinds of span; a row names one by its place."""
+"""Kinds of span; a row stores the index of its kind."""
 
 DRAWN_ACTIONS = KINDS[:3]
-"""The kinds of span that the charts of the order draw; every other kind is skipped by them."""
+"""Kinds of span that the charts of the order draw; they skip every other kind."""
 
 CAUSES = ("input", "memory", "order", "group")
-"""Causes of a wait: no input was there; one was, but its activations would not have fitted the
-cap; something was ready, but the order wanted another; a member of the decision group had
-no input or no decision yet."""
+"""Causes of a wait.
+
+- ``input``: no input had arrived.
+- ``memory``: an input had arrived, but its activations would not have fitted below the cap.
+- ``order``: an action was ready, but the order required another one.
+- ``group``: a member of the decision group had no input or no decision yet.
+"""
 
 COLLECTIVES = (
-    *("params-all-gather", "grads-reduce-scatter", "embedding-grads-all-reduce"),
-    *("layernorm-grads-all-reduce", "optimizer-clip-main-grad"),
-    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "barrier"),
+    "params-all-gather",
+    "grads-reduce-scatter",
+    "embedding-grads-all-reduce",
+    "layernorm-grads-all-reduce",
+    "optimizer-clip-main-grad",
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "broadcast",
+    "barrier",
 )
-"""Names of collectives in imported traces: those of Megatron-LM's phases, then by what they do."""
+"""Names of collectives in imported traces: Megatron-LM's names of phases, then plain operations."""
 
 REASONS = (
     "",
     *CAUSES,
-    *("seen", "found"),
-    *("hint", "filler", "overtake", "deepest", "broadest", "turn"),
-    *("posted", "gc", *COLLECTIVES),
+    "seen",
+    "found",
+    "hint",
+    "filler",
+    "overtake",
+    "deepest",
+    "broadest",
+    "turn",
+    "posted",
+    "gc",
+    *COLLECTIVES,
 )
-"""Short words of a row, named by their place: the cause of a wait; whether the arrival of a message
-was ``seen`` when it happened or ``found`` later, or ``posted``: seen, and its transfer could not
-begin before the receiver's wait for it did; why the policy picked an action (see
-``schedule.policy``); the name of a collective, or ``gc`` of an ``optimizer`` that is Python's
-garbage collection. A collective's peer is the lowest rank of its group, -1 where only this rank's
-part was recorded."""
+"""Reasons of spans; a row stores the index of its reason.
+
+- Wait: its cause, see :data:`CAUSES`.
+- Message: ``seen`` if its arrival was seen when it happened, ``found`` if later, ``posted`` if it
+  was seen and the transfer could not begin before the receiver began to wait for it.
+- Action: why the policy picked it, see ``schedule.policy``.
+- Collective: its name. Its peer is the lowest rank of its group, -1 if only this rank's part was
+  recorded.
+- ``optimizer``: ``gc`` for Python's garbage collection.
+"""
 
 COLUMNS = (
-    *("kind", "chunk", "microbatch", "piece", "start_ns", "duration_ns", "bytes"),
-    *("in_flight_bytes", "queue_depth", "peer", "of", "reason"),
+    "kind",
+    "chunk",
+    "microbatch",
+    "piece",
+    "start_ns",
+    "duration_ns",
+    "bytes",
+    "in_flight_bytes",
+    "queue_depth",
+    "peer",
+    "of",
+    "reason",
 )
 """Meaning of the numbers of a span's line, from the left."""
 
 PLACEMENTS = ("loop", "v")
 """Layouts of stages on ranks and chunks, see ``schedule.stage_placement``."""
 
-Row: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
-"""A span as it is recorded: :data:`COLUMNS`, with absolute start and end on the rank's monotonic
-clock in the places of ``start_ns`` and ``duration_ns``. Nothing is said by -1 for chunk,
-microbatch, peer and of, by 0 elsewhere."""
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""By microbatch of a rank: its positions, then the tokens of each of its documents; what is left of
-the positions is padding. Empty where all microbatches are alike."""
+"""Lengths of each microbatch of a rank: its positions, then the tokens of each of its documents.
+
+The remaining positions are padding. Empty if all microbatches are alike.
+"""
+
+
+class SpanRow(NamedTuple):
+    """Holds a span as it is recorded, in the order of :data:`COLUMNS`.
+
+    Attributes:
+        kind: Index in :data:`KINDS`.
+        chunk: Local index of the model chunk, -1 for none.
+        microbatch: Index of the microbatch within the iteration, -1 for none.
+        piece: Index of the part of a weight gradient.
+        start_ns: Absolute start on the rank's monotonic clock.
+        end_ns: Absolute end on the same clock; a file has the duration instead.
+        bytes: Payload of a message; for an action the bytes received plus the bytes sent.
+        in_flight_bytes: Activation bytes in memory after it started.
+        queue_depth: Number of inputs that had arrived and were not taken when it started.
+        peer: Global rank at the other end, -1 for none.
+        of: Index of the kind of action that a wait or a message belongs to, -1 for none.
+        reason: Index in :data:`REASONS`.
+    """
+
+    kind: int
+    chunk: int = -1
+    microbatch: int = -1
+    piece: int = 0
+    start_ns: int = 0
+    end_ns: int = 0
+    bytes: int = 0
+    in_flight_bytes: int = 0
+    queue_depth: int = 0
+    peer: int = -1
+    of: int = -1
+    reason: int = 0
 
 
 def trace_file_name(rank: int) -> str:
-    """The name of the trace file of a global rank."""
+    """Returns the name of the trace file of a global rank."""
     return f"trace_rank_{rank:05d}.jsonl"
 
 
 def _clock_id() -> str:
-    """Returns what processes with one monotonic clock share: the boot and the time namespace."""
+    """Returns an id of the monotonic clock: that of the boot and of the time namespace."""
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -118,29 +193,31 @@ def _clock_id() -> str:
 class TraceHeader:
     """Names a trace file's writer, the shape of its pipeline, and its clock.
 
-    Host, process, clock and its readings are those of this process where they are not given.
+    Host, process, clock and its readings default to those of this process.
 
     Attributes:
-        run: id of the run; equal on all its ranks.
-        rank: global rank, in ``0..world_size-1``.
-        world_size: number of processes of the run.
-        pp_rank: position in the pipeline.
-        tp_rank: position in the tensor-parallel group.
-        dp_rank: position in the data-parallel group.
-        num_ranks: size of the pipeline (ranks, not stages).
-        num_chunks: model chunks that each rank holds.
-        num_microbatches: microbatches of a step at the start; a marker may change it.
-        placement: how stages lie on ranks and chunks, ``loop`` for stage = chunk * ranks + rank.
-        schedule: name of the schedule or policy.
-        host: name of the machine.
-        pid: process id.
+        run: Id of the run; equal on all its ranks.
+        rank: Global rank, in ``0..world_size-1``.
+        world_size: Number of processes of the run.
+        pp_rank: Position in the pipeline.
+        tp_rank: Position in the tensor-parallel group.
+        dp_rank: Position in the data-parallel group.
+        num_ranks: Size of the pipeline (ranks, not stages).
+        num_chunks: Number of model chunks on each rank.
+        num_microbatches: Microbatches of a step at the start; a marker may change it.
+        placement: Layout of stages on ranks and chunks, one of :data:`PLACEMENTS`; ``loop`` means
+            stage = chunk * ranks + rank.
+        schedule: Name of the schedule or policy.
+        host: Name of the machine.
+        pid: Process id.
         monotonic_ns: ``time.monotonic_ns()`` at the moment of ``unix_ns``.
         unix_ns: ``time.time_ns()`` at the moment of ``monotonic_ns``.
-        clock: id of the monotonic clock; ranks with one id share one. Empty in the text form.
-        layers: transformer layers of each stage in pipeline order; empty if the file does not say
+        clock: Id of the monotonic clock; ranks with the same id share a clock. Empty in the text
+            form.
+        layers: Transformer layers of each stage in pipeline order; empty if the file does not say
             it.
-        work: how long each stage should take beside one layer, so its layers and what else it
-            holds; empty if the file does not say it.
+        work: Expected time of each stage in units of one layer's time, including embedding and
+            loss; empty if the file does not say it.
         gpu_ranks: Number of ranks that compute on this rank's GPU, itself included; 1 also on a
             CPU, and if the file does not say it.
     """
@@ -167,25 +244,26 @@ class TraceHeader:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """``(world_size, num_ranks, num_chunks)``: what all files of a folder agree on."""
+        """``(world_size, num_ranks, num_chunks)``, which must be equal in all files of a folder."""
         return (self.world_size, self.num_ranks, self.num_chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class IterationStart:
-    """The marker before spans of an iteration.
+    """Describes the spans of an iteration that follow in the file.
 
     Attributes:
-        iteration: number of the iteration, as in the training log.
-        num_microbatches: microbatches of this iteration (they change while the batch ramps up).
-        start_ns: what the starts of its spans count from, on the rank's monotonic clock.
-        counts: how many spans of each kind follow.
-        size_bytes: length of their lines together, to pass over them.
-        is_late: the iteration has a marker before this one, these spans belong to it as well.
-        exchange_ns: time that actions stood in exchanges of experts' tokens.
-        tokens: of each layer of experts: its number in the model from 0 (predicting layers behind
-            the others), the first expert of this rank, tokens of each of its experts.
-        lengths: of its microbatches.
+        iteration: Number of the iteration, as in the training log.
+        num_microbatches: Microbatches of this iteration (they change while the batch ramps up).
+        start_ns: Time from which the starts of its spans count, on the rank's monotonic clock.
+        counts: Number of spans of each kind that follow, by index in :data:`KINDS`.
+        size_bytes: Total length of the spans' lines, with which a reader can skip them.
+        is_late: Whether the iteration has an earlier marker and these spans belong to it as well.
+        exchange_ns: Time that actions waited in exchanges of experts' tokens.
+        tokens: Load of each layer of experts: number of the layer in the model from 0 (layers of
+            multi-token prediction after the others), first expert of this rank, then the tokens
+            of each of its experts.
+        lengths: Lengths of its microbatches, see :data:`Lengths`.
     """
 
     iteration: int
@@ -199,32 +277,48 @@ class IterationStart:
     lengths: Lengths = ()
 
     def count(self, kind: str) -> int:
-        """Returns how many spans of a kind follow."""
-        place = KINDS.index(kind)
-        return self.counts[place] if place < len(self.counts) else 0
+        """Returns the number of spans of a kind that follow."""
+        index = KINDS.index(kind)
+        return self.counts[index] if index < len(self.counts) else 0
+
+
+class ClockExchange(NamedTuple):
+    """Holds the times of a request to a reference rank and of its answer.
+
+    Attributes:
+        sent_ns: Start of the request, on this rank's clock.
+        received_ns: Arrival of the request, on the reference's clock.
+        answered_ns: Start of the answer, on the reference's clock.
+        returned_ns: Arrival of the answer, on this rank's clock.
+    """
+
+    sent_ns: int
+    received_ns: int
+    answered_ns: int
+    returned_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClockSamples:
-    """Readings of this rank's clock beside another rank's.
+    """Compares this rank's clock with the clock of a reference rank.
 
     Attributes:
-        reference: global rank whose clock is the other one.
-        samples: per exchange: sent here, received there, answered there, answer received here.
+        reference: Global rank of the reference.
+        samples: Exchanges with the reference.
     """
 
     reference: int
-    samples: tuple[tuple[int, int, int, int], ...]
+    samples: tuple[ClockExchange, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Iterations that are missing in a file, because its disk took nothing.
+    """Names iterations that are missing in a file because its disk accepted no data.
 
     Attributes:
-        first: the first of them.
-        last: the last of them.
-        count: how many were recorded and are lost.
+        first: Number of the first missing iteration.
+        last: Number of the last missing iteration.
+        count: Number of iterations that were recorded and are lost.
     """
 
     first: int
@@ -234,23 +328,23 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing a rank did, from start to end; the columns of a row with names for numbers.
+    """Describes one activity of a rank: the columns of a row, with names instead of indices.
 
     Attributes:
-        action: one of :data:`KINDS`.
-        chunk: local index of the model chunk, -1 for none.
-        microbatch: microbatch within the iteration, -1 for none.
-        start_ns: start.
-        end_ns: end, not before the start.
-        iteration: number of the iteration.
-        wait_ns: idle time before, spent waiting for this action to become possible.
-        bytes: payload of a message; of an action what it received plus what it sent.
-        in_flight_bytes: activation bytes held after it started.
-        piece: part of a weight gradient.
-        queue_depth: inputs that had arrived and were not taken when it started.
-        peer: global rank at the other end, -1 for none.
-        of: the kind of action that a wait or a message is about, empty for none.
-        reason: one of :data:`REASONS`.
+        action: Kind of span, one of :data:`KINDS`.
+        chunk: Local index of the model chunk, -1 for none.
+        microbatch: Index of the microbatch within the iteration, -1 for none.
+        start_ns: Start in nanoseconds.
+        end_ns: End in nanoseconds, not before the start.
+        iteration: Number of the iteration.
+        wait_ns: Idle time before the start, spent waiting for this action to become possible.
+        bytes: Payload of a message; for an action the bytes received plus the bytes sent.
+        in_flight_bytes: Activation bytes in memory after it started.
+        piece: Index of the part of a weight gradient.
+        queue_depth: Number of inputs that had arrived and were not taken when it started.
+        peer: Global rank at the other end, -1 for none.
+        of: Kind of action that a wait or a message belongs to, empty for none.
+        reason: Reason of the span, one of :data:`REASONS`.
     """
 
     action: str
@@ -270,7 +364,7 @@ class Span:
 
     @property
     def duration_ns(self) -> int:
-        """End minus start."""
+        """Duration in nanoseconds."""
         return self.end_ns - self.start_ns
 
 
@@ -280,13 +374,13 @@ _MAX_SIZES = {
     "num_chunks": 1 << 10,
     "num_microbatches": 1 << 20,
 }
-"""Of a run that a header describes: readers go over all of its ranks, present or not."""
+"""Largest accepted sizes of a run: readers loop over all of its ranks, whether present or not."""
 _MAX_STAGES = 1 << 16
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 
 SLICES = "time slices of a shared GPU"
-"""Words beside busy and bubble of ranks that share a GPU, wherever they are shown."""
+"""Note next to busy and bubble times of ranks that share a GPU."""
 
 
 def shared_gpu_note(gpu_ranks: int) -> str:
@@ -314,30 +408,27 @@ def samples_line(samples: ClockSamples) -> str:
 
 
 def gap_line(gap: Gap) -> str:
-    """Returns what is said of missing iterations as one line of JSON with its line end."""
+    """Returns the record of missing iterations as one line of JSON with its line end."""
     return f'{{"missing": [{gap.first}, {gap.last}, {gap.count}]}}\n'
 
 
-def block_text(marker: IterationStart, rows: Sequence[Row]) -> str:
-    """Returns a marker and the spans below it, ready to be appended.
+def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
+    """Returns the text of a marker and its spans, ready to be appended to the file.
 
     Args:
-        marker: of the iteration; ``counts`` and ``size_bytes`` are those of the rows.
-        rows: the spans.
+        marker: Marker of the iteration; ``counts`` and ``size_bytes`` are taken from the rows.
+        rows: Spans of the iteration.
     """
-    counts, start_ns = [0] * len(KINDS), marker.start_ns
+    counts = [0] * len(KINDS)
+    start_ns = marker.start_ns
     lines = []
-    for kind, chunk, microbatch, piece, start, end, size, held, depth, peer, of, reason in rows:
+    for kind, chunk, microbatch, piece, start, end, *others in rows:
         counts[kind] += 1
         lines.append(
-            _ROW
-            % (
-                *(kind, chunk, microbatch, piece, start - start_ns, end - start),
-                *(size, held, depth, peer, of, reason),
-            )
+            _ROW % (kind, chunk, microbatch, piece, start - start_ns, end - start, *others)
         )
     spans = "".join(lines)
-    said: dict[str, Any] = {
+    record: dict[str, Any] = {
         "after_iteration" if marker.is_late else "begin_iteration": marker.iteration,
         "num_microbatches": marker.num_microbatches,
         "start_ns": start_ns,
@@ -345,26 +436,26 @@ def block_text(marker: IterationStart, rows: Sequence[Row]) -> str:
         "size_bytes": len(spans),
     }
     if marker.tokens:
-        said |= {"exchange_ns": marker.exchange_ns, "tokens": marker.tokens}
+        record |= {"exchange_ns": marker.exchange_ns, "tokens": marker.tokens}
     if marker.lengths:
-        said["lengths"] = marker.lengths
-    return f"{json.dumps(said)}\n{spans}"
+        record["lengths"] = marker.lengths
+    return f"{json.dumps(record)}\n{spans}"
 
 
 def parse_line(
     line: str | bytes, origin: object
 ) -> TraceHeader | IterationStart | ClockSamples | Gap | None:
-    """Reads a line that is an object: anything but a span.
+    """Reads a line that contains an object: every line except a span's.
 
     Args:
-        line: the line, with or without its end.
-        origin: where it stands (``file:line``), shown in the message of an error.
+        line: Text of the line, with or without its end.
+        origin: Position of the line (``file:line``), shown in the message of an error.
 
     Returns:
         The record; ``None`` for an object of a kind this version does not know.
 
     Raises:
-        TraceError: the line is no JSON object, lacks a field, has one of the wrong type, or
+        TraceError: The line is no JSON object, lacks a field, has a field of the wrong type, or
             belongs to another version of the format.
     """
     try:
@@ -377,12 +468,12 @@ def parse_line(
         raise TraceError(f"{origin} is not a JSON object; this is no trace file")
     if "format" in record or "version" in record:
         return _header(record, origin)
-    for word in ("begin_iteration", "after_iteration"):
-        if word in record:
-            iteration = _value(record, word, "int", origin)
+    for key in ("begin_iteration", "after_iteration"):
+        if key in record:
+            iteration = _value(record, key, "int", origin)
             if iteration < 0:
                 raise TraceError(
-                    f"{origin}: field {word!r} is {iteration}, expected a number from 0; the file"
+                    f"{origin}: field {key!r} is {iteration}, expected a number from 0; the file"
                     " is damaged, remove it or that line"
                 )
             return IterationStart(
@@ -391,7 +482,7 @@ def parse_line(
                 start_ns=_value(record, "start_ns", "int", origin),
                 counts=tuple(_value(record, "counts", "counts", origin, [])),
                 size_bytes=_value(record, "size_bytes", "int", origin),
-                is_late=word == "after_iteration",
+                is_late=key == "after_iteration",
                 exchange_ns=_value(record, "exchange_ns", "int", origin, 0),
                 tokens=tuple(map(tuple, _value(record, "tokens", "tokens", origin, []))),
                 lengths=tuple(map(tuple, _value(record, "lengths", "lengths", origin, []))),
@@ -399,7 +490,7 @@ def parse_line(
     if "clock_samples" in record:
         samples = _value(record, "clock_samples", "samples", origin)
         reference = _value(record, "reference", "int", origin)
-        return ClockSamples(reference, tuple(map(tuple, samples)))
+        return ClockSamples(reference, tuple(ClockExchange(*sample) for sample in samples))
     if "missing" in record:
         numbers = _value(record, "missing", "counts", origin)
         if len(numbers) != 3:
@@ -409,7 +500,8 @@ def parse_line(
 
 
 def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
-    name, version = record.get("format"), record.get("version")
+    name = record.get("format")
+    version = record.get("version")
     if name != FORMAT_NAME:
         raise TraceError(f"{origin} has format {name!r}, expected {FORMAT_NAME!r}; no trace file")
     if type(version) is not int or version < 1:
@@ -421,9 +513,9 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
             f"{FORMAT_VERSION}; {remedy}"
         )
     values = {
-        one.name: _value(record, one.name, one.type, origin)
-        for one in fields(TraceHeader)
-        if one.type in _EXPECTED and one.name != "gpu_ranks"
+        spec.name: _value(record, spec.name, spec.type, origin)
+        for spec in fields(TraceHeader)
+        if spec.type in _EXPECTED and spec.name != "gpu_ranks"
     }
     if values["placement"] not in PLACEMENTS:
         raise TraceError(
@@ -471,22 +563,22 @@ _EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
         "numbers from 0",
     ),
     "lengths": (
-        lambda value: _is_list(value, lambda one: bool(one) and _is_list(one, _is_int)),
+        lambda value: _is_list(value, lambda row: bool(row) and _is_list(row, _is_int)),
         "lists of whole numbers, none empty",
     ),
     "samples": (
-        lambda value: _is_list(value, lambda one: _is_list(one, _is_int) and len(one) == 4),
+        lambda value: _is_list(value, lambda row: _is_list(row, _is_int) and len(row) == 4),
         "lists of four whole numbers",
     ),
     "tokens": (
         lambda value: _is_list(
             value,
-            lambda one: _is_list(one, lambda n: _is_int(n) and 0 <= n < 1 << 53) and len(one) > 2,
+            lambda row: _is_list(row, lambda n: _is_int(n) and 0 <= n < 1 << 53) and len(row) > 2,
         ),
-        "lists of three whole numbers from 0 at least",
+        "lists of at least three whole numbers from 0",
     ),
 }
-"""By kind of field: what is one, and the words for it."""
+"""Check of each kind of field, and its description in messages."""
 
 
 def _value(
@@ -498,5 +590,5 @@ def _value(
     if not is_sound(value):
         shown = reprlib.repr(value)
         raise TraceError(f"{origin}: field {name!r} is {shown}, expected {expected}")
-    # All views show them, among them sheets, which cannot hold control characters.
+    # Views show the text, and a sheet cannot contain control characters.
     return printable(value) if isinstance(value, str) else value

@@ -1,1 +1,1 @@
-"""The trainer's parts: data, loop, checkpoints, logging, profiling."""
+"""Trains a model: process, loop, hooks, logging, measurement of layers."""

@@ -1,11 +1,11 @@
 """Reports a run: Megatron-LM's log lines, curves in loggers, progress.jsonl, a progress bar.
 
-Owns wording, averages and frequency. Measuring is the training loop's; it hands in one
-:class:`IterationReport` for each iteration, of which one list of figures is made, rendered as a
-line, as curves and as an entry of ``progress.jsonl``. TensorBoard, Weights & Biases and MLflow take
-curves through one interface, :class:`_Logger`, with the picture of a step and findings.
-Everything is written by one rank, the last of those that hold the loss; where stages lie in a loop
-that is the last of all, as in Megatron-LM.
+Owns wording, averages and frequency. The training loop measures, and passes one
+:class:`IterationReport` per iteration. This module turns it into a list of figures, which it shows
+as a line, as curves and as an entry of ``progress.jsonl``. TensorBoard, Weights & Biases and MLflow
+receive curves, the picture of a step and findings through one interface, :class:`_Logger`. One rank
+writes everything: the last of the ranks that have the loss. In a looping placement that is the last
+rank of all, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from megatron.adaptive.trace.files import BestEffortFile
 from megatron.adaptive.trace.trace_format import SLICES
 
 _MAIN_LOSS = "lm loss"
-_SIZES = (  # of the run, see ``startup_line``
+_SIZES = (  # parallel sizes in progress.jsonl, see ``startup_line``
     "world_size",
     "data_parallel_size",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
 )
-_MAX_EXPONENT = 20.0  # as in Megatron-LM: a perplexity above exp(20) says nothing more
-_CURVES_S = 5.0  # that points wait for others, at most as many as --tensorboard-queue-size
+_MAX_EXPONENT = 20.0  # Megatron-LM's bound: a perplexity above exp(20) is not informative
+_CURVES_S = 5.0  # longest time between writes, unless --tensorboard-queue-size points come first
 
 
 def startup_line(cfg: TrainerConfig) -> str:
     """Returns Megatron-LM's line about the parallel sizes.
 
-    Unequal stages and a context parallel size above 1 follow at the end, so that the beginning is
-    always the same.
+    Unequal stages and a context parallel size above 1 are at the end, so that the beginning always
+    has the same form.
     """
     parallel = cfg.parallel
     line = (
@@ -74,14 +74,14 @@ def startup_line(cfg: TrainerConfig) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep(StepResult):
-    """A training step that is done, for the hooks.
+    """Describes a training step that is done, for the hooks.
 
     Attributes:
-        iteration: its number in the whole training, the first being 1.
-        global_batch_size: samples over all ranks.
-        num_microbatches: of this rank.
-        load: what all microbatches hold, with samples of different lengths.
-        begin_s: when it began, on :func:`time.perf_counter`.
+        iteration: Number of the iteration in the whole training, from 1.
+        global_batch_size: Number of samples over all ranks.
+        num_microbatches: Number of microbatches of this rank.
+        load: Tokens and padding of all microbatches, ``None`` if samples have equal lengths.
+        begin_s: Begin of the step in seconds, on :func:`time.perf_counter`.
     """
 
     iteration: int
@@ -93,16 +93,16 @@ class TrainedStep(StepResult):
 
 @dataclass(frozen=True, kw_only=True)
 class IterationReport(TrainedStep):
-    """Holds what was measured of one iteration, besides its results.
+    """Holds the measurements of one iteration, besides its results.
 
     Attributes:
-        consumed_samples: samples of the whole training so far, this iteration's included.
-        elapsed_s: wall time of the iteration.
-        learning_rate: as the optimizer holds it after the iteration.
-        loss_scale: as the optimizer holds it after the iteration, 1 without one.
-        params_norm: norm of all parameters, with ``--log-params-norm``.
-        memory_bytes: in use on the device (on a CPU: of the process) after the iteration.
-        peak_memory_bytes: largest value of ``memory_bytes`` so far.
+        consumed_samples: Number of samples of the whole training so far, including this iteration.
+        elapsed_s: Wall time of the iteration in seconds.
+        learning_rate: Learning rate in the optimizer after the iteration.
+        loss_scale: Loss scale in the optimizer after the iteration, 1 without one.
+        params_norm: Norm of all parameters, with ``--log-params-norm``.
+        memory_bytes: Memory in use on the device, or of the process on a CPU, after the iteration.
+        peak_memory_bytes: Largest value of ``memory_bytes`` so far.
     """
 
     consumed_samples: int
@@ -120,21 +120,21 @@ class IterationReport(TrainedStep):
 
 
 class TrainingLog:
-    """The log of a run: lines on ``stream``, curves in TensorBoard, a bar on a terminal.
+    """Writes the log of a run: lines on ``stream``, curves in loggers, a bar on a terminal.
 
-    Every rank has one and calls it alike; only the writer does anything. Not thread-safe.
+    Every rank has one and makes the same calls; only the writer writes. Not thread-safe.
 
     Args:
-        cfg: the run's settings.
-        is_writer: whether this rank writes; exactly one does.
-        accelerator: whose peak the utilization is relative to.
-        total_iterations: of the whole training.
-        start_iteration: iterations done before this process began, 0 for a new run.
-        stream: where lines go, standard output by default.
-        padded_vocab_size: rows of the embedding; by default the tokenizer is loaded to ask it.
+        cfg: Settings of the run.
+        is_writer: Whether this rank writes; it must be True on exactly one rank.
+        accelerator: Device whose peak the utilization is relative to.
+        total_iterations: Number of iterations of the whole training.
+        start_iteration: Number of iterations done before this process began, 0 for a new run.
+        stream: Stream for the lines, standard output by default.
+        padded_vocab_size: Number of rows of the embedding; by default the tokenizer is loaded.
 
     Raises:
-        ConfigError: TensorBoard's folder cannot be written.
+        ConfigError: If TensorBoard's folder cannot be written.
     """
 
     def __init__(
@@ -191,33 +191,33 @@ class TrainingLog:
     def hand_over(
         self, iteration: int, *, is_writer: bool, gather: Callable[[object], Sequence[Any]]
     ) -> None:
-        """Lets another rank write from here on, with the averages under way; all ranks call it.
+        """Makes another rank the writer, which continues the current averages; all ranks call it.
 
         Args:
-            iteration: iterations done.
-            is_writer: whether this rank writes from now on; one does.
-            gather: gathers an object of every rank.
+            iteration: Number of iterations done.
+            is_writer: Whether this rank writes from now on; True on one rank.
+            gather: Function that gathers an object from every rank.
         """
         was_writer, self._is_writer = self._is_writer, is_writer
         gathered = gather(self._reports if was_writer else None)
         if was_writer and is_writer:
-            self._open_progress(iteration)  # the traces before the move were put aside
+            self._open_progress(iteration)  # the earlier file was put aside with the traces
         elif is_writer:
-            (self._reports,) = (one for one in gathered if one is not None)
+            (self._reports,) = (reports for reports in gathered if reports is not None)
             self._open(iteration)
         elif was_writer:
             self.close()
 
     @property
     def tensorboard(self) -> Any:
-        """Takes scalars on the writer rank; ``None`` elsewhere and without loggers."""
+        """Object with ``add_scalar`` on the writer rank; ``None`` elsewhere and without loggers."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
-        """Adds an iteration; each ``--log-interval`` prints a line about those since the last.
+        """Adds an iteration; prints a line at each ``--log-interval``.
 
-        The line has the means of time, losses (of iterations that were not skipped) and bubble,
-        and the latest value of everything else.
+        The line has the means since the last line of time, losses (of iterations that were not
+        skipped) and bubble, and the latest value of everything else.
         """
         if not self._is_writer:
             return
@@ -226,7 +226,8 @@ class TrainingLog:
         now = self._throughput([report])
         if self._bar is not None:
             self._advance(self._bar, report, now)
-        settings, is_logged = self._settings, report.iteration % self._settings.log_interval == 0
+        settings = self._settings
+        is_logged = report.iteration % self._settings.log_interval == 0
         figures = self._figures(report, now)
         if self._curves is not None and report.iteration % settings.tensorboard_log_interval == 0:
             for figure in figures:
@@ -243,9 +244,10 @@ class TrainingLog:
         """Prints the losses of a validation or test.
 
         Args:
-            iteration: after which it was made.
-            prefix: what the line is about; with the word ``test`` in it the curves are named so.
-            losses: mean of each loss, by name.
+            iteration: Iteration after which the losses were computed.
+            prefix: Subject of the line. If it contains the word ``test``, the curves have test
+                names.
+            losses: Mean of each loss, by name.
         """
         if not self._is_writer:
             return
@@ -258,7 +260,8 @@ class TrainingLog:
             split = "test" if "test" in prefix.split() else "validation"
             points = {f"{name} {split}": loss for name, loss in losses.items()}
             if self._settings.log_validation_ppl_to_tensorboard:
-                points |= {f"{n} {split} ppl": _perplexity(one) for n, one in losses.items()}
+                ppl = {f"{name} {split} ppl": _perplexity(loss) for name, loss in losses.items()}
+                points |= ppl
             for tag, value in points.items():
                 self._curves.add_scalar(tag, value, iteration)
 
@@ -271,18 +274,19 @@ class TrainingLog:
         self._progress.report({"ended": reason})
 
     def report(self, **values: Value) -> None:
-        """Reports to ``progress.jsonl``, and what mending a finding would gain to TensorBoard."""
+        """Reports values to ``progress.jsonl``, and the gain from each finding to the loggers."""
         self._progress.report(values)
-        found = values.get("findings")
-        if self._curves is None or not isinstance(found, list):
+        findings = values.get("findings")
+        if self._curves is None or not isinstance(findings, list):
             return
-        # What was mended gains nothing any more.
+        # Findings that are no longer reported are fixed, and their gain is 0.
         gains = dict.fromkeys(self._gains, 0.0)
-        gains |= {f"gain/{one['name']}": one["gain"] for one in found if isinstance(one, dict)}
+        entries = [finding for finding in findings if isinstance(finding, dict)]
+        gains |= {f"gain/{entry['name']}": entry["gain"] for entry in entries}
         for tag, gain in gains.items():
             self._curves.add_scalar(tag, gain, self._iteration)
         self._gains = tuple(gains)
-        self._curves.note("findings", found)
+        self._curves.note("findings", findings)
 
     def message(self, text: str) -> None:
         """Prints a text at once, above the progress bar."""
@@ -295,7 +299,7 @@ class TrainingLog:
             self._stream.flush()
 
     def close(self) -> None:
-        """Takes the bar away and writes what TensorBoard still waits for; may be called again."""
+        """Removes the bar and writes the points that TensorBoard still has to write. Idempotent."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -314,14 +318,18 @@ class TrainingLog:
     def _throughput(self, reports: Sequence[IterationReport]) -> _Throughput:
         """Returns the throughput of one rank over some iterations."""
         length = self._cfg.model.seq_length
-        each = [one.load.tokens if one.load else one.global_batch_size * length for one in reports]
-        elapsed_s = sum(one.elapsed_s for one in reports)
+        each = [
+            report.load.tokens if report.load else report.global_batch_size * length
+            for report in reports
+        ]
+        elapsed_s = sum(report.elapsed_s for report in reports)
         tokens = sum(each) / self._cfg.world_size
-        # A clock too coarse for a tiny model must not end the run.
+        # The elapsed time may be 0, with a tiny model and a coarse clock.
         tokens_per_s = tokens / elapsed_s if elapsed_s > 0 else 0.0
         if self._flops_per_token is None:
             return _Throughput(tokens_per_s)
-        flops_per_s, peak_flops = tokens_per_s * self._flops_per_token, self._peak_flops
+        flops_per_s = tokens_per_s * self._flops_per_token
+        peak_flops = self._peak_flops
         return _Throughput(
             tokens_per_s,
             flops_per_s / 1e12 if self._settings.log_throughput else None,
@@ -329,22 +337,26 @@ class TrainingLog:
         )
 
     def _figures(self, report: IterationReport, now: _Throughput) -> list[_Figure]:
-        """Lists everything that is shown of an iteration, in the order of the log's line.
+        """Lists all figures of an iteration, in the order of the log's line.
 
         Source: ``training_log`` of Megatron-LM, for names, order and widths of the line up to the
-        number of NaN iterations, and for TensorBoard's tags where it has one; the rest is ours.
+        number of NaN iterations, and for TensorBoard's tags if it has one. Further figures are
+        this program's.
         """
-        reports, mean = self._reports, self._throughput(self._reports)
-        mean_ms = statistics.fmean(one.elapsed_s for one in reports) * 1000.0
-        bubbles = [one.bubble_fraction for one in reports if one.bubble_fraction is not None]
+        reports = self._reports
+        mean = self._throughput(self._reports)
+        mean_ms = statistics.fmean(entry.elapsed_s for entry in reports) * 1000.0
+        fractions = [entry.bubble_fraction for entry in reports]
+        bubbles = [fraction for fraction in fractions if fraction is not None]
         bubble = statistics.fmean(bubbles) if bubbles else None
         slices = self._bubble_note
-        kept = [one.losses for one in reports if one.updated]
+        kept = [entry.losses for entry in reports if entry.updated]
         means = {}
         for name in dict.fromkeys(name for each in kept for name in each):
             values = [each[name] for each in kept if name in each]
             means[name] = sum(values) / len(values)
-        nans, skipped = sum(one.is_nan for one in reports), sum(not one.updated for one in reports)
+        nans = sum(entry.is_nan for entry in reports)
+        skipped = sum(not entry.updated for entry in reports)
         tokens_per_s = round(now.tokens_per_s * self._cfg.world_size, 1)
         return [
             _Figure("consumed samples: {:12d}", report.consumed_samples, entry="consumed_samples"),
@@ -390,9 +402,9 @@ class _Throughput(NamedTuple):
     """Holds the throughput of one rank.
 
     Attributes:
-        tokens_per_s: tokens of the whole batch divided by all ranks.
-        teraflops: of the model, ``None`` if nobody asks.
-        utilization: model FLOP/s over the device's 16-bit peak, ``None`` without a peak.
+        tokens_per_s: Tokens of the whole batch per second, divided by the number of ranks.
+        teraflops: Model TFLOP/s, ``None`` if it is not shown.
+        utilization: Model FLOP/s over the device's 16-bit peak, ``None`` without a peak.
     """
 
     tokens_per_s: float
@@ -404,10 +416,10 @@ class _Figure(NamedTuple):
     """Holds one figure of an iteration, and the places that show it.
 
     Attributes:
-        form: of its text in the log's line, empty to leave it out.
-        value: of it, ``None`` where it is unknown.
-        curve: tag of its curve in TensorBoard, empty for none; flags may leave it out.
-        entry: its name in ``progress.jsonl``, empty to leave it out.
+        form: Format of its text in the log's line, empty to leave it out.
+        value: Value, ``None`` if it is unknown.
+        curve: Tag of its curve in the loggers, empty for none; flags may leave it out.
+        entry: Name of its entry in ``progress.jsonl``, empty to leave it out.
     """
 
     form: str = ""
@@ -417,17 +429,17 @@ class _Figure(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The figure in the log's line."""
+        """Text of the figure in the log's line."""
         return "" if self.value is None else self.form.format(self.value)
 
 
 def _perplexity(loss: float) -> float:
-    # min() passes a NaN on only as its first argument.
+    # min() returns a NaN only if it is the first argument.
     return math.exp(min(loss, _MAX_EXPONENT))
 
 
 class _Logger:
-    """Takes what a run shows; the interface of TensorBoard, Weights & Biases and MLflow."""
+    """Receives the output of a run; the interface of TensorBoard, Weights & Biases and MLflow."""
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Adds a point to a curve."""
@@ -436,18 +448,18 @@ class _Logger:
         """Adds the picture of a step."""
 
     def note(self, name: str, content: Any) -> None:
-        """Replaces a document of plain values."""
+        """Replaces a document of JSON values."""
 
     def close(self) -> None:
-        """Writes what waits."""
+        """Writes all points that are not written yet."""
 
 
 class _Curves:
-    """Chooses what loggers get, under Megatron-LM's names where it has one.
+    """Chooses the values that loggers receive, under Megatron-LM's names if they exist.
 
-    Speed, bubble and peak memory are ours and always there; ``--log-timers-to-tensorboard``,
-    ``--log-memory-to-tensorboard`` and their like add Megatron-LM's. A logger that fails is left
-    out from then on, with one line: training goes on.
+    Speed, bubble and peak memory have names of this program and are always included. Flags such as
+    ``--log-timers-to-tensorboard`` and ``--log-memory-to-tensorboard`` add Megatron-LM's. If a
+    logger fails, a warning is printed and the logger gets no more values; training continues.
     """
 
     def __init__(self, cfg: TrainerConfig) -> None:
@@ -470,21 +482,21 @@ class _Curves:
         self._loggers = [kind(cfg) for kind, name in kinds.items() if name]
 
     def add(self, figure: _Figure, iteration: int) -> None:
-        """Adds a point to the curve of a figure, if flags let it have one and it is known."""
+        """Adds a point to the curve of a figure, if flags allow it and the value is known."""
         if figure.curve and figure.value is not None and figure.curve not in self._left_out:
             self.add_scalar(figure.curve, figure.value, iteration)
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Adds a point, as ``SummaryWriter`` of PyTorch does; megatron-core's timers call it."""
-        self._each(lambda one: one.scalar(tag, float(value), step))
+        """Adds a point; megatron-core's timers call this like PyTorch's ``SummaryWriter``."""
+        self._each(lambda logger: logger.scalar(tag, float(value), step))
 
     def note(self, name: str, content: Any) -> None:
-        """Hands over a document of plain values, such as the findings of the diagnosis."""
-        self._each(lambda one: one.note(name, content))
+        """Passes on a document of JSON values, such as the findings of the diagnosis."""
+        self._each(lambda logger: logger.note(name, content))
 
     def draw(self, traces: Path, iteration: int) -> None:
-        """Hands over the picture of the last step that the traces hold whole."""
-        if all(isinstance(one, _TensorBoard) for one in self._loggers):
+        """Passes on the picture of the last step that the traces contain completely."""
+        if all(isinstance(logger, _TensorBoard) for logger in self._loggers):
             return
         from megatron.adaptive.trace.read import read_run
         from megatron.adaptive.trace.step_view import pipeline_step
@@ -497,21 +509,21 @@ class _Curves:
             except AdaptiveError as error:
                 say(f"warning: no picture for the loggers: {error}")
                 return
-            self._each(lambda one: one.picture(path, iteration))
+            self._each(lambda logger: logger.picture(path, iteration))
 
     def close(self) -> None:
         """Closes all loggers."""
-        self._each(lambda one: one.close())
+        self._each(lambda logger: logger.close())
 
     def _each(self, act: Callable[[_Logger], object]) -> None:
-        for one in list(self._loggers):
+        for logger in list(self._loggers):
             try:
-                act(one)
-            except Exception as error:  # of others' programs and their servers
-                self._loggers.remove(one)
-                why = (str(error).splitlines() or [type(error).__name__])[0]
-                name = type(one).__name__.strip("_")
-                say(f"warning: {name} gets nothing more: {why}")
+                act(logger)
+            except Exception as error:  # other packages and their servers may raise anything
+                self._loggers.remove(logger)
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                name = type(logger).__name__.strip("_")
+                say(f"warning: {name} gets no more values: {reason}")
 
 
 class _WeightsAndBiases(_Logger):
@@ -519,7 +531,8 @@ class _WeightsAndBiases(_Logger):
 
     def __init__(self, cfg: TrainerConfig) -> None:
         self._package = need_package("wandb", "--wandb-project", "trace")
-        settings, save = cfg.logging, cfg.checkpoint.save
+        settings = cfg.logging
+        save = cfg.checkpoint.save
         folder = settings.wandb_save_dir or (None if save is None else str(Path(save, "wandb")))
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -544,8 +557,8 @@ class _WeightsAndBiases(_Logger):
         self._run.log({"pipeline": self._package.Image(str(path))}, step=step)
 
     def note(self, name: str, content: Any) -> None:
-        columns = list(dict.fromkeys(key for one in content for key in one))
-        rows = [[one.get(key) for key in columns] for one in content]
+        columns = list(dict.fromkeys(key for entry in content for key in entry))
+        rows = [[entry.get(key) for key in columns] for entry in content]
         self._run.log({name: self._package.Table(columns, rows)}, commit=False)
 
     def close(self) -> None:
@@ -588,16 +601,18 @@ class _MLflow(_Logger):
 class _TensorBoard(_Logger):
     """Writes scalars to TensorBoard.
 
-    Events go to a file that may be lost: TensorBoard's own writer ends for good with a full disk.
+    Events go to a file that tolerates errors: TensorBoard's own writer stops forever at a full
+    disk.
     """
 
     def __init__(self, cfg: TrainerConfig) -> None:
-        # Slow to import, and only one rank needs it.
+        # This import is slow, and only one rank needs it.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._make_event, self._make_summary = Event, Summary
+        self._make_event = Event
+        self._make_summary = Summary
         self._events: list[bytes] = []
         self._records = RecordWriter(SimpleNamespace(write=self._events.append))
         settings = cfg.logging
@@ -624,19 +639,20 @@ class _TensorBoard(_Logger):
             self.flush()
 
     def flush(self) -> None:
-        """Writes the points that wait, or drops them where they cannot be written."""
+        """Writes the points that are not written yet, or drops them if they cannot be written."""
         self._due_s = time.monotonic() + _CURVES_S
         if self._events:
             self._file.append(b"".join(self._events), len(self._events))
             self._events.clear()
 
     def close(self) -> None:
-        """Writes what waits and closes the file."""
+        """Writes all points that are not written yet and closes the file."""
         self.flush()
         self._file.close()
 
     def _head(self) -> bytes:
-        waiting, self._events[:] = self._events[:], []
+        waiting = self._events[:]
+        self._events[:] = []
         self._record(file_version="brain.Event:2")
         head = b"".join(self._events)
         self._events[:] = waiting
@@ -647,7 +663,7 @@ class _TensorBoard(_Logger):
 
 
 def _load_figures(load: Load | None) -> list[_Figure]:
-    """Lists what is shown of documents of different lengths."""
+    """Lists the figures of documents of different lengths."""
     if load is None:
         return []
     return [
@@ -669,7 +685,7 @@ def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
         file=sys.stderr,
         leave=False,
         dynamic_ncols=True,
-        # Iterations differ too much in length for tqdm to learn how many to wait for.
+        # Iterations differ too much in time for tqdm to adapt how often it draws the bar.
         miniters=1,
         desc="training",
         unit="it",

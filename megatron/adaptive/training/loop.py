@@ -1,7 +1,7 @@
-"""The training loop: one step after the other, and the hooks around each of them.
+"""Runs the training loop: one step after another, with hooks around each.
 
-A hook is one concern of a training beside its steps. The loop lists them in the order in which they
-act around every step; they share the run.
+A hook is one concern of a training besides its steps. The loop lists the hooks in the order in
+which they act around every step; they share the run.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ class Trainer:
     """Trains a built run to its end.
 
     Args:
-        live: the run.
-        profiler: profiles some of the iterations.
-        stop: asks for an early end.
+        live: Run to train.
+        profiler: Hook that profiles some of the iterations.
+        stop: Request for an early end.
     """
 
     def __init__(self, live: TrainingRun, profiler: Hook, stop: StopRequest) -> None:
-        self._live, self._stop = live, stop
-        run, config = live.run, live.config
+        self._live = live
+        self._stop = stop
+        run = live.run
+        config = live.config
         if run.replay is not None and not config.run.skip_train:
             run.replay.record.require_steps(live.progress.iteration + 1, run.samples.iterations)
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
@@ -74,10 +76,10 @@ class Trainer:
         ]
 
     def train(self) -> None:
-        """Trains until the iterations, the samples or the patience end; then validates and tests.
+        """Trains until iterations, samples or time run out; then validates and tests.
 
         Raises:
-            DeviceMemoryError: the device ran out of memory.
+            DeviceMemoryError: If the device ran out of memory.
         """
         self._live.open_loader()
         early = None
@@ -103,7 +105,9 @@ class Trainer:
             self._validation.after_training()
 
     def _train_step(self) -> TrainedStep:
-        live, run, begin_s = self._live, self._live.run, time.perf_counter()
+        live = self._live
+        run = self._live.run
+        begin_s = time.perf_counter()
         done = live.progress
         iteration = done.iteration + 1
         batch = self._sizes.global_batch_size_at(done.consumed_train_samples)
@@ -118,7 +122,7 @@ class Trainer:
             num_microbatches = len(dealt.numbers)
         elif live.loader is not None:
             microbatches = live.loader.step(num_microbatches)
-            num_microbatches = len(microbatches)  # packed ones may be fewer
+            num_microbatches = len(microbatches)  # packing may make fewer
         lengths = getattr(microbatches, "contents", ())
         run.tracing.begin_iteration(
             iteration, num_microbatches, is_traced=is_traced, lengths=lengths
@@ -146,7 +150,7 @@ class Trainer:
         )
 
     def _early_end(self) -> str | None:
-        """Returns why training ends before its time, ``None`` if it goes on; all ranks agree."""
+        """Returns the reason to end early, ``None`` to continue; all ranks agree."""
         if self._stop.agreed(self._live.run.job.stop_group):
             return self._stop.reason
         interval = self._live.config.run.exit_interval
@@ -156,54 +160,55 @@ class Trainer:
 
 
 class Hook:
-    """One concern of a training run; every rank has the same hooks and calls them alike."""
+    """Handles one concern of a training; every rank has the same hooks and makes the same calls."""
 
     def before_step(self, iteration: int) -> None:
         """Prepares for the step after ``iteration`` iterations of the whole training."""
 
     def after_step(self, step: TrainedStep) -> None:
-        """Acts on a step that is done and counted; another one need not follow."""
+        """Acts on a step that is done and counted; it may be the last one."""
 
     def at_end(self) -> None:
-        """Completes the work of a training that came to an end without an error."""
+        """Completes the work after a training that ended without an error."""
 
     def close(self) -> None:
-        """Frees what the hook holds, also after an error; idempotent."""
+        """Frees the hook's resources, also after an error. Idempotent."""
 
 
 class RunHook(Hook):
-    """A hook that acts on the run."""
+    """A hook that has access to the run."""
 
     def __init__(self, live: TrainingRun) -> None:
         self._live = live
 
 
 class TrainingRun:
-    """The run that is trained and what is built around it; another run may take its place.
+    """Holds the run that is trained and its companions; another run may replace it.
 
-    The caller keeps no reference to the run: where the stages move, it is taken down before another
+    The caller must not keep a reference to the run: if stages move, it is destroyed before another
     one is built.
 
     Args:
-        run: the built run.
-        log: receives steps, messages and validations.
-        progress: where a loaded checkpoint left off, ``None`` at a fresh start.
-        report_position: receives the current position, for peer-loss messages.
-        connect: receives the run whose channels learn of a lost rank, ``None`` while there are no
-            channels.
-        local: where checkpoints are written first.
+        run: Built run.
+        log: Log for steps, messages and validations.
+        progress: Progress of a loaded checkpoint, ``None`` at a fresh start.
+        report_position: Function that receives the current position, for errors about lost peers.
+        connect: Function that receives the run whose channels must learn of a lost rank, ``None``
+            while there are no channels.
+        local: Local disks, where checkpoints are written first; ``None`` for none.
 
     Attributes:
-        run: what is trained.
-        log: as given.
-        config: its settings.
-        progress: how far the training is.
-        is_loaded: whether it began with a checkpoint.
-        step: takes its steps.
-        dealing: deals its steps to replicas, ``None`` where they are taken in turns.
-        checkpoints: saves and loads it.
-        snapshots: copies its state into memory.
-        loader: this rank's microbatches, ``None`` on a rank that needs no data.
+        run: Run that is trained.
+        log: Log for steps, messages and validations.
+        config: Settings of the run.
+        progress: Progress of the training.
+        is_loaded: Whether the training began with a checkpoint.
+        step: Object that runs the steps.
+        dealing: Object that assigns microbatches to replicas, ``None`` if they are assigned
+            round-robin.
+        checkpoints: Object that saves and loads checkpoints.
+        snapshots: Object that takes snapshots in memory.
+        loader: Loader of this rank's microbatches, ``None`` on a rank that needs no data.
     """
 
     def __init__(
@@ -216,14 +221,17 @@ class TrainingRun:
         connect: Callable[[Run | None], None],
         local: LocalDisk | None,
     ) -> None:
-        self.log, self._local = log, local
-        self.report_position, self.connect = report_position, connect
-        self.is_loaded, self.progress = progress is not None, progress or Progress()
+        self.log = log
+        self._local = local
+        self.report_position = report_position
+        self.connect = connect
+        self.is_loaded = progress is not None
+        self.progress = progress or Progress()
         self.loader: Any = None
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Goes on with a run that was built."""
+        """Continues with another built run."""
         self.run = run
         self.config = run.job.config
         self.checkpoints = Checkpoints(run, self._local)
@@ -239,7 +247,7 @@ class TrainingRun:
         )
 
     def release(self) -> None:
-        """Drops the run and everything around it, so that its memory can be freed."""
+        """Drops the run and its companions, so that their memory can be freed."""
         self.close_loader()
         self.snapshots.close()
         self.connect(None)
@@ -249,15 +257,15 @@ class TrainingRun:
 
     @property
     def is_finished(self) -> bool:
-        """True if no training step is left to do."""
+        """Whether no training step is left to do."""
         return self.config.run.skip_train or self.progress.iteration >= self.run.samples.iterations
 
     def advance(self, **changes: int) -> None:
-        """Replaces counters of the progress."""
+        """Replaces some counters of the progress."""
         self.progress = dataclasses.replace(self.progress, **changes)
 
     def own_microbatches(self, num_microbatches: int) -> int:
-        """Microbatches of this rank, given those of a copy of the model."""
+        """Returns the number of microbatches of this rank, given that of a copy of the model."""
         parallel = self.config.parallel
         if parallel.unequal_sizes is None:
             return num_microbatches
@@ -265,7 +273,7 @@ class TrainingRun:
         return parallel.microbatches_of(pp_rank, num_microbatches)
 
     def open_loader(self) -> None:
-        """Begins to read training samples from where the progress is."""
+        """Starts to read training samples from the current progress."""
         run = self.run
         self.loader = make_loader(
             run,
@@ -275,7 +283,7 @@ class TrainingRun:
         )
 
     def close_loader(self) -> None:
-        """Ends reading; idempotent."""
+        """Stops reading. Idempotent."""
         if self.loader is not None:
             self.loader.close()
         self.loader = None
@@ -296,7 +304,7 @@ class OrderRecorder(RunHook):
             self._recording.append(step.iteration, wiring.executor.last_codes, shares)
 
     def write(self) -> None:
-        """Writes what was recorded so far. Collective over all ranks."""
+        """Writes the orders recorded so far. Collective over all ranks."""
         if self._recording is not None:
             self._recording.write(self._live.run.job.control_group)
 
@@ -312,9 +320,9 @@ def shares_gpus(job: Job) -> bool:
 class Rebalancing(RunHook):
     """Measures the steps; changes schedule, placement or partition before the next one.
 
-    ``--pipeline-schedule auto`` decides once, after its first steps, also on the layers of each
-    stage unless ``--partition`` gives them; ``--repartition auto`` every interval from then on. All
-    ranks decide and change alike.
+    ``--pipeline-schedule auto`` decides once, after its first steps. It also decides the layers of
+    each stage, unless ``--partition`` sets them. ``--repartition auto`` decides again after each
+    interval. All ranks make the same decisions and changes.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -325,7 +333,7 @@ class Rebalancing(RunHook):
         is_tuned = settings.pipeline_schedule == "auto"
         moves = settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1)
         if moves and shares_gpus(live.run.job):
-            live.log.message(f"  layers stay where they are: what ranks measure are {SLICES}")
+            live.log.message(f"  layers stay where they are, because ranks measure {SLICES}")
         elif moves:
             self._repartitioner = Repartitioner(live.run, live.log.message)
         self._tuner = self._make_tuner() if is_tuned else None
@@ -355,7 +363,8 @@ class Rebalancing(RunHook):
         due, self._due = self._due, None
         if due is None:
             return
-        live, begin_s = self._live, time.perf_counter()
+        live = self._live
+        begin_s = time.perf_counter()
         live.checkpoints.saver.finish()
         live.report_position(f"the move of layers after iteration {iteration}")
         order = due.move if isinstance(due, Decision) else None
@@ -369,7 +378,7 @@ class Rebalancing(RunHook):
             return
         live.adopt(moved)
         live.connect(moved)
-        self._go_on_in_new_files()
+        self._continue_in_new_files()
         seconds = time.perf_counter() - begin_s
         self._log.report(repartitioned=iteration, seconds=seconds)
         if order is not None:
@@ -377,7 +386,9 @@ class Rebalancing(RunHook):
             if self._repartitioner is not None:
                 self._repartitioner.adopt(moved)
             cut = "" if due.partition is None else f" of {format_partition(due.partition)} layers"
-            self._log.message(f"  the stages{cut} now lie in a {kind}: moved in {seconds:.2f} s")
+            self._log.message(
+                f"  the stages{cut} are now placed in a {kind}: moved in {seconds:.2f} s"
+            )
         elif isinstance(due, Move):
             assert self._repartitioner is not None
             self._repartitioner.moved(due, moved, seconds)
@@ -388,15 +399,16 @@ class Rebalancing(RunHook):
         self._live.release()
 
     def _stay(self, due: Decision | Move, error: DeviceMemoryError) -> None:
-        """Goes on with the stages as they are, as memory does not suffice for others."""
-        what = due.move if isinstance(due, Decision) else format_partition(due.partition)
-        self._log.message(f"  the stages stay as they are, without {what}: {error}")
+        """Continues with the current stages, because memory does not suffice for others."""
+        change = due.move if isinstance(due, Decision) else format_partition(due.partition)
+        self._log.message(f"  the stages stay as they are, without {change}: {error}")
         if isinstance(due, Decision) and due.stay is not None:
             _engine_of(self._live.run).use(due.stay)
 
-    def _go_on_in_new_files(self) -> None:
-        """Lets the loader report to the new trace, and the new writer write the log."""
-        live, job = self._live, self._live.run.job
+    def _continue_in_new_files(self) -> None:
+        """Connects the loader to the new trace, and passes the log to its new writer."""
+        live = self._live
+        job = self._live.run.job
         live.close_loader()
         live.open_loader()
         self._log.hand_over(live.progress.iteration, is_writer=job.is_writer, gather=job.gather)
@@ -430,13 +442,15 @@ def _tuner_of(run: Run, layers: Repartitioner | None, say: Callable[[str], None]
 
 
 class Reporting(RunHook):
-    """Hands every step to the log, and megatron-core's timers at its intervals.
+    """Passes every step to the log, and megatron-core's timers at its intervals.
 
-    Waits before until the snapshot of the step before is kept everywhere.
+    It first waits until the previous step's snapshot is kept on all nodes.
     """
 
     def after_step(self, step: TrainedStep) -> None:
-        live, run, settings = self._live, self._live.run, self._live.config.logging
+        live = self._live
+        run = self._live.run
+        settings = self._live.config.logging
         live.snapshots.settle(step.iteration)
         live.log.iteration(
             IterationReport(
@@ -455,7 +469,8 @@ class Reporting(RunHook):
 
     def _report_timers(self, iteration: int) -> None:
         """Reports megatron-core's timers, with ``--timing-log-level``. Collective."""
-        timers, settings = self._live.run.core.timers, self._live.config.logging
+        timers = self._live.run.core.timers
+        settings = self._live.config.logging
         if timers is None:
             return
         names = list(timers._timers)
@@ -471,7 +486,8 @@ class Diagnosing(Hook):
     """Diagnoses the run from its traces, on the rank that writes the log."""
 
     def __init__(self, live: TrainingRun) -> None:
-        run, done = live.run, live.progress.iteration
+        run = live.run
+        done = live.progress.iteration
         schedule = run.job.config.schedule
         self._running = RunningDiagnosis(
             schedule.trace_dir if run.tracing.recorder is not None and run.job.is_writer else None,
@@ -490,7 +506,7 @@ class Diagnosing(Hook):
 
 
 class GarbageCollection(Hook):
-    """Collects Python's garbage at ``--manual-gc-interval`` alone, with ``--manual-gc``."""
+    """Collects Python's garbage only at ``--manual-gc-interval``, with ``--manual-gc``."""
 
     def __init__(self, live: TrainingRun) -> None:
         settings = live.config.run
@@ -516,8 +532,9 @@ class Validation(RunHook):
             self._validate(f"iteration {step.iteration}")
 
     def after_training(self) -> None:
-        """Validates and tests once more, as Megatron-LM does after the last iteration."""
-        settings, data = self._live.config.run, self._live.config.data
+        """Validates and tests at the end, as Megatron-LM does after the last iteration."""
+        settings = self._live.config.run
+        data = self._live.config.data
         if settings.eval_iters:
             prefix = f"iteration {self._live.progress.iteration}"
             self._validate(f"{prefix} on validation set")
@@ -528,16 +545,17 @@ class Validation(RunHook):
             self._continue(settings.sample_prompt, settings.sample_tokens)
 
     def _continue(self, prompt: str, count: int) -> None:
-        """Prints a text and what the model makes of it."""
+        """Prints a text and the model's continuation of it."""
         live = self._live
         tokenizer = build_tokenizer(live.config.data)
         tokens = tokenizer.tokenize(prompt) or [tokenizer.eod]
         microbatches = live.own_microbatches(live.config.num_microbatches)
-        found = live.step.generate(tokens, count, microbatches)
-        live.log.message(f"sample: {prompt}{tokenizer.detokenize(found)}")
+        continuation = live.step.generate(tokens, count, microbatches)
+        live.log.message(f"sample: {prompt}{tokenizer.detokenize(continuation)}")
 
     def _validate(self, prefix: str) -> None:
-        live, config = self._live, self._live.config
+        live = self._live
+        config = self._live.config
         done = live.progress.consumed_valid_samples
         losses = self._evaluate(live.run.samples.valid, done)
         more = config.run.eval_iters * config.batch.global_batch_size
@@ -549,7 +567,8 @@ class Validation(RunHook):
 
     def _evaluate(self, dataset: Any, consumed_samples: int) -> dict[str, float]:
         """Runs the forward over ``--eval-iters`` batches; returns the mean losses."""
-        run, config = self._live.run, self._live.config
+        run = self._live.run
+        config = self._live.config
         loader = make_loader(run, dataset, consumed_samples)
         try:
             with run.tracing.host_span("evaluate"):
@@ -557,7 +576,7 @@ class Validation(RunHook):
                     loader,
                     config.run.eval_iters,
                     self._live.own_microbatches(config.num_microbatches),
-                    # Besides asking, this keeps the first stage from running ahead of the others.
+                    # This call also keeps the first stage from running ahead of the others.
                     until=lambda: self._stop.agreed(run.job.stop_group),
                 )
         finally:
@@ -566,13 +585,13 @@ class Validation(RunHook):
 
 
 class Saving(RunHook):
-    """Takes a snapshot of what each step left; saves at ``--save-interval`` and at the end."""
+    """Takes a snapshot after each step; saves at ``--save-interval`` and at the end."""
 
     def __init__(self, live: TrainingRun, recorder: OrderRecorder) -> None:
         super().__init__(live)
         self._recorder = recorder
         self._saved_at = live.progress.iteration if live.is_loaded else -1
-        self._waited_s = 0.0  # for the last checkpoint
+        self._waited_s = 0.0  # time that training waited for the last checkpoint
 
     def after_step(self, step: TrainedStep) -> None:
         self._live.snapshots.take(step.iteration)
@@ -592,7 +611,8 @@ class Saving(RunHook):
         self._report_completed()
 
     def _save(self, *, behind: bool) -> None:
-        begin_s, live = time.perf_counter(), self._live
+        begin_s = time.perf_counter()
+        live = self._live
         self._recorder.write()
         with live.run.tracing.host_span("checkpoint"):
             gather_parameters(live.run)
@@ -603,7 +623,7 @@ class Saving(RunHook):
             self._report_saved(self._saved_at, path)
 
     def _report_completed(self) -> None:
-        """Reports checkpoints that were completed behind training."""
+        """Reports checkpoints that were completed in the background."""
         while (done := self._live.checkpoints.saver.completed()) is not None:
             self._report_saved(*done)
 
@@ -614,20 +634,20 @@ class Saving(RunHook):
 
 
 def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) -> Hook:
-    """Returns the hook that profiles on this rank as the flags ask.
+    """Returns the hook that profiles on this rank, as the flags ask.
 
     ``--profile-execution True`` and ``--profile --use-pytorch-profiler`` trace with PyTorch's
     profiler; the first writes into a folder ``--profile-name``. ``--profile`` alone marks a range
-    for ``nsys profile --capture-range=cudaProfilerApi``; where no GPU can be observed nsys would
-    record nothing, and PyTorch's profiler is used instead.
+    for ``nsys profile --capture-range=cudaProfilerApi``. If no GPU can be observed, nsys would
+    record nothing, so PyTorch's profiler is used instead.
 
     Args:
-        cfg: the run's settings.
-        rank: global rank of this process.
+        cfg: Settings of the run.
+        rank: Global rank of this process.
         output_dir: TensorBoard's folder.
 
     Raises:
-        ConfigError: a trace is asked for and there is no folder for it; on every rank alike.
+        ConfigError: If a trace has no folder to go to; on all ranks.
     """
     run = cfg.run
     if not (run.profile or run.profile_execution):
@@ -635,7 +655,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     for_nsys = not (run.use_pytorch_profiler or run.profile_execution) and (
         torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
     )
-    # Before ranks part ways, so that none of them goes on to wait for one that stopped here.
+    # Check on all ranks, so that no rank continues and waits for one that stopped here.
     if output_dir is None and not for_nsys:
         flag = "--profile-execution True" if run.profile_execution else "--profile"
         raise ConfigError(f"{flag} writes into TensorBoard's folder: add --tensorboard-dir")
@@ -658,11 +678,11 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
 
 
 class ProfiledWindow(Hook):
-    """Runs a recording once, from the first to the last iteration that is profiled."""
+    """Runs a recording once, from the first to the last profiled iteration."""
 
     def __init__(self, run: RunConfig, recording: Any) -> None:
         self._iterations = range(run.profile_step_start, run.profile_step_end)
-        self._recording = recording  # as torch.profiler.profile; None once it is over
+        self._recording = recording  # has the methods of torch.profiler.profile; None after the end
         self._is_running = False
 
     def before_step(self, iteration: int) -> None:
@@ -683,7 +703,7 @@ class ProfiledWindow(Hook):
             self._is_running = False
             try:
                 recording.stop()
-            except (OSError, RuntimeError) as error:  # torch raises either where it cannot write
+            except (OSError, RuntimeError) as error:  # torch raises either if it cannot write
                 Outage("the profile", "profiles").begins(error)
 
 

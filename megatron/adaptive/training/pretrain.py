@@ -1,4 +1,4 @@
-"""One process of a training run from its start to its end."""
+"""Runs one process of a training from its start to its end."""
 
 from __future__ import annotations
 
@@ -42,40 +42,29 @@ EXIT_BUG = 1
 _TOO_MUCH = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]*)")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-# How long a rank whose connection broke waits for the name of the rank behind it.
+# Time that a rank with a broken connection waits for the watcher to name the rank that failed.
 _VERDICT_S = 2.0
-# For a rank that waits, to end in its own way: what was to be said is said by then.
+# Time in which a waiting rank may end by itself and print its messages.
 _GRACE_S = 2.0
 _SILENCE = "--transport-silence-s"
-# Two polls of the store by the watchers.
+# Time of two polls of the store by the watchers.
 _PART_S = 4.0
 _POLL_S = 0.05
 
 
 def pretrain(config: TrainerConfig, environment: Environment) -> None:
-    """Trains as ``config`` says.
+    """Trains with the settings ``config``.
 
-    Does not return after an error in a job of several processes: the process reports it and exits,
-    for its other threads may be blocked on peers that are gone.
+    Does not return after an error in a job of several processes: the process reports the error and
+    exits, because its other threads may be blocked by peers that are gone.
 
     Raises:
-        TransportError: the job's processes cannot meet.
-        AdaptiveError: an expected error in a job of one process.
+        TransportError: If the job's processes cannot meet.
+        AdaptiveError: If an expected error occurs in a job of one process.
     """
-    accelerator = device.detect(environment.local_rank, backend=config.parallel.distributed_backend)
-    require_hardware_queues(config, environment, accelerator)
-    device.install()
-    device.quiet_libraries()
-    device.keep_freed_memory()
-    keep_printing()
-    # megatron-core may only be imported from here on.
+    accelerator = _prepare_process(config, environment)
     from megatron.adaptive.gpt.initialize import end_job, start_job
 
-    if config.logging.logging_level is not None:
-        python_logging.getLogger("megatron.core").setLevel(config.logging.logging_level)
-    if environment.omp_num_threads is None:
-        # As torchrun does for several ranks: more threads get in each other's way.
-        torch.set_num_threads(1)
     try:
         job = start_job(config, environment, accelerator)
     except (dist.DistError, MeetingError, ValueError) as error:
@@ -118,13 +107,29 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         threading.excepthook = former_hook
 
 
+def _prepare_process(config: TrainerConfig, environment: Environment) -> device.Accelerator:
+    """Chooses the device and configures libraries; megatron-core may be imported afterwards."""
+    accelerator = device.detect(environment.local_rank, backend=config.parallel.distributed_backend)
+    require_hardware_queues(config, environment, accelerator)
+    device.install()
+    device.quiet_libraries()
+    device.keep_freed_memory()
+    keep_printing()
+    if config.logging.logging_level is not None:
+        python_logging.getLogger("megatron.core").setLevel(config.logging.logging_level)
+    if environment.omp_num_threads is None:
+        # torchrun does the same for several ranks, because more threads slow each other down.
+        torch.set_num_threads(1)
+    return accelerator
+
+
 def require_hardware_queues(
     config: TrainerConfig, environment: Environment, accelerator: device.Accelerator
 ) -> None:
     """Checks that expert-parallel messages can overlap with work on the GPU.
 
     Raises:
-        SetupError: The settings ask for overlap, but the GPU has one hardware queue for both.
+        SetupError: If the settings ask for overlap, but the GPU has one hardware queue for both.
     """
     overlaps = config.schedule.overlap_moe_expert_parallel_comm
     if accelerator.is_cuda and overlaps and environment.cuda_device_max_connections == 1:
@@ -156,9 +161,9 @@ def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list
         "--overlap-param-gather": config.parallel.overlap_param_gather,
         "--overlap-moe-expert-parallel-comm": config.schedule.overlap_moe_expert_parallel_comm,
     }
-    if given := [name for name, is_on in overlaps.items() if is_on]:
+    if useless := [name for name, is_on in overlaps.items() if is_on]:
         lines.append(
-            f"warning: {' '.join(given)}: ranks that share a GPU talk through the host, which "
+            f"warning: {' '.join(useless)}: ranks that share a GPU talk through the host, which "
             "gains nothing from overlap: leave it out, or give each rank a GPU of its own"
         )
     return lines
@@ -176,7 +181,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer, TrainingRun, make_profiler
 
-    gc.freeze()  # what was imported stays: else each collection would look through all of it
+    gc.freeze()  # imported objects stay, so later collections need not look through them
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
@@ -191,7 +196,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
         connect = _connector(watcher, lost)
         connect(run)
         begin_s = time.perf_counter()
-        # Not kept: it refers to the run, which the trainer may replace.
+        # Keep no reference: the object refers to the run, which the trainer may replace.
         progress = Checkpoints(run, local).load()
         log = TrainingLog(
             config,
@@ -220,14 +225,17 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
 
 
 def _evidence(live: Any) -> dict[str, Any]:
-    """Returns what this rank does; called from the thread of the hang guard."""
+    """Returns the state of this rank for a hang report; runs on the hang guard's thread."""
     run = live.run
     inner = run.forward_backward.snapshot if run.wiring is None else run.wiring.executor.evidence
     return {**run.tracing.now(), **inner()}
 
 
 def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], None]:
-    """Returns the callback that reports lost ranks to a run's channels, also those lost before."""
+    """Returns a function that makes the watcher report lost ranks to a run's channels.
+
+    Ranks that were lost before are reported at once.
+    """
 
     def connect(run: Any) -> None:
         if run is None or run.wiring is None or run.wiring.transport is None:
@@ -255,17 +263,17 @@ def _expected(error: BaseException, rank: int) -> BaseException:
             " make the model, its sequences or --micro-batch-size smaller"
         )
     # torch raises this error in a signal handler, so it may come at any point of the rank's code.
-    if isinstance(error, RuntimeError) and (found := _WORKER.search(str(error))) is not None:
+    if isinstance(error, RuntimeError) and (worker := _WORKER.search(str(error))) is not None:
         return DataError(
-            f"rank {rank}: the process that loads its data (pid {found[1]}) was killed "
-            f"({found[2].strip()}), perhaps as memory ran out; lower --num-workers, or start again "
-            "from the last checkpoint"
+            f"rank {rank}: the process that loads its data (pid {worker[1]}) was killed "
+            f"({worker[2].strip()}), perhaps as memory ran out; lower --num-workers, or start "
+            "again from the last checkpoint"
         )
     return lost_peer(error, rank) or error
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Reports a thread's error, but for a full disk, which reaches the main thread."""
+    """Reports a thread's error, except a full disk, which the main thread reports."""
     if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in _FULL_DISK):
         threading.__excepthook__(failure)
 
@@ -274,8 +282,9 @@ def _fail(
     error: BaseException, store: dist.Store, watcher: Watcher, environment: Environment
 ) -> NoReturn:
     """Reports ``error`` once for the whole job and ends this process."""
-    expected, follows = isinstance(error, AdaptiveError), False
-    # Of a peer that is silent the channel knows more than anybody will.
+    expected = isinstance(error, AdaptiveError)
+    follows = False
+    # If the error reports a silent peer, do not wait for the watcher: it will know no more.
     verdict_s = 0.0 if _SILENCE in str(error) else _VERDICT_S
     if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(verdict_s) is not None:
         # A connection broke because another rank ended; the watcher has named it.
@@ -285,7 +294,7 @@ def _fail(
             say(f"error: {error}", lines=isinstance(error, ScheduleError))
     elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
-    watcher.report(str(error) or type(error).__name__, known=expected)
+    watcher.report(str(error) or type(error).__name__, is_shown=expected)
     if not follows:
         _part(store, environment)
     sys.stdout.flush()
@@ -294,21 +303,21 @@ def _fail(
 
 
 def _part(store: dist.Store, environment: Environment) -> None:
-    """Marks the store as read by this rank; the first rank, which serves it, waits for the others.
+    """Marks that this rank has read the store; the rank that serves it waits for the others.
 
-    Without it the others would say the same error again, and that the store is gone.
+    If it did not wait, the others would repeat the error and report that the store is gone.
     """
     if environment.has_agent_store:
         return
     until_s = time.monotonic() + _PART_S
-    own = int(environment.rank != 0)
+    is_guest = int(environment.rank != 0)
     try:
-        parted = store.add("parted", own)
-        while not own and parted < environment.world_size - 1 and time.monotonic() < until_s:
+        parted = store.add("parted", is_guest)
+        while not is_guest and parted < environment.world_size - 1 and time.monotonic() < until_s:
             time.sleep(_POLL_S)
             parted = store.add("parted", 0)
     except RuntimeError:
-        return  # it went with its host
+        return  # the store is gone together with its rank
 
 
 def _is_first(store: dist.Store) -> bool:
@@ -316,4 +325,4 @@ def _is_first(store: dist.Store) -> bool:
     try:
         return store.add("error", 1) == 1
     except RuntimeError:
-        return True  # the store went with its host: better said twice than not at all
+        return True  # the store is gone; printing the error twice is better than not at all

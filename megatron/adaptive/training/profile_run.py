@@ -1,22 +1,25 @@
-"""Measures the layers of a GPT, each kind by itself, and the links between the job's ranks.
+"""Measures each kind of layer of a GPT by itself, and the links between the job's ranks.
 
-A model of few layers is cut into three stages, so that every kind is alone in one::
+A model of few layers is divided into three stages, so that each kind has a stage to itself::
 
     stage 0     embedding
     stage 1     layers of one kind: once 1 of them, once 3; the difference is 2 layers
     stage 2     last normalization, logits and loss, after layers that predict further tokens
 
-One process takes the part of each stage in turn; no pipeline is needed. Ranks of a tensor-parallel
-group work together, and all ranks of the job measure at the same time, as they would train. Owns
-the order of measurements and how stages are built; timing and links are in ``profiling``.
+One process runs each stage in turn, without a pipeline. Ranks of a tensor-parallel group work
+together, and all ranks of the job measure at the same time, because they would also train at the
+same time. Owns the order of measurements and the building of stages; timing and links are in
+``profiling``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +28,11 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator as device
 
-# Before the modules below import megatron-core.
+# These calls must precede the import of megatron-core by the modules below.
 device.install()
 with device.quiet_imports():
     from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron.adaptive.accelerator import Accelerator
     from megatron.adaptive.config.arguments import parse
@@ -47,7 +51,7 @@ with device.quiet_imports():
     from megatron.adaptive.errors import ConfigError, SetupError
     from megatron.adaptive.gpt.build_model import build_chunks, build_optimizer, transformer_config
     from megatron.adaptive.gpt.forward import DropoutKeys, GptForward, feed
-    from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job
+    from megatron.adaptive.gpt.initialize import TrainingJob, end_job, remake_mesh, start_job
     from megatron.adaptive.gpt.setup import payload_shape
     from megatron.adaptive.planner import profile_file
     from megatron.adaptive.profiling.action_timing import (
@@ -63,34 +67,36 @@ with device.quiet_imports():
 
 STAGES = 3
 FEW, MANY = 1, 3
-"""Transformer layers of the middle stage; their difference separates a layer from a stage."""
-_LEAST_SHARE = 0.5  # of the mean that a layer takes at least, where the difference is smaller
+"""Numbers of transformer layers of the middle stage; the difference gives the cost of a layer."""
+_LEAST_SHARE = 0.5  # least cost of a layer, relative to the mean over the stage's layers
 _FIGURES = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "parameters")
 
 Figures = dict[str, float]
 """Figures of a stage or layer on this rank, named as in a row of the profile.
 
-``forward_s``, ``backward_input_s`` (the whole backward where it is not split) and
-``backward_weight_s`` are medians over microbatches; ``kept_bytes`` stay from forward to backward.
+``forward_s``, ``backward_input_s`` (the whole backward if it is not split) and
+``backward_weight_s`` are medians over microbatches. ``kept_bytes`` are kept from forward to
+backward.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Names what is measured.
+    """Chooses what is measured.
 
     Attributes:
-        name: of the model.
-        arguments: the trainer's arguments that give the model its shape, vocabulary included.
-        kinds: of layers as ``planner.model_description`` names them, embedding and head included.
-        last: kind of the last layer, which layers that predict further tokens are like.
-        widths: tensor-parallel ranks; empty for every power of two that nodes and model allow.
-        widest: what every width must divide, as the model's shape wants it.
-        micro_batches: samples of a microbatch.
-        repeats: microbatches that count.
-        node: name of this node's type; empty for that of its GPU.
-        links: whether to measure links and all-reduces.
-        backend: ``nccl``, ``gloo``, or ``None`` for what a run would use.
+        name: Name of the model.
+        arguments: Arguments of the trainer that decide the model's shape, including vocabulary.
+        kinds: Kinds of layers as ``planner.model_description`` names them, including embedding and
+            head.
+        last: Kind of the last layer; layers that predict further tokens are of the same kind.
+        widths: Tensor-parallel sizes; empty for every power of two that nodes and model allow.
+        widest: Number that every tensor-parallel size must divide, from the model's shape.
+        micro_batches: Numbers of samples per microbatch.
+        repeats: Number of microbatches that are timed.
+        node: Name of this node's type; empty to use its GPU's name.
+        links: Whether to measure links and all-reduces.
+        backend: Backend ``nccl`` or ``gloo``, ``None`` for the one that a run would use.
     """
 
     name: str
@@ -107,45 +113,29 @@ class ProfileOptions:
 
 
 def profile_layers(options: ProfileOptions, environment: Environment) -> dict[str, Any] | None:
-    """Measures. Collective over all processes of the job.
+    """Measures layers and links, and returns the profile. Collective over all processes of the job.
 
     Args:
-        options: the same on all processes, but for ``node``.
-        environment: who this process is.
+        options: Options, the same on all processes except ``node``.
+        environment: Environment of this process.
 
     Returns:
-        What goes into the profile file on rank 0, ``None`` on others.
+        Content of the profile file on rank 0, ``None`` on other ranks.
 
     Raises:
-        ConfigError: a tensor-parallel width does not suit the nodes.
-        TransportError: the processes cannot meet.
+        ConfigError: If a tensor-parallel size does not fit the nodes.
+        TransportError: If the processes cannot meet.
     """
-    accelerator = device.detect(environment.local_rank, backend=options.backend)
-    device.quiet_libraries()
-    device.keep_freed_memory()
-    if environment.omp_num_threads is None:
-        torch.set_num_threads(1)
     widths = _widths(options, environment)
     world = environment.world_size
-    try:
-        job = start_job(_config(options, 1, 1, world), environment, accelerator)
-    except (dist.DistError, MeetingError, ValueError) as error:
-        raise no_rendezvous(environment, error) from error
+    job = _start(options, environment)
     try:
         accelerator = job.accelerator
         gpu = gpu_name(accelerator)
         facts = node_facts(accelerator, environment.local_world_size)
         nodes = job.gather({"name": options.node or gpu, **facts})
-        names = [one["name"] for one in nodes]
-        mine: list[dict[str, Any]] = []
-        for tp in widths:
-            job = replace(job, config=_config(options, tp, 1, world))
-            remake_mesh(job)
-            for size in options.micro_batches:
-                mine += _measure(options, job, tp, size, optimizer=not mine)
-        measured: dict[str, list[dict[str, Any]]] = {}
-        for name, found in job.gather((gpu, mine)):
-            measured.setdefault(name, []).extend(found)
+        names = [node["name"] for node in nodes]
+        job, measured = _measure_layers(options, job, gpu, widths)
         links: list[Any] = []
         reductions: list[Any] = []
         if options.links and world > 1:
@@ -160,11 +150,14 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
                 "nothing was measured: memory does not suffice for the layers; profile with a"
                 " smaller --micro-batch-sizes or a wider --tp"
             )
+        facts_by_node = {
+            node["name"]: {key: node[key] for key in node if key != "name"} for node in nodes
+        }
         return profile_file.document(
             {"name": options.name, "arguments": list(options.arguments)},
-            [row for gpu, found in measured.items() for row in _rows(gpu, found)],
+            [row for gpu, of_gpu in measured.items() for row in _rows(gpu, of_gpu)],
             made=profile_file.timestamp(),
-            nodes={one["name"]: {key: one[key] for key in one if key != "name"} for one in nodes},
+            nodes=facts_by_node,
             links=links,
             all_reduce=reductions,
             optimizer_s_per_parameter=_medians(measured, "optimizer_s"),
@@ -175,26 +168,64 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         end_job()
 
 
+def _start(options: ProfileOptions, environment: Environment) -> TrainingJob:
+    """Prepares this process and connects it to the job. Collective over all processes."""
+    accelerator = device.detect(environment.local_rank, backend=options.backend)
+    device.quiet_libraries()
+    device.keep_freed_memory()
+    if environment.omp_num_threads is None:
+        torch.set_num_threads(1)
+    try:
+        config = _config(options, 1, 1, environment.world_size)
+        return start_job(config, environment, accelerator)
+    except (dist.DistError, MeetingError, ValueError) as error:
+        raise no_rendezvous(environment, error) from error
+
+
+def _measure_layers(
+    options: ProfileOptions, job: TrainingJob, gpu: str, widths: Sequence[int]
+) -> tuple[TrainingJob, dict[str, list[dict[str, Any]]]]:
+    """Measures layers for each tensor-parallel size. Collective over all ranks.
+
+    Returns:
+        The job with the mesh of the last size, and the samples of all ranks by GPU.
+    """
+    samples: list[dict[str, Any]] = []
+    for tp in widths:
+        job = replace(job, config=_config(options, tp, 1, job.environment.world_size))
+        remake_mesh(job)
+        for size in options.micro_batches:
+            samples += _measure(options, job, tp, size, optimizer=not samples)
+    measured: dict[str, list[dict[str, Any]]] = {}
+    for name, rank_samples in job.gather((gpu, samples)):
+        measured.setdefault(name, []).extend(rank_samples)
+    return job, measured
+
+
 def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, float]:
-    """Returns the median of a figure over all layers that have it, by GPU."""
-    values = {gpu: [one[name] for one in found if name in one] for gpu, found in measured.items()}
+    """Returns the median of a figure over all samples that have it, by GPU."""
+    values = {
+        gpu: [sample[name] for sample in samples if name in sample]
+        for gpu, samples in measured.items()
+    }
     return {gpu: statistics.median(each) for gpu, each in values.items() if each}
 
 
-def _rows(gpu: str, found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields the mean of what ranks with a GPU measured of each kind, width and size."""
+def _rows(gpu: str, samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields the mean over ranks with a GPU, for each kind, tensor-parallel size and microbatch."""
     alike: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
-    for one in found:
-        alike.setdefault((one["kind"], one["tp"], one["micro_batch"]), []).append(one)
-    for (kind, tp, size), its in alike.items():
-        means = {name: statistics.fmean(one[name] for one in its) for name in _FIGURES}
+    for sample in samples:
+        alike.setdefault((sample["kind"], sample["tp"], sample["micro_batch"]), []).append(sample)
+    for (kind, tp, size), same in alike.items():
+        means = {name: statistics.fmean(sample[name] for sample in same) for name in _FIGURES}
         row = {"kind": kind, "gpu": gpu, "tp": tp, "micro_batch": size, "tp_included": True}
         yield {**row, **means}
 
 
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
-    """Returns tensor-parallel widths that fit into a node."""
-    local, world = environment.local_world_size, environment.world_size
+    """Returns the tensor-parallel sizes that fit into a node."""
+    local = environment.local_world_size
+    world = environment.world_size
     if not options.widths:
         widths = [2**power for power in range(12)]
         return [tp for tp in widths if not (options.widest % tp or local % tp or world % tp)]
@@ -220,10 +251,11 @@ def _config(
 
 
 def _alone(kind: str, layers: int, core: CoreConfig) -> str:
-    """Returns arguments that make so many layers of one kind.
+    """Returns arguments that make a number of layers of one kind.
 
-    A rank of experts that are spread over 4 ranks, ``experts/4``, computes as many tokens with as
-    many experts as one that has a quarter of them, all by itself; their way is not measured.
+    ``experts/4`` is a rank of experts that are spread over 4 ranks. It computes as many tokens with
+    as many experts as a model with a quarter of the experts on one rank. Messages between the ranks
+    are not measured.
     """
     name, _, spread = kind.partition("/")
     more = f" --num-layers {layers}"
@@ -238,18 +270,18 @@ def _alone(kind: str, layers: int, core: CoreConfig) -> str:
 def _measure(
     options: ProfileOptions, job: Any, tp: int, size: int, *, optimizer: bool
 ) -> list[dict[str, Any]]:
-    """Measures all kinds for one width and size on this rank, as far as memory suffices."""
+    """Measures all kinds for one size and microbatch on this rank, as far as memory suffices."""
     core = job.config.core
 
     def stage(number: int, kind: str, layers: int = FEW, *, optimizer: bool = False) -> Figures:
-        # The middle one of three stages holds the layers. Each is alone here; a head of its own
-        # costs what a copy of the embedding does.
+        # The middle one of three stages has the layers. A head with separate weights costs as much
+        # as one that copies the embedding.
         more = f"--pipeline-model-parallel-size {STAGES} --partition 0-{layers}-0"
         more += f" --untie-embeddings-and-output-weights{_alone(kind, layers, core)}"
         config = _config(options, tp, size, STAGES * job.environment.world_size, more)
         return _measure_stage(config, job.accelerator, number, options.repeats, optimizer=optimizer)
 
-    found: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     for kind in options.kinds:
         _report(job, f"tp {tp}, microbatch {size}, {kind}")
         name, mark, spread_over = kind.partition("/")
@@ -266,24 +298,24 @@ def _measure(
             torch.cuda.empty_cache()
             _report(job, f"tp {tp}, microbatch {size}, {kind}: not enough memory, left out")
             continue
-        found.append({"kind": kind, "tp": tp, "micro_batch": size, **figures})
-    return found
+        samples.append({"kind": kind, "tp": tp, "micro_batch": size, **figures})
+    return samples
 
 
 def _report(job: Any, text: str) -> None:
-    """Prints what is measured, for it takes minutes."""
+    """Prints what is being measured, because it takes minutes."""
     if job.is_first:
         say(f"profile: {text}")
 
 
 def layer_sample(few: Figures, many: Figures) -> Figures:
-    """Derives what a layer takes from what a stage of ``FEW`` and one of ``MANY`` took.
+    """Derives the cost of a layer from those of stages with ``FEW`` and ``MANY`` layers.
 
     Returns:
-        Figures of one layer, and ``launch_s``, the seconds that a forward costs beyond its layers.
+        Figures of one layer, and ``launch_s``, the seconds of a forward that no layer causes.
     """
     layer = {
-        # Noise may make the difference small; a layer is never far from the mean.
+        # Noise may make the difference too small; a layer's cost is never far from the mean.
         name: max((many[name] - few[name]) / (MANY - FEW), _LEAST_SHARE * many[name] / MANY)
         for name in _FIGURES
     }
@@ -300,41 +332,23 @@ def _measure_stage(
     Collective over the tensor-parallel group. The mesh has pipeline size 1; ``config`` has 3.
 
     Args:
-        config: settings of a run with three stages.
-        accelerator: this rank's device.
-        stage: which one.
-        repeats: microbatches that count.
-        optimizer: whether to measure a step of the optimizer too: ``optimizer_s`` of a parameter.
+        config: Settings of a run with three stages.
+        accelerator: Device of this rank.
+        stage: Number of the stage, 0 to 2.
+        repeats: Number of microbatches that are timed.
+        optimizer: Whether to measure a step of the optimizer too: ``optimizer_s`` per parameter.
     """
     placement = Placement(num_ranks=STAGES, num_chunks=1)
-    groups, meter = default_process_groups(), ActivationMeter()
-    split, count = config.splits_backward, WARM_UP + repeats
-    assert config.data.vocab_size is not None
-    divisor, tp = (
-        config.model.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
-    )
-    rows = padded_vocab_size(config.data.vocab_size, divisor, tp)
-    parallel_state.set_pipeline_model_parallel_rank(stage)
-    parallel_state.set_pipeline_model_parallel_world_size(STAGES)
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    # Modules ask their pipeline's group alone which stage they are on.
-    place = SimpleNamespace(rank=lambda: stage, size=lambda: STAGES)
-    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = place
-    try:
+    groups = default_process_groups()
+    meter = ActivationMeter()
+    split = config.splits_backward
+    count = WARM_UP + repeats
+    with _on_stage(stage):
         core = transformer_config(config, accelerator)
-        chunks: list[Any] = build_chunks(config, core, accelerator, placement, rows)
-        dropout = DropoutKeys(
-            config.run.seed,
-            enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
-        )
-        dropout.attach(chunks)
+        chunks = _build_chunks(config, core, accelerator, placement)
         batches = [_batch(config)] * count if stage in (0, STAGES - 1) else None
-        for chunk in chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
         stages = MegatronStages(
-            forward_step_func=dropout.keyed(GptForward(accelerator), chunks, step=1),
+            forward_step_func=_keyed_forward(config, accelerator, chunks),
             data_iterators=[feed(batches, count)],
             chunks=chunks,
             placement=placement,
@@ -347,11 +361,9 @@ def _measure_stage(
             first_val_step=None,
             stores=attach_stores(chunks) if split else None,
         )
-        shape, dtype = payload_shape(config), core.pipeline_dtype
-
-        def message() -> torch.Tensor:
-            return torch.randn(shape, dtype=dtype, device=accelerator.device)
-
+        message = partial(
+            torch.randn, payload_shape(config), dtype=core.pipeline_dtype, device=accelerator.device
+        )
         lanes, _ = time_microbatches(
             stages,
             received=lambda: message() if stage else None,
@@ -360,22 +372,66 @@ def _measure_stage(
             repeats=repeats,
             split=split,
         )
-    finally:
-        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = pipeline
-        parallel_state.set_pipeline_model_parallel_rank(None)
-        parallel_state.set_pipeline_model_parallel_world_size(None)
     sample = {name: statistics.median(lane) for name, lane in zip(_FIGURES, lanes, strict=False)}
     sample |= {"kept_bytes": float(meter.bytes_of(0)), "sigma": spread(lanes)}
-    sample["parameters"] = float(sum(one.numel() for one in chunks[0].parameters()))
+    sample["parameters"] = float(sum(weight.numel() for weight in chunks[0].parameters()))
     if optimizer:
         step = build_optimizer(config, chunks).step
         seconds = time_call(step, accelerator.device, repeats)
         sample["optimizer_s"] = seconds / sample["parameters"]
     del chunks, stages
+    _free_memory(accelerator)
+    return sample
+
+
+def _free_memory(accelerator: Accelerator) -> None:
     gc.collect()
     if accelerator.is_cuda:
         torch.cuda.empty_cache()
-    return sample
+
+
+def _build_chunks(
+    config: TrainerConfig, core: TransformerConfig, accelerator: Accelerator, placement: Placement
+) -> list[Any]:
+    """Builds the chunks of a stage, ready for the forward of a training step."""
+    assert config.data.vocab_size is not None
+    divisor = config.model.make_vocab_size_divisible_by
+    ranks = config.parallel.tensor_model_parallel_size
+    rows = padded_vocab_size(config.data.vocab_size, divisor, ranks)
+    chunks: list[Any] = build_chunks(config, core, accelerator, placement, rows)
+    for chunk in chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    return chunks
+
+
+@contextlib.contextmanager
+def _on_stage(stage: int) -> Iterator[None]:
+    """Makes megatron-core build modules for one of the three stages within the block."""
+    parallel_state.set_pipeline_model_parallel_rank(stage)
+    parallel_state.set_pipeline_model_parallel_world_size(STAGES)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    # Modules read their stage only from the pipeline's group, so replace the group.
+    stage_group = SimpleNamespace(rank=lambda: stage, size=lambda: STAGES)
+    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = stage_group
+    try:
+        yield
+    finally:
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = pipeline
+        parallel_state.set_pipeline_model_parallel_rank(None)
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+
+
+def _keyed_forward(
+    config: TrainerConfig, accelerator: Accelerator, chunks: Sequence[torch.nn.Module]
+) -> Callable[..., Any]:
+    """Returns the forward function of a step, with dropout that is keyed as in training."""
+    dropout = DropoutKeys(
+        config.run.seed,
+        enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
+    )
+    dropout.attach(chunks)
+    return dropout.keyed(GptForward(accelerator), chunks, step=1)
 
 
 def _batch(config: TrainerConfig) -> dict[str, torch.Tensor]:

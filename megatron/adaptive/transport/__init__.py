@@ -1,1 +1,1 @@
-"""Channels that carry activations and gradients between pipeline ranks."""
+"""Transports activations and gradients between pipeline ranks."""

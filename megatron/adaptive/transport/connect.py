@@ -2,16 +2,16 @@
 
 ::
 
-    each rank says what it is and can           gather
-    each decides for all pairs alike            select.choose
+    exchange endpoints                          gather
+    each rank chooses for all pairs             select.choose
     native channels: listen, send addresses     gather
                      open them, pair by pair
-                     say whether it worked      gather
+                     report failures            gather
     gloo and NCCL:   groups, made by all        over_torch
 
-A native channel that cannot be made after all (a limit on memory, a network that lets nothing
-through) is no reason to stop where the user left the choice to us: all pairs of that kind then use
-gloo. All ranks hear of it and do the same.
+If a native channel cannot be opened (a limit on memory, a network that blocks it) and the user did
+not force a transport, all pairs with native channels use gloo. All ranks learn of the failure and
+decide the same.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from megatron.adaptive.transport.select import (
 )
 
 Gather = Callable[[Any], list[Any]]
-"""Returns what every rank of the job passed, by rank. Collective."""
+"""Function that takes this rank's value and returns those of all ranks. Collective."""
 
-# To open channels takes moments; ranks may come to it minutes apart.
 _OPEN_S = 300.0
+"""Limit for opening a channel in seconds. Opening is fast, but ranks may begin minutes apart."""
 _SEED_BYTES = 40
 _ACTIVE = "ACTIVE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Facts about the messages that are known beforehand, the same on all ranks.
+    """Describes the messages as far as they are known beforehand, the same on all ranks.
 
     Attributes:
-        shape: of the largest message, ``None`` where that is not known.
-        dtype: their element type.
-        varies: whether there are smaller ones.
-        in_flight: most messages of a channel that its receiver keeps at a time.
+        shape: Shape of the largest message, ``None`` if unknown.
+        dtype: Element type of the messages.
+        varies: Whether there are smaller messages.
+        in_flight: Largest number of messages of a channel that its receiver keeps at a time.
     """
 
     shape: tuple[int, ...] | None
@@ -75,7 +75,7 @@ class Payloads:
 
     @property
     def nbytes(self) -> int | None:
-        """Size of the largest message, ``None`` where that is not known."""
+        """Returns the size of the largest message in bytes, ``None`` if unknown."""
         if self.shape is None:
             return None
         return torch.Size(self.shape).numel() * self.dtype.itemsize
@@ -83,22 +83,22 @@ class Payloads:
 
 def own_endpoint(
     rank: int,
-    place: Mapping[str, Any],
+    location: Mapping[str, Any],
     *,
     device: torch.device,
     own_gpu: bool,
     options: TransportConfig,
     address: str | None,
 ) -> Endpoint:
-    """Return what this rank says about itself.
+    """Returns the endpoint of this rank.
 
     Args:
-        rank: global rank.
-        place: what ``liveness.here`` says.
-        device: its device.
-        own_gpu: it is a GPU that no other rank uses.
-        options: the settings, for the RDMA device.
-        address: its address on the network, ``None`` where it has none.
+        rank: Global rank.
+        location: Host and process of this rank, from ``liveness.here``.
+        device: Device of this rank.
+        own_gpu: Whether the device is a GPU that no other rank uses.
+        options: Transport settings, of which the RDMA device is used.
+        address: Address of this rank on the network, ``None`` if it has none.
     """
     lacks: dict[str, str] = {}
     ports: tuple[str, ...] = ()
@@ -118,8 +118,8 @@ def own_endpoint(
         lacks["nccl"] = "it shares its GPU, or the job's backend is gloo"
     return Endpoint(
         rank=rank,
-        host=place["host"],
-        machine=str(place.get("machine", place["host"])),
+        host=location["host"],
+        machine=str(location.get("machine", location["host"])),
         user=os.getuid(),
         device=device.type,
         addresses={} if address is None else {"tcp": address},
@@ -134,12 +134,12 @@ class Connector:
     """Connects this rank with its peers.
 
     Attributes:
-        members: global ranks of this rank's pipeline, which send messages to each other alone.
-        gather: exchanges values between all ranks of the job.
-        accelerator: this rank's device, where received tensors go.
-        payloads: what the messages are like.
-        describe: text for a rank in error messages.
-        timeout_s: limit of a send that waits because the peer takes no messages.
+        members: Global ranks of this rank's pipeline, which send messages only to each other.
+        gather: Function that exchanges values between all ranks of the job.
+        accelerator: Device of this rank, to which received tensors go.
+        payloads: Description of the messages.
+        describe: Function that returns the text for a rank in error messages.
+        timeout_s: Limit in seconds of a send that waits because the peer takes no messages.
     """
 
     members: list[int]
@@ -152,17 +152,19 @@ class Connector:
     def own_end(
         self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
     ) -> Endpoint:
-        """Returns this rank's end of connections.
+        """Returns this rank's endpoint.
 
         Args:
-            places: where every rank runs, see ``liveness.here``.
-            options: the user's settings.
-            host: where the job's ranks meet, ``None`` where that is none of the network.
+            places: Host and process of every rank, see ``liveness.here``.
+            options: Settings of the user.
+            host: Host where the job's ranks meet, ``None`` if it is not on the network.
         """
-        rank, interface = dist.get_rank(), options.transport_interface
-        alone = len({place["machine"] for place in places}) == 1
+        rank = dist.get_rank()
+        interface = options.transport_interface
+        alone = len({location["machine"] for location in places}) == 1
         address: str | None = None
-        with contextlib.suppress(SetupError):  # without one there are other transports
+        # A rank without an address can use other transports.
+        with contextlib.suppress(SetupError):
             interface = interface or Environment.read().socket_interface
             address = own_address(interface, host, alone=alone)
         return own_endpoint(
@@ -176,139 +178,177 @@ class Connector:
 
     def connect(
         self,
-        own: Endpoint,
+        endpoint: Endpoint,
         peers: Sequence[int],
         options: TransportConfig,
         log: Callable[[str], None] = lambda line: None,
     ) -> Transport | None:
-        """Make the channels. Collective over all ranks of the job.
+        """Opens the channels. Collective over all ranks of the job.
 
         Args:
-            own: what this rank is.
-            peers: global ranks that it exchanges messages with; mutual.
-            options: the user's settings.
-            log: called once per choice, on the job's first rank.
+            endpoint: Endpoint of this rank.
+            peers: Global ranks with which it exchanges messages; each peer lists this rank too.
+            options: Settings of the user.
+            log: Function that the job's first rank calls with a line per choice.
 
         Returns:
             The transport, ``None`` for a rank without peers.
 
         Raises:
-            SetupError: a forced transport cannot connect a pair; on all ranks alike.
-            TransportError: it should have been possible, and failed.
+            SetupError: If a forced transport cannot connect a pair; on all ranks.
+            TransportError: If a possible channel could not be opened.
         """
-        gathered = self.gather((own, list(peers), secrets.token_bytes(_SEED_BYTES)))
+        gathered = self.gather((endpoint, list(peers), secrets.token_bytes(_SEED_BYTES)))
         ends = [end for end, _, _ in gathered]
-        pairs = {(min(r, p), max(r, p)) for r, (_, its, _) in enumerate(gathered) for p in its}
+        pairs = {
+            (min(rank, peer), max(rank, peer))
+            for rank, (_, rank_peers, _) in enumerate(gathered)
+            for peer in rank_peers
+        }
         forced = options.forced
         choices = {
             (low, high): choose(ends[low], ends[high], forced) for low, high in sorted(pairs)
         }
         native: NativeTransport | None = None
         if any(choice.kind in NATIVE for choice in choices.values()):
-            native, failure, ways = self._open(own, options, choices, ends, seed=gathered[0][2])
+            native, failure, gpu_paths = self._open(
+                endpoint, options, choices, ends, seed=gathered[0][2]
+            )
             if failure is not None:
                 if forced is not None:
                     raise TransportError(failure)
                 for pair, choice in choices.items():
                     if choice.kind in NATIVE:
                         choices[pair] = Choice("gloo", f"no {choice.kind}: {failure}")
-            for pair, way in ways.items():
-                choices[pair] = replace(choices[pair], reason=f"{choices[pair].reason}; {way}")
-        if own.rank == 0:
+            for pair, path in gpu_paths.items():
+                choices[pair] = replace(choices[pair], reason=f"{choices[pair].reason}; {path}")
+        if endpoint.rank == 0:
             for line in log_lines(choices):
                 log(line)
-        return self._assemble(own.rank, choices, native)
+        return self._assemble(endpoint.rank, choices, native)
 
     def _open(
         self,
-        own: Endpoint,
+        endpoint: Endpoint,
         options: TransportConfig,
         choices: Mapping[tuple[int, int], Choice],
         ends: Sequence[Endpoint],
         *,
         seed: bytes,
     ) -> tuple[NativeTransport | None, str | None, dict[tuple[int, int], str]]:
-        """Open the native channels of this rank. Collective over all ranks.
+        """Opens the native channels of this rank. Collective over all ranks.
 
         Args:
-            own: what this rank is.
-            options: the user's settings.
-            choices: of all pairs.
-            ends: all ranks.
-            seed: bytes that the job's ranks share: the token of links, the job's number, and the
-                name of the socket that those of a machine take in turn while they make memory.
+            endpoint: Endpoint of this rank.
+            options: Settings of the user.
+            choices: Choice for each pair.
+            ends: Endpoints of all ranks.
+            seed: Random bytes that the job's ranks share: the token of links, the job's number,
+                and the name of the lock by which ranks of a machine allocate memory in turn.
 
         Returns:
-            The transport, if this rank has such channels, why they failed somewhere, and by pair
-            how tensors of GPUs go.
+            The transport if this rank has native channels, the first failure of any rank, and the
+            path of GPU tensors by pair.
         """
-        rank, gather, device = own.rank, self.gather, self.accelerator.device
+        device = self.accelerator.device
         size = size_of_channel(
-            self.payloads.nbytes, self.payloads.in_flight, options.transport_slot_bytes,
+            self.payloads.nbytes,
+            self.payloads.in_flight,
+            options.transport_slot_bytes,
             options.transport_slots,
-        )  # fmt: skip
+        )
         kinds = {
-            sum(pair) - rank: choice.kind
+            sum(pair) - endpoint.rank: choice.kind
             for pair, choice in choices.items()
-            if rank in pair and choice.kind in NATIVE
+            if endpoint.rank in pair and choice.kind in NATIVE
         }
-        node: Any = None
-        who = f"rank {rank} on {own.host}"
-        failure: str | None = None
-        addresses: dict[str, str] = {}
-        try:
-            if kinds:
-                module = extension.require("this transport")
-                # Ranks that are bound to processors of their own do not stand in each other's way.
-                here = sum(end.shares_cpus(own) for end in ends)
-                job = int.from_bytes(seed[16:24], "little")
-                node = module.Node(rank, seed[:16], job, here, self.describe)
-                addresses = _listen(node, set(kinds.values()), own)
-        except AdaptiveError as error:
-            failure = f"{who}: {error}"
-        listening = gather(addresses)
-        failures = gather(failure)
-        ways: dict[tuple[int, int], str] = {}
+        node, addresses, failure = self._make_node(set(kinds.values()), endpoint, ends, seed)
+        listening = self.gather(addresses)
+        failures = self.gather(failure)
+        gpu_paths: dict[tuple[int, int], str] = {}
         if not any(failures):
-            # In one order on all ranks. After a failure too: peers wait for this rank to come.
-            for peer, kind in sorted(kinds.items()):
-                address = listening[peer]["unix" if kind == "shm" else "tcp"]
-                try:
-                    given = _channel_options(kind, size, seed, own, options, device)
-                    node.open(kind, peer, address, min(self.timeout_s, _OPEN_S), **given)
-                except (AdaptiveError, ValueError) as error:
-                    failure = failure or f"{who}: {error}"
-            gathered = gather([failure, [] if failure else _gpu_ways(node, kinds)])
-            failures = [one for one, _ in gathered]
-            for low, (_, its) in enumerate(gathered):
-                ways.update({(low, high): way for high, way in its if low < high})
-        first = next((one for one in failures if one), None)
+
+            def options_of(kind: str) -> dict[str, Any]:
+                return _channel_options(kind, size, seed, endpoint, options, device)
+
+            failure = self._open_channels(node, endpoint, kinds, listening, options_of)
+            gathered = self.gather([failure, [] if failure else _gpu_paths(node, kinds)])
+            failures = [text for text, _ in gathered]
+            for low, (_, paths) in enumerate(gathered):
+                gpu_paths.update({(low, high): path for high, path in paths if low < high})
+        first = next((text for text in failures if text), None)
         if first is not None:
             if node is not None:
                 node.close(0.0)
             return None, first, {}
         if node is None:
-            return None, None, ways
-        made = NativeTransport(
+            return None, None, gpu_paths
+        transport = NativeTransport(
             node, kinds, device=device, describe=self.describe, least_free=size.least_free
         )
-        return made, None, ways
+        return transport, None, gpu_paths
+
+    def _make_node(
+        self, kinds: set[str], endpoint: Endpoint, ends: Sequence[Endpoint], seed: bytes
+    ) -> tuple[Any, dict[str, str], str | None]:
+        """Makes the extension's node, which listens for peers.
+
+        Returns:
+            The node, ``None`` if no native kind is in ``kinds``; its addresses by kind of link; the
+            failure.
+        """
+        node: Any = None
+        try:
+            if not kinds:
+                return None, {}, None
+            module = extension.require("this transport")
+            # Only ranks that may run on the same processors slow each other down.
+            num_sharing = sum(end.shares_cpus(endpoint) for end in ends)
+            job = int.from_bytes(seed[16:24], "little")
+            node = module.Node(endpoint.rank, seed[:16], job, num_sharing, self.describe)
+            return node, _listen(node, kinds, endpoint), None
+        except AdaptiveError as error:
+            return node, {}, f"rank {endpoint.rank} on {endpoint.host}: {error}"
+
+    def _open_channels(
+        self,
+        node: Any,
+        endpoint: Endpoint,
+        kinds: Mapping[int, str],
+        listening: Sequence[Mapping[str, str]],
+        options_of: Callable[[str], dict[str, Any]],
+    ) -> str | None:
+        """Opens the channels to all peers and returns the first failure.
+
+        All ranks open their channels in one order. They continue after a failure, because peers
+        wait for this rank.
+        """
+        failure: str | None = None
+        for peer, kind in sorted(kinds.items()):
+            address = listening[peer]["unix" if kind == "shm" else "tcp"]
+            try:
+                node.open(kind, peer, address, min(self.timeout_s, _OPEN_S), **options_of(kind))
+            except (AdaptiveError, ValueError) as error:
+                failure = failure or f"rank {endpoint.rank} on {endpoint.host}: {error}"
+        return failure
 
     def _assemble(
         self, rank: int, choices: Mapping[tuple[int, int], Choice], native: NativeTransport | None
     ) -> Transport | None:
-        """Add what goes over torch, for all ranks together, and make one transport of all."""
-        mine = {sum(pair) - rank: choice.kind for pair, choice in choices.items() if rank in pair}
+        """Makes the transports over torch, on all ranks together, and one transport of all."""
+        kind_of = {
+            sum(pair) - rank: choice.kind for pair, choice in choices.items() if rank in pair
+        }
         completions: Completions | None = None if native is None else native.completions
         parts: dict[int, Transport] = {}
         if native is not None:
-            parts = {peer: native for peer, kind in mine.items() if kind in NATIVE}
+            parts = {peer: native for peer, kind in kind_of.items() if kind in NATIVE}
         for kind in sorted({choice.kind for choice in choices.values()} - set(NATIVE)):
-            its_peers = [peer for peer, its in sorted(mine.items()) if its == kind]
-            part = self.over_torch(kind, its_peers, completions)
-            if part is not None and its_peers:
+            peers = [peer for peer, peer_kind in sorted(kind_of.items()) if peer_kind == kind]
+            part = self.over_torch(kind, peers, completions)
+            if part is not None and peers:
                 completions = completions or part.completions
-                parts.update(dict.fromkeys(its_peers, part))
+                parts.update(dict.fromkeys(peers, part))
         distinct = list({id(part): part for part in parts.values()}.values())
         if len(distinct) < 2:
             return distinct[0] if distinct else None
@@ -318,12 +358,12 @@ class Connector:
     def over_torch(
         self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
-        """Make this rank's transport over process groups. Collective over all ranks of the job.
+        """Makes this rank's transport over process groups. Collective over all ranks of the job.
 
         Args:
-            kind: ``gloo`` or ``nccl``.
-            peers: may be empty: the rank then only takes part.
-            completions: the queue to use; one of its own where ``None``.
+            kind: Kind of transport, ``gloo`` or ``nccl``.
+            peers: Global ranks of the peers. If empty, the rank only takes part in the calls.
+            completions: Queue to use; ``None`` for a new one.
         """
         group = gloo_group(self.members, self.gather)
         common: dict[str, Any] = {
@@ -354,10 +394,10 @@ class Connector:
         and then holds one NCCL communicator.
 
         Args:
-            store: Store that the two ranks alone use.
-            index: This rank's place in it, 0 for the lower of the two.
+            store: Store that only the two ranks use.
+            index: Index of this rank in the group, 0 for the lower rank.
         """
-        # With a high-priority stream messages have their own queue, not behind compute kernels.
+        # A high-priority stream has its own hardware queue, so messages do not wait for kernels.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = datetime.timedelta(seconds=max(self.timeout_s, _OPEN_S))
         return dist.ProcessGroupNCCL(store, index, 2, options)
@@ -365,44 +405,49 @@ class Connector:
     def _nccl_channels(self, peers: Sequence[int]) -> tuple[dict[int, Any], dict[int, Any]]:
         """Makes a communicator per directed channel of this rank. Collective over all ranks.
 
-        A rank makes only its own communicators. All ranks take the pairs in one order, in rounds in
-        which no rank occurs twice. So ranks cannot wait in a circle, and the pairs of a round
+        A rank makes only its own communicators. All ranks connect the pairs in one order, in rounds
+        in which no rank occurs twice. So ranks cannot wait in a circle, and the pairs of a round
         connect at the same time.
 
         Returns:
-            The communicators for messages to a peer and from it, by peer.
+            Communicators for messages to each peer, and for messages from each peer.
 
         Raises:
-            TransportError: A channel could not be opened; all ranks raise it.
+            TransportError: If a channel could not be opened; on all ranks.
         """
         me = dist.get_rank()
         gathered = self.gather((list(peers), secrets.token_hex(_SEED_BYTES)))
-        pairs = {(min(r, p), max(r, p)) for r, (its, _) in enumerate(gathered) for p in its}
+        pairs = {
+            (min(rank, peer), max(rank, peer))
+            for rank, (rank_peers, _) in enumerate(gathered)
+            for peer in rank_peers
+        }
         default: Any = dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"channels/{gathered[0][1]}", default)
-        made: dict[tuple[int, int], Any] = {}
+        groups: dict[tuple[int, int], Any] = {}
         failure: str | None = None
         try:
             for low, high in rounds_of(pairs):
                 if me in (low, high):
                     for sender, receiver in ((low, high), (high, low)):
-                        made[sender, receiver] = self._open_channel(store, sender, receiver)
+                        groups[sender, receiver] = self._open_channel(store, sender, receiver)
             self.accelerator.synchronize()
         except RuntimeError as error:
             failure = f"rank {me}: a channel over NCCL cannot be opened: {_first_line(error)}"
         failures = [text for text in self.gather(failure) if text]
         if failures:
-            for group in made.values():
+            for group in groups.values():
                 free(group, is_idle=False)
             raise TransportError(f"{failures[0]}; --transport names another")
         return (
-            {receiver: group for (sender, receiver), group in made.items() if sender == me},
-            {sender: group for (sender, receiver), group in made.items() if receiver == me},
+            {receiver: group for (sender, receiver), group in groups.items() if sender == me},
+            {sender: group for (sender, receiver), group in groups.items() if receiver == me},
         )
 
     def _open_channel(self, store: dist.Store, sender: int, receiver: int) -> Any:
         """Makes the communicator of a directed channel and connects it by a first message."""
-        me, index = dist.get_rank(), int(dist.get_rank() == max(sender, receiver))
+        me = dist.get_rank()
+        index = int(me == max(sender, receiver))
         group = self.pair_group(dist.PrefixStore(f"{sender}-{receiver}", store), index)
         probe = torch.zeros(1, device=self.accelerator.device)
         (group.send if me == sender else group.recv)([probe], 1 - index, 0).wait()
@@ -414,25 +459,30 @@ def _first_line(error: Exception) -> str:
 
 
 def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
-    """Make a gloo group for each distinct ``members`` of the job; returns this rank's.
+    """Makes a gloo group for each distinct list of members in the job and returns this rank's.
 
-    Collective over all ranks, each of which is one of its own members.
+    Collective over all ranks of the job.
+
+    Args:
+        members: Global ranks of this rank's group, which contain this rank.
+        gather: Function that exchanges values between all ranks of the job.
     """
-    mine = None
+    joined = None
     for ranks in sorted(set(map(tuple, gather(members)))):
         group = dist.new_group(list(ranks), backend="gloo")
         if list(ranks) == members:
-            mine = group
-    assert mine is not None
-    return mine
+            joined = group
+    assert joined is not None
+    return joined
 
 
-def _listen(node: Any, kinds: set[str], own: Endpoint) -> dict[str, str]:
+def _listen(node: Any, kinds: set[str], endpoint: Endpoint) -> dict[str, str]:
+    """Starts to listen for peers and returns the addresses by kind of link."""
     addresses = {}
     if "shm" in kinds:
         addresses["unix"] = node.listen("unix")
     if kinds - {"shm"}:
-        addresses["tcp"] = node.listen("tcp", own.addresses["tcp"])
+        addresses["tcp"] = node.listen("tcp", endpoint.addresses["tcp"])
     return addresses
 
 
@@ -440,98 +490,112 @@ def _channel_options(
     kind: str,
     size: ChannelSize,
     seed: bytes,
-    own: Endpoint,
-    wanted: TransportConfig,
+    endpoint: Endpoint,
+    settings: TransportConfig,
     device: torch.device,
 ) -> dict[str, Any]:
+    """Returns the options of the extension for a channel of a kind."""
     options: dict[str, Any] = {
         "slot_bytes": size.slot_bytes,
         "slots": size.slots,
-        "crc": wanted.transport_crc,
+        "crc": settings.transport_crc,
         "reservable": size.reservable,
-        "silent_limit_s": wanted.transport_silence_s,
+        "silent_limit_s": settings.transport_silence_s,
     }
     if kind == "rdma":
-        options |= _rdma_options(own, wanted, device)
+        options |= _rdma_options(endpoint, settings, device)
     if kind == "shm":
         options["turn_name"] = f"megatron-adaptive-{seed[24:].hex()}"
     if kind == "shm" and device.type == "cuda":
         index = device.index
         options["cuda_device"] = torch.cuda.current_device() if index is None else index
-        if wanted.transport_gpu == PINNED:
+        if settings.transport_gpu == PINNED:
             options["cuda_refusal"] = f"--transport-gpu {PINNED}"
     return options
 
 
-def _rdma_options(own: Endpoint, wanted: TransportConfig, device: torch.device) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_qps": wanted.rdma_queue_pairs}
-    if wanted.rdma_device is not None:
-        # Else the extension finds the one that carries the link's address.
-        name, _, port = own.ports[0].partition(":")
+def _rdma_options(
+    endpoint: Endpoint, settings: TransportConfig, device: torch.device
+) -> dict[str, Any]:
+    """Returns the options of the extension that only RDMA channels have."""
+    options: dict[str, Any] = {"num_qps": settings.rdma_queue_pairs}
+    # Without a device the extension finds the one with the link's address.
+    if settings.rdma_device is not None:
+        name, _, port = endpoint.ports[0].partition(":")
         options |= {"device": name, "port": int(port)}
     elif device.type == "cuda":
         options["near_pci"] = _pci_address(device)
-    if wanted.rdma_gid_index is not None:
-        options["gid_index"] = wanted.rdma_gid_index
-    if wanted.rdma_mtu_bytes is not None:
-        options["mtu"] = wanted.rdma_mtu_bytes
+    if settings.rdma_gid_index is not None:
+        options["gid_index"] = settings.rdma_gid_index
+    if settings.rdma_mtu_bytes is not None:
+        options["mtu"] = settings.rdma_mtu_bytes
     return options
 
 
-def _gpu_ways(node: Any, kinds: Mapping[int, str]) -> list[tuple[int, str]]:
-    """Return peers and how tensors of GPUs go to them, where channels have found that out."""
-    ways = []
+def _gpu_paths(node: Any, kinds: Mapping[int, str]) -> list[tuple[int, str]]:
+    """Returns the path of GPU tensors to each peer, for channels that report one."""
+    paths = []
     for peer in kinds:
         info = node.info(peer)
         if info.get("gpu_path") == "cuda-ipc":
-            ways.append((peer, "tensors stay in GPU memory by CUDA IPC"))
+            paths.append((peer, "tensors stay in GPU memory by CUDA IPC"))
         elif "gpu_path" in info:
             reason = info["gpu_reason"]
-            ways.append((peer, f"tensors through pinned memory, no CUDA IPC: {reason}"))
-    return ways
+            paths.append((peer, f"tensors through pinned memory, no CUDA IPC: {reason}"))
+    return paths
 
 
 def _pci_address(device: torch.device) -> str:
-    """Return where a GPU sits, as Linux names it; empty where torch does not say."""
-    found: Any = torch.cuda.get_device_properties(device)
-    if not hasattr(found, "pci_bus_id"):
+    """Returns the PCI address of a GPU as Linux writes it; empty if torch does not provide it."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):
         return ""
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    return (
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
+        f"{properties.pci_device_id:02x}.0"
+    )
 
 
-def _rdma_ports(module: ModuleType, wanted: str | None) -> tuple[tuple[str, ...], str]:
-    """Return this node's active ports, and why there are none."""
+def _rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str, ...], str]:
+    """Returns the active RDMA ports of this node, and the reason if there are none.
+
+    Args:
+        module: Extension module.
+        device_name: Name of the only device to use, such as ``mlx5_0`` or ``mlx5_0:1``.
+    """
     try:
         devices = module.rdma_devices()
     except AdaptiveError as error:
         return (), str(error)
-    found = {
+    states = {
         f"{device.name}:{port.number}": port.state for device in devices for port in device.ports
     }
-    if wanted is not None:
-        found = {
-            name: state for name, state in found.items() if wanted in (name, name.split(":")[0])
+    if device_name is not None:
+        states = {
+            name: state
+            for name, state in states.items()
+            if device_name in (name, name.split(":")[0])
         }
-    active = tuple(name for name, state in found.items() if state.upper().endswith(_ACTIVE))
+    active = tuple(name for name, state in states.items() if state.upper().endswith(_ACTIVE))
     if active:
         return active, ""
-    if found:
-        return (), "its RDMA ports are not active: " + ", ".join(map(" is ".join, found.items()))
-    return (), "it has no RDMA device" + (f" {wanted}" if wanted is not None else "")
+    if states:
+        return (), "its RDMA ports are not active: " + ", ".join(map(" is ".join, states.items()))
+    return (), "it has no RDMA device" + (f" {device_name}" if device_name is not None else "")
 
 
 class CompositeTransport:
-    """A ``Transport`` that hands every call to that of the peer.
+    """Combines transports: each call goes to the transport of its peer.
 
     Args:
-        parts: the transport of each peer; all of them put into ``completions``.
-        completions: the queue they share.
+        parts: Transport of each peer; all of them put messages into ``completions``.
+        completions: Queue that the transports share.
     """
 
     def __init__(self, parts: Mapping[int, Transport], completions: Completions) -> None:
         self.completions = completions
         self._part_of = dict(parts)
-        # The owner of the queue comes last: the others put into it until they are closed.
+        # The owner of the queue is closed last, because the others put into it until then.
         distinct = {id(part): part for part in parts.values()}.values()
         self._parts = sorted(distinct, key=lambda part: part.completions is completions)
         self.name = "+".join(dict.fromkeys(part.name for part in parts.values()))

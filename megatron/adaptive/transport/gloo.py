@@ -1,19 +1,19 @@
-"""Transport over a gloo process group: CPU tensors go as they are, GPU tensors through the host.
+"""Sends tensors over a gloo process group: CPU tensors directly, GPU tensors through the host.
 
-One receiver thread per peer keeps receives posted, so that data flows while the executor computes.
-gloo matches messages of a pair by tag and order; a message of ours is one of gloo's where its shape
-is known beforehand and it is small, else two, header and payload:
+One receiver thread per peer keeps receives posted, so that data arrives while the executor
+computes. Gloo matches messages of a pair by tag and order. A small message whose shape is known
+beforehand is one message of gloo; any other is two, header and payload:
 
 ::
 
     tag 2i     packet: header and payload     i counts messages modulo ``DEPTH``
 
     tag 2i     packet: header, [16] int64
-    tag 2i+1   payload, as the header says
+    tag 2i+1   payload with the header's shape and type
 
-With ``payload_shape`` known beforehand everything is posted ``DEPTH`` messages ahead; otherwise a
-payload's receive is posted when its header is there. A ``Work`` of gloo must be waited for before
-it is dropped, else its buffer's destructor blocks: sends are kept until they are done.
+If ``payload_shape`` is known beforehand, receives are posted ``DEPTH`` messages ahead; otherwise a
+payload's receive is posted when its header has arrived. If a ``Work`` of gloo is dropped before it
+is done, the destructor of its buffer blocks; so sends are kept until they are done.
 """
 
 from __future__ import annotations
@@ -43,25 +43,32 @@ from megatron.adaptive.transport.interface import (
 )
 
 DEPTH = 4
-# Up to here copying a payload costs less than a second message of gloo.
+"""Number of messages after which tags repeat, and of receives posted ahead."""
+# Up to this size a copy of a payload costs less than a second message of gloo.
 _PACKED_BYTES = 1 << 20
-# Receives stay posted between steps, however long a checkpoint takes; deadlines are the
-# executor's, and a peer that dies closes its connection.
+# Receives stay posted between steps, however long a checkpoint takes. The executor enforces the
+# deadlines, and a peer that dies closes its connection.
 POSTED_FOR = datetime.timedelta(days=20)
 CLOSE_S = 30.0
 _TICK_S = 0.002
-# Element types that gloo knows; others travel as their bytes.
+# Gloo sends these element types; others are sent as bytes.
 _OF_GLOO = frozenset(
     (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int8, torch.uint8, torch.int32, torch.int64),
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
     )
 )
 
 
 @dataclass(slots=True)
 class _Posted:
-    """A receive that gloo has been asked for; ``payload`` is in the packet, or comes by itself."""
+    """Contains a posted receive; ``payload`` is a part of the packet or a message of its own."""
 
     packet: Packet
     work: Any
@@ -71,7 +78,7 @@ class _Posted:
 
 @dataclass(slots=True)
 class _Sent:
-    """Holds a message that gloo is sending, and the memory that gloo reads meanwhile."""
+    """Contains a message that gloo is sending, and keeps the memory that gloo reads."""
 
     peer: int
     packet: Packet
@@ -80,18 +87,18 @@ class _Sent:
 
 
 class GlooTransport:
-    """A ``Transport`` to all peers of one pipeline group over a gloo group made for them alone.
+    """Implements ``Transport`` for the peers of one pipeline group over a gloo group.
 
     Args:
-        group: a gloo process group of the pipeline's ranks, used by nothing else.
-        peers: global ranks this rank exchanges messages with.
-        device: where received tensors go.
-        payload_shape: shape of every payload when all are alike, ``None`` when they vary. The same
-            on all ranks: gloo aborts a process that is sent more than the receive it has posted.
-        dtype: element type of the payloads.
-        describe: text for a peer in error messages (host, stage).
-        timeout_s: limit of a send that waits because the peer takes no messages.
-        completions: where messages and failures go; a queue of its own where ``None``.
+        group: Gloo process group of the pipeline's ranks, which nothing else uses.
+        peers: Global ranks with which this rank exchanges messages.
+        device: Device to which received tensors go.
+        payload_shape: Shape of every payload if all are equal, ``None`` if they vary. It must be
+            the same on all ranks: gloo aborts a process that receives more than it has posted.
+        dtype: Element type of the payloads.
+        describe: Function that returns the text for a peer in error messages (host, stage).
+        timeout_s: Limit in seconds of a send that waits because the peer takes no messages.
+        completions: Queue for messages and failures; ``None`` for a new one.
     """
 
     name = "gloo"
@@ -133,7 +140,7 @@ class GlooTransport:
             thread.start()
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        payload = settled(tensor.detach().to("cpu"))  # a CPU tensor stays what it is
+        payload = settled(tensor.detach().to("cpu"))
         if not self._fits(tuple(payload.shape), payload.dtype):
             raise TransportError(
                 f"{label.action} for {self._describe(peer)} has shape {tuple(payload.shape)} of "
@@ -153,10 +160,11 @@ class GlooTransport:
     def flush(self, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
         while self._pending:
-            peer, count = self._pending[0].peer, len(self._pending)
+            peer = self._pending[0].peer
+            count = len(self._pending)
             left = end - time.monotonic()
             try:
-                # gloo counts whole milliseconds and takes 0 for no limit.
+                # Gloo rounds to milliseconds, and 0 means no limit.
                 if left >= _TICK_S:
                     self._reap(datetime.timedelta(seconds=left))
                     continue
@@ -216,7 +224,7 @@ class GlooTransport:
             raise self._lost(peer, error) from error
 
     def _reap(self, timeout: datetime.timedelta) -> None:
-        """Wait for the oldest send and drop its tensors."""
+        """Waits for the oldest send and drops its tensors."""
         sent = self._pending.popleft()
         try:
             for work in sent.works:
@@ -226,7 +234,7 @@ class GlooTransport:
         self._free.append(sent.packet)
 
     def _receive(self, peer: int) -> None:
-        """Body of a receiver thread: hand over messages until the peer closes."""
+        """Receives messages until the peer closes; the body of a receiver thread."""
         try:
             with self._receiving():
                 self._receive_all(peer)
@@ -236,7 +244,7 @@ class GlooTransport:
             self._broken(peer, self._lost(peer, error))
 
     def _broken(self, peer: int, error: Exception) -> None:
-        """Announces the error that ended a channel; called in a thread of the channel."""
+        """Puts the error that ended a channel into the queue; a thread of the channel calls it."""
         self.completions.put(error)
 
     def _receiving(self) -> contextlib.AbstractContextManager[None]:
@@ -259,7 +267,8 @@ class GlooTransport:
                 self.completions.put(self._arrival(header.label, peer, payload))
 
     def _post(self, peer: int, sequence: int) -> _Posted:
-        slot, index = sequence % DEPTH, self._index[peer]
+        slot = sequence % DEPTH
+        index = self._index[peer]
         packet = self._packet()
         posted = _Posted(packet, self._group.recv([packet.raw], index, 2 * slot))
         if self._packs:
@@ -293,7 +302,7 @@ class GlooTransport:
         return header, payload
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Receives a payload whose header has come; returns when the payload has arrived."""
+        """Receives the payload of a header; blocks until the payload has arrived."""
         payload = torch.empty(header.shape, dtype=header.dtype)
         if payload.numel():
             tag = 2 * (sequence % DEPTH) + 1
@@ -311,7 +320,7 @@ class GlooTransport:
 
 
 def raw(payload: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous payload as collectives take it: its bytes if they know not its type."""
+    """Returns a contiguous payload, as bytes if gloo and NCCL do not support its type."""
     return payload if payload.dtype in _OF_GLOO else payload.view(-1).view(torch.uint8)
 
 
@@ -319,15 +328,15 @@ _HEADER_BYTES = 8 * HEADER_WORDS
 
 
 class Packet:
-    """Memory for the header of one message, and for its payload where the shape is known.
+    """Owns the memory of one message: the header, and the payload if its shape is known.
 
     Args:
-        shape: shape of the payload, ``None`` where it goes by itself.
-        dtype: its element type.
+        shape: Shape of the payload, ``None`` if it is a message of its own.
+        dtype: Element type of the payload.
 
     Attributes:
-        raw: the whole block, what is sent and received, ``[128 + payload bytes] uint8``.
-        payload: the payload within it; keeps the block alive on its own.
+        raw: Memory that is sent and received, ``[128 + payload bytes] uint8``.
+        payload: Payload as a part of this memory, which it keeps alive.
     """
 
     __slots__ = ("_words", "payload", "raw")
@@ -337,22 +346,22 @@ class Packet:
         self.raw = torch.empty(_HEADER_BYTES + count * dtype.itemsize, dtype=torch.uint8)
         storage = self.raw.untyped_storage()
         self._words = self.raw[:_HEADER_BYTES].view(torch.int64).numpy()
-        # Not a view of `raw` in autograd's sense: the receiver makes it a leaf of its own graph.
+        # Autograd must not see a view of `raw`: the receiver makes the payload a leaf of its graph.
         offset = _HEADER_BYTES // dtype.itemsize
         self.payload = torch.empty(0, dtype=dtype)
         if shape is not None:
             self.payload.set_(storage, offset, shape)  # type: ignore[call-overload]
 
     def fill(self, header: Header, payload: torch.Tensor | None) -> None:
-        """Write the header, and the payload, which is copied, where there is room for one."""
+        """Writes the header, and copies the payload unless it is ``None``."""
         self._words[:] = header.words()
         if payload is not None:
             self.payload.copy_(payload)
 
     def header(self, *, peer: int) -> Header:
-        """Read the header that came from ``peer``.
+        """Reads the header that came from ``peer``.
 
         Raises:
-            TransportError: it is no header.
+            TransportError: If the words are not a header.
         """
         return Header.decode(self._words.tolist(), peer=peer)

@@ -1,24 +1,24 @@
-"""Defines what every transport offers to the pipeline executor.
+"""Defines the interface between transports and the pipeline executor.
 
 A transport connects one pipeline rank with its neighbours. Messages between two ranks keep their
-order; messages of different peers meet in one completion queue, in the order of their arrival.
-Sending never waits for the peer's work: where the peer has no room, the message waits by itself.
+order; messages of different peers go into one completion queue in the order of their arrival. A
+send never waits for the peer's work: if the peer has no room, the transport keeps the message.
 
 ::
 
     executor A                                         executor B
       send(peer, label, tensor) ──> channel A→B ──┐
                                                   ├──> completions.wait() -> Arrival | Notice, or
-      executor C ──────────────── channel C→B ────┤                raises what ended a channel
+      executor C ──────────────── channel C→B ────┤                raises a channel's error
                                   other threads ──┘
 
 Two queues share one interface: :class:`CompletionQueue` here, in Python, and ``NativeQueue`` of
-``native.py``, whose items come out of the C++ extension. Which transport connects which pair is
-decided in ``select.py`` from both ends' :class:`Endpoint`, and made in ``connect.py``.
+``native.py``, whose items come from the C++ extension. ``select.py`` chooses the transport of each
+pair from both ends' :class:`Endpoint`, and ``connect.py`` makes it.
 
-What a message says about itself (label, shape, element type, sequence) is here too: the table of
-element types, whose codes are those of ``csrc/common/message.h``, and the words that travel ahead
-of a payload over gloo. The native transports write the same facts into a struct of their own.
+The header of a message (label, shape, element type, sequence) is defined here too: the table of
+element types, whose codes are those of ``csrc/common/message.h``, and the words that precede a
+payload over gloo. The native transports write the same fields into a C++ struct.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """One rank as others see it: where it is, what it can do, where it listens.
+    """Describes a rank to the other ranks: its host, its abilities and its addresses.
 
     Attributes:
-        rank: global rank.
-        host: name of its host, for messages.
-        machine: shows whether two ranks can see each other's processes; see ``liveness.here``.
-        user: numeric user id.
-        device: type of its device, ``cpu`` or ``cuda``.
-        addresses: where it can be reached, by kind of link: ``unix``, ``tcp``.
-        cpus: numbers of the processors it may run on; none where that is not known.
-        ports: its active RDMA ports, such as ``mlx5_0:1``.
-        lacks: why it cannot take part in a transport, by the transport's name.
+        rank: Global rank.
+        host: Name of its host, for messages.
+        machine: Identifier that is equal for ranks that can see each other's processes; see
+            ``liveness.here``.
+        user: Numeric user id.
+        device: Type of its device, ``cpu`` or ``cuda``.
+        addresses: Addresses by kind of link: ``unix``, ``tcp``.
+        cpus: Numbers of the processors on which it may run; empty if unknown.
+        ports: Active RDMA ports, such as ``mlx5_0:1``.
+        lacks: Reasons why it cannot use a transport, by the transport's name.
     """
 
     rank: int
@@ -63,14 +64,14 @@ class Endpoint:
     lacks: Mapping[str, str] = field(default_factory=dict)
 
     def shares_cpus(self, other: Endpoint) -> bool:
-        """Whether both may run on the same processor of one machine."""
+        """Returns whether both ranks may run on the same processor of one machine."""
         if self.machine != other.machine:
             return False
         return not (self.cpus and other.cpus) or not set(self.cpus).isdisjoint(other.cpus)
 
 
 class Transport(Protocol):
-    """The channels of one rank. Only the executor's thread calls it."""
+    """Owns the channels of one rank. Only the executor's thread calls it."""
 
     name: str
 
@@ -79,50 +80,50 @@ class Transport(Protocol):
         """Returns the queue of messages and failures of all channels."""
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Start sending ``tensor`` to global rank ``peer`` and return at once.
+        """Starts to send ``tensor`` to global rank ``peer`` and returns at once.
 
-        The transport keeps the storage alive until it is sent; the caller may drop or replace
+        The transport keeps the storage alive until it is sent. The caller may drop or replace
         ``tensor.data`` afterwards but must not write to its memory.
 
         Raises:
-            PeerLostError: the peer is gone.
+            PeerLostError: If the peer is gone.
         """
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized tensor to compute a payload for ``peer`` into.
+        """Returns an uninitialized tensor for a payload that will be sent to ``peer``.
 
-        It lies in the channel's own memory where there is room, else in ordinary memory; sending
-        it, or a view that begins at its first element, works either way. From the channel's memory
-        it goes out without a copy and belongs to the peer from then on: do not write to it.
-        Dropping it unsent gives the memory back.
+        Its memory is the channel's if there is room, otherwise ordinary memory. In both cases the
+        tensor, or a view that begins at its first element, may be sent. The channel's memory is
+        sent without a copy and then belongs to the peer: do not write to it after the send. A
+        tensor that is dropped unsent returns its memory.
         """
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """Return what is known of the channel to each peer, ``kind`` at least."""
+        """Returns facts about the channel to each peer, at least its ``kind``."""
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until everything sent has left this process.
+        """Waits until all messages have left this process.
 
         Raises:
-            DeadlineError: not within ``timeout_s``.
+            DeadlineError: If messages are left after ``timeout_s`` seconds.
         """
 
     def close(self) -> None:
-        """Notify the peers, drain the channels and stop the threads. Idempotent."""
+        """Notifies the peers, drains the channels and stops the threads. Idempotent."""
 
 
 class Arrival:
-    """One message that has arrived.
+    """Represents a message that has arrived.
 
     Attributes:
-        label: what it is.
-        peer: global rank of the sender.
-        nbytes: size of the payload.
-        arrived_ns: when the receive was complete, on ``time.monotonic_ns``; ``None`` where no
-            thread sees that happen, as in memory that the peer writes by itself.
+        label: Label of the message.
+        peer: Global rank of the sender.
+        nbytes: Size of the payload in bytes.
+        arrived_ns: Time at which the receive was complete, of ``time.monotonic_ns``; ``None`` if
+            no thread observes it, because the peer writes into the memory directly.
     """
 
-    # None of its own: what the C++ extension makes is an arrival too.
+    # An object of the C++ extension is an arrival too, so this class has no slots.
     __slots__ = ()
 
     label: Label
@@ -131,12 +132,12 @@ class Arrival:
     arrived_ns: int | None
 
     def take(self) -> torch.Tensor:
-        """Return the payload; the caller owns it. Call once, in the order of arrival."""
+        """Returns the payload, which the caller owns. Call it once, in the order of arrival."""
         raise NotImplementedError
 
 
 class HeldArrival(Arrival):
-    """An arrival whose payload ``take`` returns."""
+    """Represents an arrival whose payload a function returns."""
 
     __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
 
@@ -160,11 +161,11 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Word of another member of the decision group that a message has arrived there.
+    """Reports that a message has arrived at another member of the decision group.
 
     Attributes:
-        label: what has arrived.
-        peer: global rank of the member.
+        label: Label of the message.
+        peer: Global rank of the member.
     """
 
     label: Label
@@ -172,47 +173,47 @@ class Notice:
 
 
 Item = Arrival | Notice
-"""An item that an executor takes out of a queue."""
+"""Item that an executor takes out of a queue."""
 
 Listener = Callable[[Item | Exception], None]
 
 
 class Completions(Protocol):
-    """Arrivals and failures of all channels of a process, in the order they happened.
+    """Queues arrivals and failures of all channels of a process in the order of their occurrence.
 
-    Any thread may put, one thread takes. Waiting releases the GIL and never polls.
+    Any thread may put items, one thread takes them. A wait releases the GIL and never polls.
     """
 
     def listen(self, listener: Listener) -> None:
-        """Call ``listener`` with each item from now on, right after it can be taken.
+        """Calls ``listener`` with each later item, right after the item can be taken.
 
-        It runs in another thread than the one that takes, so that others hear of the item even
-        while that one is busy. One listener; it must raise nothing.
+        The listener does not run in the thread that takes items, so it is called even while that
+        thread is busy. There is one listener, and it must not raise.
         """
 
     def put(self, item: Item | Exception) -> None:
-        """Add an arrival, or the error that ended a channel."""
+        """Adds an arrival, or the error that ended a channel."""
 
     def poll(self) -> Item | None:
-        """Return the oldest item, ``None`` if there is none now.
+        """Returns the oldest item, ``None`` if there is none now.
 
         Raises:
-            TransportError: a channel failed.
+            TransportError: If a channel failed.
         """
 
     def wait(self, deadline_s: float) -> Item | None:
-        """Return the oldest item, waiting for one until ``deadline_s`` of ``time.monotonic``.
+        """Waits for an item until ``deadline_s`` of ``time.monotonic``.
 
         Returns:
-            ``None`` when the deadline passed.
+            The oldest item, ``None`` if the deadline passed.
 
         Raises:
-            TransportError: a channel failed.
+            TransportError: If a channel failed.
         """
 
 
 class CompletionQueue:
-    """The queue in Python; see :class:`Completions`. Its listener runs in the thread that puts."""
+    """Implements :class:`Completions` in Python. Its listener runs in the thread that puts."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Item | Exception] = queue.SimpleQueue()
@@ -238,7 +239,7 @@ class CompletionQueue:
 
 
 def delivered(item: Item | Exception) -> Item:
-    """Return an item as it leaves a queue: the error that ended a channel is raised."""
+    """Returns an item that leaves a queue, or raises it if it is a channel's error."""
     if isinstance(item, Exception):
         raise item
     return item
@@ -246,24 +247,34 @@ def delivered(item: Item | Exception) -> Item:
 
 HEADER_WORDS = 16
 KINDS = (ActionKind.F, ActionKind.B)
-"""Kinds of actions that take a message; the position is its code."""
+"""Kinds of actions that take a message; the code of a kind is its index."""
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
-"""The way back."""
+"""Code by kind of action."""
 
 MAX_DIMENSIONS = 7
 _MAGIC = 0x4D41_5031  # "MAP1"
 _END = -1
 _VARIANT_SHIFT = 8
 
-# In the order of ElementType in message.h.
+# The order is that of ElementType in message.h.
 _PLAIN = (
-    *("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8"),
-    *("bool", "complex64", "complex128"),
+    "float32",
+    "float16",
+    "bfloat16",
+    "float64",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
 )
 _FLOAT8 = len(_PLAIN)
-# Types that travel as another one of the same size, 8-bit floats as bytes, and are viewed again by
-# the receiver: their variant is never 0. No number may ever change its meaning; names that this
-# torch does not have are left out.
+# These types are sent as another one of the same size (8-bit floats as bytes) and viewed as their
+# own type by the receiver; their variant is above 0. A number must never change its meaning. Types
+# that the installed torch lacks are left out.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
@@ -288,14 +299,14 @@ CODE_OF: dict[torch.dtype, tuple[int, int]] = {
 """Code and variant of every element type that can be sent."""
 
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
-"""The way back."""
+"""Element type by code and variant."""
 
 
 def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
-    """Return code and variant of an element type.
+    """Returns code and variant of an element type.
 
     Raises:
-        TransportError: no message can carry it, or that many dimensions.
+        TransportError: If a message cannot contain this type, or tensors of so many dimensions.
     """
     code = CODE_OF.get(dtype)
     if code is None or dimensions > MAX_DIMENSIONS:
@@ -308,7 +319,7 @@ def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory holds its elements in order, itself where it is one."""
+    """Returns a contiguous tensor without pending negation or conjugation, itself if it is one."""
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -316,7 +327,7 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The label of a message: the input of ``action`` in step ``step`` on the receiving rank."""
+    """Names a message: the input of ``action`` in step ``step`` on the receiving rank."""
 
     step: int
     action: Action
@@ -324,13 +335,13 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The words that travel ahead of a payload.
+    """Describes the payload that follows it on a channel.
 
     Attributes:
-        label: what the payload is; ``None`` says that the sender closes the channel.
-        shape: shape of the payload.
-        dtype: element type of the payload.
-        sequence: number of the message on its channel, from 0.
+        label: Label of the message; ``None`` if the sender closes the channel.
+        shape: Shape of the payload.
+        dtype: Element type of the payload.
+        sequence: Number of the message on its channel, from 0.
     """
 
     label: Label | None
@@ -339,41 +350,42 @@ class Header:
     sequence: int
 
     def words(self) -> list[int]:
-        """Return the header's 16 words.
+        """Returns the 16 words of the header.
 
         Raises:
-            TransportError: the payload is of a type or has more dimensions than a header can say.
+            TransportError: If the payload has an unsupported type or too many dimensions.
         """
         code, variant = code_of(self.dtype, len(self.shape))
-        step, kind, chunk, microbatch = 0, _END, 0, 0
+        label_words = [0, _END, 0, 0]
         if self.label is not None:
-            step, action = self.label.step, self.label.action
-            kind, chunk, microbatch = KIND_CODE[action.kind], action.chunk, action.microbatch
-        words = [_MAGIC, self.sequence, step, kind, chunk, microbatch]
-        words += [code | variant << _VARIANT_SHIFT, len(self.shape), *self.shape]
-        return words + [0] * (HEADER_WORDS - len(words))
+            action = self.label.action
+            kind = KIND_CODE[action.kind]
+            label_words = [self.label.step, kind, action.chunk, action.microbatch]
+        type_words = [code | variant << _VARIANT_SHIFT, len(self.shape)]
+        header = [_MAGIC, self.sequence, *label_words, *type_words, *self.shape]
+        return header + [0] * (HEADER_WORDS - len(header))
 
     @staticmethod
-    def decode(words: Sequence[int], *, peer: int) -> Header:
-        """Read a header that came from ``peer``; nothing in it is trusted.
+    def decode(numbers: Sequence[int], *, peer: int) -> Header:
+        """Reads a header from ``peer`` and checks each field.
 
         Raises:
-            TransportError: a field is outside its range.
+            TransportError: If a field is outside its range.
         """
-        magic, sequence, step, kind, chunk, microbatch, code, dimensions = words[:8]
+        magic, sequence, step, kind, chunk, microbatch, code, dimensions = numbers[:8]
         variant, plain = divmod(code, 1 << _VARIANT_SHIFT)
         dtype = DTYPE_OF.get((plain, variant))
-        sound = (
+        is_valid = (
             magic == _MAGIC
             and kind in (_END, 0, 1)
             and dtype is not None
             and 0 <= dimensions <= MAX_DIMENSIONS
-            and all(size >= 0 for size in words[8 : 8 + dimensions])
+            and all(size >= 0 for size in numbers[8 : 8 + dimensions])
         )
-        if not sound or dtype is None:
+        if not is_valid or dtype is None:
             raise TransportError(
-                f"header {list(words)} from rank {peer} is not one of this format; "
+                f"header {list(numbers)} from rank {peer} is not one of this format; "
                 "do both ranks run the same version?"
             )
         label = None if kind == _END else Label(step, Action(KINDS[kind], chunk, microbatch))
-        return Header(label, tuple(words[8 : 8 + dimensions]), dtype, sequence)
+        return Header(label, tuple(numbers[8 : 8 + dimensions]), dtype, sequence)

@@ -1,16 +1,16 @@
-"""Notices that another rank of the job is gone, and ends this one if its main thread cannot.
+"""Detects that another rank of the job is gone, and ends this one if its main thread cannot.
 
-The main thread may be inside a collective that never returns, so two threads of their own watch:
+The main thread may be inside a collective that never returns, so two other threads watch:
 
 ::
 
     ranks on this machine    pidfd of each ──> poll(); stopped? ──────┐
                                                                       ├──> line on stderr,
-    ranks elsewhere          the store, every 2 s: a notice that ─────┘    on_lost(), and after
-                             somebody left, and a beat per machine         the grace _exit(1)
+    ranks elsewhere          the store, every 2 s: a notice of ───────┘    on_lost(), and after
+                             a loss, and a beat per machine                the grace _exit(1)
 
-It owns the threads, the pidfds and its keys in the store. It deliberately does not say why a
-process ended (a pidfd shows only that it did), and does not restart anything.
+It owns the threads, the pidfds and its keys in the store. It does not report why a process ended
+(a pidfd shows only that it did), and does not restart anything.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ import torch.distributed as dist
 from megatron.adaptive.errors import PeerLostError
 
 _PERIOD_S = 2.0
-_LOOK_S = 1.0  # at what /proc says of the ranks of this machine
-# A channel that notices the silence first says more about it.
+# Period in which the states of this machine's ranks are read from /proc.
+_LOOK_S = 1.0
+# A channel that detects the silence gives a better message, so it gets this much more time.
 _MARGIN_S = 1.0
-# Long enough for a store under load, else a rank that left well counts as lost; short enough for
-# a survivor's line to be out before its launcher ends it, even if the store never answers.
+# If this limit is too short for a store under load, a rank that left normally counts as lost. If it
+# is too long, a launcher ends a surviving rank before its line is written.
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-# Stands for the store in a set of silent ranks; rank 0 or the launcher serves it.
+# This set of silent ranks means the store, which rank 0 or the launcher serves.
 _STORE = frozenset({-1})
-_KNOWN = "told: "  # before a notice that the user has read
+# A notice with this prefix was already shown to the user.
+_SHOWN = "told: "
 
 
 def here(pp_rank: int) -> dict[str, Any]:
-    """Return what the :class:`Watcher` of other ranks must know about this process.
+    """Returns host, process and pipeline rank of this process for :class:`Watcher`.
 
-    ``machine`` shows whether two ranks can see each other's process ids and sockets: containers on
+    ``machine`` is equal for ranks that can see each other's process ids and sockets. Containers on
     one host may share its name but not these.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -62,15 +64,23 @@ def here(pp_rank: int) -> dict[str, Any]:
     host = socket.gethostname()
     machine = host
     with contextlib.suppress(OSError):
-        seen = [os.readlink(spaces / kind) for kind in ("pid", "net")]
-        machine = " ".join([boot.read_text().strip(), *seen])
+        namespaces = [os.readlink(spaces / kind) for kind in ("pid", "net")]
+        machine = " ".join([boot.read_text().strip(), *namespaces])
     return {"host": host, "pid": os.getpid(), "pp_rank": pp_rank, "machine": machine}
 
 
 def describe(places: Sequence[Mapping[str, Any]], rank: int) -> str:
-    """Return the text for a rank in messages; ``places`` are all ranks' :func:`here`."""
-    at = places[rank]
-    return f"rank {rank} (stage {at['pp_rank']}, pid {at['pid']} on host {at['host']})"
+    """Returns the text for a rank in messages.
+
+    Args:
+        places: Result of :func:`here` of every rank.
+        rank: Global rank.
+    """
+    location = places[rank]
+    return (
+        f"rank {rank} (stage {location['pp_rank']}, pid {location['pid']} on host "
+        f"{location['host']})"
+    )
 
 
 class Watcher:
@@ -78,30 +88,31 @@ class Watcher:
 
     All methods may be called from any thread.
 
-    A rank of this machine that is stopped for ``silent_s`` counts as lost too. When this process
-    ends by itself those that are stopped are killed: no signal of a launcher would end them.
+    If a rank ends before it left, the line ``error: rank ...`` is written to stderr at once,
+    ``on_lost`` is called once with the same text, and after ``grace_s`` seconds this process ends
+    with status 1. A loss is final: neither :meth:`close` nor a handler of SIGTERM keeps the process
+    alive.
 
-    When one ends before it left, the line ``error: rank ...`` goes to stderr at once, ``on_lost``
-    is called once with the same text, and the process ends with status 1 if it still lives
-    ``grace_s`` later. A loss cannot be taken back: neither :meth:`close` nor a handler of SIGTERM
-    keeps the process alive.
+    A rank of this machine that is stopped (SIGSTOP) for ``silent_s`` counts as lost too. When this
+    process ends by itself, it kills the stopped ranks, because a launcher's signal would not end
+    them.
 
     Args:
-        places: of each global rank ``host``, ``pid`` and ``pp_rank``, and ``machine`` where known;
-            :func:`here` makes one.
-        rank: global rank of this process.
-        store: the job's store, shared by all ranks; ``None`` watches this machine only, where the
-            end of any peer before :meth:`leave` then counts as a loss.
-        on_lost: called from a thread of the watcher, so that a main thread that can still act does
-            so; it must not block.
-        grace_s: time from ``on_lost`` to the end of the process.
-        silent_s: a machine whose ranks all stay silent for this long counts as lost, as does a
-            process that is stopped.
+        places: ``host``, ``pid`` and ``pp_rank`` of each global rank, and ``machine`` if known;
+            see :func:`here`.
+        rank: Global rank of this process.
+        store: Store of the job, shared by all ranks. ``None`` watches only this machine, and the
+            end of any peer before :meth:`leave` counts as a loss.
+        on_lost: Function that a thread of the watcher calls, so that a main thread that still runs
+            can react; it must not block.
+        grace_s: Time in seconds from ``on_lost`` to the end of the process.
+        silent_s: Time in seconds after which a machine whose ranks are all silent counts as lost,
+            and so does a stopped process.
         is_launchers_store: Whether the launcher serves the store; otherwise rank 0 does.
 
     Attributes:
-        on_lost: the callback; may be replaced at any time.
-        position: where this rank is, such as ``iteration 7``; the line says so.
+        on_lost: Callback for a loss; may be replaced at any time.
+        position: Progress of this rank for the message, such as ``iteration 7``.
     """
 
     def __init__(
@@ -126,7 +137,7 @@ class Watcher:
         self._quiet = False
         self._lost: PeerLostError | None = None
         self._decided = threading.Event()
-        machines = [str(place.get("machine", place["host"])) for place in places]
+        machines = [str(location.get("machine", location["host"])) for location in places]
         others = [peer for peer in range(len(places)) if peer != rank]
         local = [peer for peer in others if machines[peer] == machines[rank]]
         self._board: _Board | None = None
@@ -139,41 +150,41 @@ class Watcher:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
-        """Wait up to ``timeout_s`` for a loss to be noticed; ``None`` if none was.
+        """Waits up to ``timeout_s`` seconds for a loss and returns it, ``None`` if there was none.
 
-        For a main thread that saw a connection break: this names the rank behind it. The line is
-        on stderr already.
+        A main thread whose connection broke learns here which rank was lost. The message is on
+        stderr already.
         """
         self._decided.wait(timeout_s)
         return self._lost
 
-    def report(self, reason: str, *, known: bool = False) -> None:
-        """Inform the other ranks that this one ends because of ``reason``; waits at most 2 s.
+    def report(self, reason: str, *, is_shown: bool = False) -> None:
+        """Informs the other ranks that this one ends because of ``reason``; waits at most 2 s.
 
-        The first notice of a job stays: a rank that fails because another one did, changes nothing.
-        From here on this rank no longer watches.
+        The first notice of a job is kept, so a rank that fails because another one did changes
+        nothing. This rank no longer watches afterwards.
 
         Args:
-            reason: why, one line.
-            known: the user has read it; the other ranks end without saying it again.
+            reason: Reason in one line.
+            is_shown: Whether the user has already seen it; the other ranks then end silently.
         """
         if self._silence() and self._board is not None:
             line = (reason.splitlines() or [""])[0]
-            mark = _KNOWN if known else ""
+            mark = _SHOWN if is_shown else ""
             self._board.publish(f"{mark}{describe(self._places, self._rank)} failed: {line}")
         self._local.kill_stopped()
 
     def leave(self) -> None:
-        """Say that this rank is done; call it on every rank after the last barrier.
+        """Marks this rank as done; call it on every rank after the last barrier.
 
-        Returns when the store has it, on rank 0 when all ranks have left or after 5 s, because its
-        process may be the one that serves the store.
+        It returns when the store has stored the mark. Rank 0, whose process may serve the store,
+        also waits up to 5 s until all ranks have left.
         """
         if self._silence() and self._board is not None:
             self._board.leave(wait_for_all=self._rank == 0)
 
     def close(self) -> None:
-        """Stop watching and free the threads, unless a loss is already ending the process."""
+        """Stops watching and ends the threads, unless a loss is already ending the process."""
         self._silence()
         if self._lost is not None:
             return
@@ -185,39 +196,44 @@ class Watcher:
             self._thread.join(1.0)
 
     def _silence(self) -> bool:
-        """Accept no further loss; false if there was one."""
+        """Ignores later losses; returns False if there was one before."""
         with self._lock:
             self._quiet = True
             return self._lost is None
 
     def _watch(self) -> None:
-        """Body of the thread for this machine."""
+        """Watches the processes of this machine; the body of a thread."""
         local = self._local
         try:
-            while (seen := local.look()) is not None:
-                gone, stopped = seen
+            while (changes := local.look()) is not None:
+                gone, stopped = changes
                 if gone:
                     self._judge(gone)
                 if stopped:
-                    what = (
+                    event = (
                         f"is stopped: nothing came from it for {local.stopped_s:g} s"
                         f" (limit {self._silent_s:g} s, --transport-silence-s)"
                     )
-                    self._lose(self._fact(stopped, what), publish=True)
+                    self._lose(self._fact(stopped, event), publish=True)
                 if self._board is not None and self._board.busy_for_s() > self._silent_s:
                     self._hear(_STORE, f"the job's store gave no answer for {self._silent_s:g} s")
         finally:
             local.close()
 
     def _judge(self, gone: set[int]) -> None:
-        """Decide whether processes that ended have left or are lost."""
+        """Decides whether ended processes left normally or are lost."""
         answer = self._board.ask(gone) if self._board is not None else None
         left, notice = answer if answer is not None else (set(), None)
         if gone - left:
             self._lose(notice or self._fact(gone - left), publish=notice is None)
 
     def _hear(self, ranks: AbstractSet[int], news: str) -> None:
-        """Take what the store said: a notice as it is (no ``ranks``), or why ``ranks`` are lost."""
+        """Handles news from the store.
+
+        Args:
+            ranks: Ranks that cannot be reached, ``_STORE`` for the store, empty for a notice.
+            news: Reason, or the text of the notice.
+        """
         if ranks == _STORE and self._is_launchers_store:
             self._lose(f"the launcher that serves the job's store is gone: {news}", publish=False)
         elif ranks == _STORE:
@@ -228,8 +244,14 @@ class Watcher:
             self._lose(news, publish=False)
 
     def _lose(self, fact: str, *, publish: bool) -> None:
-        known = fact.startswith(_KNOWN)
-        fact = fact.removeprefix(_KNOWN)
+        """Announces the loss of a rank and ends this process after the grace time.
+
+        Args:
+            fact: Text about the lost rank.
+            publish: Whether to publish the loss to the other ranks.
+        """
+        is_shown = fact.startswith(_SHOWN)
+        fact = fact.removeprefix(_SHOWN)
         with self._lock:
             if self._quiet or self._lost is not None:
                 return
@@ -239,10 +261,10 @@ class Watcher:
                 f"{f' in {self.position}' if self.position else ''}; the job cannot go on without "
                 "it, start again from the last checkpoint"
             )
-        # If this thread cannot run again (the GIL is held, the interpreter hangs at its end), the
-        # interpreter's own C thread ends the process.
+        # If this thread cannot run again (another holds the GIL, or the interpreter hangs at exit),
+        # the C thread of faulthandler ends the process.
         faulthandler.dump_traceback_later(self._grace_s + 5.0, exit=True, file=2)
-        if not known:
+        if not is_shown:
             _write_line(f"error: {self._lost}")
         if publish and self._board is not None:
             self._board.publish(fact)
@@ -256,26 +278,26 @@ class Watcher:
         _flush_output()
         os._exit(1)
 
-    def _fact(self, ranks: AbstractSet[int], what: str = "ended unexpectedly") -> str:
-        return f"{' and '.join(describe(self._places, rank) for rank in sorted(ranks))} {what}"
+    def _fact(self, ranks: AbstractSet[int], event: str = "ended unexpectedly") -> str:
+        return f"{' and '.join(describe(self._places, rank) for rank in sorted(ranks))} {event}"
 
 
 class _Local:
-    """The processes of this machine, by global rank; used by one thread but for `kill_stopped`.
+    """Watches the processes of this machine. One thread uses it, except for `kill_stopped`.
 
     Args:
-        pids: of the processes.
-        wake: a descriptor that ends a wait.
-        stopped_s: a process that is stopped for this long counts as gone.
+        pids: Process ids by global rank.
+        wake: Descriptor that ends a wait.
+        stopped_s: Time in seconds after which a stopped process counts as gone.
 
     Attributes:
-        stopped_s: the same, in whole looks.
+        stopped_s: This time, rounded up to a multiple of the period of looks.
     """
 
     def __init__(self, pids: Mapping[int, int], wake: int, stopped_s: float) -> None:
         self._wake = wake
         self._pids = {rank: (pid, _started(pid)) for rank, pid in pids.items()}
-        # Looks, not time: if this process was stopped, others need not have been.
+        # Looks are counted, not time: while this process was stopped, others may have run.
         self.stopped_s = math.ceil(stopped_s / _LOOK_S) * _LOOK_S
         self._looks = dict.fromkeys(pids, 0)
         self._look_s = time.monotonic()
@@ -283,18 +305,18 @@ class _Local:
         self._poll.register(wake, select.POLLIN)
         self._watched: dict[int, int] = {}
         for rank, pid in pids.items():
-            # Else an old kernel, a sandbox, or it has ended: looks at /proc show its end.
+            # Without a pidfd (old kernel, sandbox, ended process) looks at /proc show the end.
             with contextlib.suppress(AttributeError, OSError):
                 fd = os.pidfd_open(pid)
                 self._watched[fd] = rank
                 self._poll.register(fd, select.POLLIN)
 
     def look(self) -> tuple[set[int], set[int]] | None:
-        """Wait for an end or some time.
+        """Waits for the end of a process, at most one period of looks.
 
         Returns:
-            The ranks that ended meanwhile, also those without a pidfd, and the ranks that have been
-            stopped for too long; ``None`` if the watcher is closed.
+            Ranks that ended, and ranks that have been stopped for too long; ``None`` if the watcher
+            is closed.
         """
         gone: set[int] = set()
         for fd, _ in self._poll.poll(1000 * _LOOK_S):
@@ -319,7 +341,7 @@ class _Local:
         }
 
     def kill_stopped(self) -> None:
-        """Kill the processes that are stopped: a request to end would not reach them."""
+        """Kills the stopped processes, which a request to end would not reach."""
         for rank, (pid, _) in self._pids.items():
             if self._is_stopped(rank):
                 with contextlib.suppress(OSError):
@@ -331,7 +353,7 @@ class _Local:
         return fields[0] == "T" and fields[19] == started
 
     def close(self) -> None:
-        """Close the descriptors."""
+        """Closes the descriptors."""
         for fd in (*self._watched, self._wake):
             os.close(fd)
         self._watched.clear()
@@ -344,9 +366,17 @@ class _Board:
 
         adaptive/lost       text about the first rank that was lost
         adaptive/left/<r>   rank r is done
-        adaptive/beat/<m>   counter, moved on every 2 s by each rank of machine m
+        adaptive/beat/<m>   counter that each rank of machine m increments every 2 s
 
-    Only calls that the store answers at once are used while ranks may die, ``wait`` when all leave.
+    While ranks may die, only calls that the store answers at once are used; ``wait`` is used when
+    all leave.
+
+    Args:
+        store: Store of the job.
+        machines: Machine of each global rank.
+        rank: Global rank of this process.
+        silent_s: Time in seconds after which a silent machine counts as lost.
+        hear: Function for lost ranks and notices, see ``Watcher._hear``.
     """
 
     def __init__(
@@ -361,7 +391,7 @@ class _Board:
         self._rank = rank
         self._world_size = len(machines)
         names = list(dict.fromkeys(machines))
-        self._mine = names.index(machines[rank])
+        self._own_machine = names.index(machines[rank])
         self._ranks = [{r for r, m in enumerate(machines) if m == name} for name in names]
         self._beats = [0] * len(names)
         self._still = [0] * len(names)
@@ -375,12 +405,12 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Return how long the store has owed an answer."""
+        """Returns the seconds for which the store has not answered the present call."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Return who of ``ranks`` has left, and the notice of a loss; ``None`` without answer."""
+        """Returns which of ``ranks`` have left and the notice of a loss; ``None`` if unanswered."""
 
         def look(store: dist.Store) -> tuple[set[int], str | None]:
             return {r for r in ranks if store.check([f"left/{r}"])}, _notice(store)
@@ -388,7 +418,7 @@ class _Board:
         return self._call(look, _ASK_S)
 
     def publish(self, fact: str) -> None:
-        """Put up the notice that a rank is lost, unless there is one."""
+        """Publishes the notice that a rank is lost, unless there is one already."""
 
         def put(store: dist.Store) -> None:
             if not store.check([_LOST]):
@@ -397,10 +427,11 @@ class _Board:
         self._call(put, _ASK_S)
 
     def leave(self, *, wait_for_all: bool) -> None:
-        """Mark this rank as done; with ``wait_for_all`` see to it that all others are."""
+        """Marks this rank as done; ``wait_for_all`` also waits for the marks of all ranks."""
 
         def mark(store: dist.Store) -> None:
-            store.add(f"left/{self._rank}", 1)  # unlike set, returns after the store has it
+            # Unlike set, add returns after the store has stored the value.
+            store.add(f"left/{self._rank}", 1)
             if wait_for_all:
                 keys = [f"left/{rank}" for rank in range(self._world_size)]
                 store.wait(keys, timedelta(seconds=_LEAVE_S))
@@ -408,12 +439,12 @@ class _Board:
         self._call(mark, _LEAVE_S + 1.0)
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stops the thread."""
         self._jobs.put(None)
         self._thread.join(1.0)
 
     def _call(self, job: Callable[[dist.Store], Any], limit_s: float) -> Any:
-        """Run ``job`` on the store's thread; ``None`` if it takes longer or fails."""
+        """Runs ``job`` on the store's thread; returns ``None`` if it takes longer or fails."""
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def run(store: dist.Store) -> None:
@@ -430,8 +461,9 @@ class _Board:
             return None
 
     def _run(self, store: dist.Store) -> None:
+        """Runs jobs and, in every period, a tick; the body of the thread."""
         try:
-            # A connection of its own: a call that waits on the job's would hold this one up.
+            # Calls that wait on the job's connection must not delay this one, so it has another.
             if hasattr(store, "clone"):
                 store = store.clone()
             store = dist.PrefixStore("adaptive", store)
@@ -453,14 +485,16 @@ class _Board:
             self._hear(_STORE, f"the job's store does not answer: {reason}")
 
     def _tick(self, store: dist.Store) -> None:
-        store.add(f"beat/{self._mine}", 1)
+        """Sends a beat, and reads the notice and the beats of the other machines."""
+        store.add(f"beat/{self._own_machine}", 1)
         notice = _notice(store)
         if notice is not None:
             self._busy_since = None
             self._hear(set(), notice)
-        # Silence is counted in our own beats: if this process was stopped, nobody else was silent.
+        # Silence is measured in beats of this rank: if this process was stopped, time has passed,
+        # but no other machine was silent.
         for machine, ranks in enumerate(self._ranks):
-            if machine == self._mine:
+            if machine == self._own_machine:
                 continue
             beat = store.add(f"beat/{machine}", 0)
             self._still[machine] = (
@@ -479,13 +513,13 @@ def _notice(store: dist.Store) -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of a process that runs, ``None`` if it does not."""
+    """Returns the start time of a running process as in /proc, ``None`` if it has ended."""
     fields = _status(pid)
     return None if fields[0] in "ZX" else fields[19]
 
 
 def _status(pid: int) -> list[str]:
-    """Return what proc(5) says of a process from its state on; of one that is gone, ``X``."""
+    """Returns the fields of /proc/PID/stat from the state on; only ``X`` if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -493,14 +527,15 @@ def _status(pid: int) -> list[str]:
 
 
 def _write_line(line: str) -> None:
-    """Write to stderr in one piece, past the locks of a main thread that may be stuck in it."""
+    """Writes to the descriptor of stderr, because the main thread may hold the stream's lock."""
     with contextlib.suppress(OSError):
-        lead = "\n" if os.isatty(2) else ""  # a progress bar may stand on the line
-        os.write(2, f"{lead}{line}\n".encode())
+        # The cursor may be in a line with a progress bar.
+        prefix = "\n" if os.isatty(2) else ""
+        os.write(2, f"{prefix}{line}\n".encode())
 
 
 def _flush_output() -> None:
-    """Save what was printed, without being caught by a lock that the main thread holds."""
+    """Flushes stdout and stderr in a thread, because the main thread may hold their locks."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -1,19 +1,19 @@
-"""Transport over the C++ extension: shared memory, RDMA verbs, TCP.
+"""Sends tensors by the C++ extension: over shared memory, RDMA verbs or TCP.
 
-One ``_C.Node`` per process and job carries the channels to all peers and the queue that they meet
-in. A message goes out of the caller's memory at once where the channel has room, else its tensor is
-kept until it has::
+One ``_C.Node`` per process and job owns the channels to all peers and their common queue. A message
+is copied out of the caller's memory at once if the channel has room; otherwise its tensor is kept
+until there is room::
 
     send()      tensor ──copy──> slot of the channel ──> peer
     reserve()            slot ─────── send() ──────────> peer     computed in place, no copy
     take()               slot <──────────────────────── peer      a view, no copy
 
-A message comes in as a tensor over the channel's own memory (a slot), which goes back to the sender
-when the last view of it is gone, in any order and from any thread. A receiver that holds nearly all
-slots of a channel copies what comes next out of its slot, so that a channel that is smaller than
-what its receiver keeps delays nobody for ever.
+A received message is a tensor over the channel's own memory (a slot). The slot returns to the
+sender when its last view is gone, in any order and from any thread. A receiver that occupies nearly
+all slots of a channel copies the next messages out of their slots, so that a small channel does not
+block its sender for ever.
 
-The GPU's part is in ``staging.py``; what the bytes look like is in ``docs/transport.md``.
+``staging.py`` handles tensors of GPUs; ``docs/transport.md`` describes the bytes of a message.
 """
 
 from __future__ import annotations
@@ -52,17 +52,20 @@ _CLOSE_S = 30.0
 _DROP_AFTER_S = 0.1
 _STOP = object()
 
-# Without the checks of torch.utils.dlpack, for objects that are not capsules.
+# Arguments are always capsules here, so the checks of torch.utils.dlpack are skipped.
 _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
     torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack
 )
 
 
 def make_tensors_with(module: ModuleType, table: Any) -> None:
-    """Let the extension make and read tensors through torch's table of C functions.
+    """Lets the extension make and read tensors by torch's table of C functions.
 
-    That takes half the time of capsules, which for small messages is most of it; an older torch has
-    no table, and gives ``None``.
+    That takes half the time of DLPack capsules, which is most of the time of a small message.
+
+    Args:
+        module: Extension module.
+        table: Capsule of torch's table, ``None`` for an older torch, which has none.
     """
     module.use_torch(table, _from_dlpack)
 
@@ -75,16 +78,16 @@ def _load() -> ModuleType:
 
 
 class NativeTransport:
-    """A ``Transport`` over channels of the C++ extension to some peers. ``connect.py`` makes it.
+    """Implements ``Transport`` over channels of the C++ extension. ``connect.py`` makes it.
 
     Args:
-        node: the ``_C.Node``, with its channels open.
-        kinds: transport of each peer.
-        device: where received tensors go.
-        describe: text for a peer in error messages.
-        least_free: slots of a channel that its receiver leaves to the sender.
-        make_staging: makes the GPU's part, which sends tensors of the host by its argument; for a
-            ``device`` that is a GPU there is one anyhow.
+        node: The ``_C.Node``, whose channels are open.
+        kinds: Kind of transport of each peer.
+        device: Device to which received tensors go.
+        describe: Function that returns the text for a peer in error messages.
+        least_free: Number of slots of a channel that its receiver leaves to the sender.
+        make_staging: Function that makes the staging, from a function that sends tensors of the
+            host. By default a GPU gets :class:`Staging`, and a CPU none.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class NativeTransport:
             self._send_odd(peer, label, tensor)
 
     def _send_odd(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Send a tensor that is not plain memory of a common type, or under an older torch."""
+        """Sends a tensor of an uncommon type or memory layout, or any tensor of an older torch."""
         action = label.action
         if not tensor.is_cpu:
             raise TransportError(
@@ -139,7 +142,7 @@ class NativeTransport:
             if reserved_for == peer and settled(tensor) is tensor:
                 self._node.commit(peer, token, *tag, tensor.shape)
                 return
-            # For another channel, or its memory does not hold its elements in order.
+            # The slot belongs to another channel, or does not contain the elements in order.
             tensor = tensor.clone()
         tensor = settled(tensor)
         self._node.send(
@@ -148,7 +151,7 @@ class NativeTransport:
             tensor.shape,
             tensor.data_ptr(),
             tensor.nbytes,
-            # Not the tensor: its owner may put another storage into it.
+            # The storage is kept and not the tensor, into which its owner may put another storage.
             tensor.untyped_storage(),
         )
 
@@ -190,7 +193,7 @@ class NativeTransport:
             self._node.close(max(_DROP_AFTER_S, end_s - time.monotonic()))
 
     def _drain(self, end_s: float) -> None:
-        """Flush, and drop what arrives meanwhile: a peer that closes too waits for its slots."""
+        """Flushes, and drops arrivals meanwhile, because a peer that closes waits for its slots."""
         while True:
             try:
                 self.flush(min(_DROP_AFTER_S, max(0.0, end_s - time.monotonic())))
@@ -198,16 +201,17 @@ class NativeTransport:
             except DeadlineError:
                 if time.monotonic() >= end_s:
                     raise
-            with contextlib.suppress(TransportError):  # of a peer that is gone; flush() reports it
+            # flush() reports a peer that is gone.
+            with contextlib.suppress(TransportError):
                 while self.completions.poll() is not None:
                     pass
 
 
 @lru_cache(maxsize=1)
 def _arrival_class(module: ModuleType) -> type[Any]:
-    """Return the class of messages in the memory of their channel; see :class:`Arrival`.
+    """Returns the class of messages in the memory of their channel; see :class:`Arrival`.
 
-    The extension makes its objects and answers most of what is asked of them.
+    The extension makes its objects and implements most of their methods.
     """
 
     class NativeArrival(module.Arrival, Arrival):  # type: ignore[misc, name-defined]
@@ -218,12 +222,12 @@ def _arrival_class(module: ModuleType) -> type[Any]:
             return _label_of(self)
 
         def _take(self) -> torch.Tensor:
-            """Take what the extension does not by itself."""
+            """Takes a payload that the extension cannot take alone."""
             tensor = _viewed(self, self.tensor())
             return tensor.clone() if self.free_slots < self.least_free else tensor
 
         def settle(self) -> None:
-            """Give the slot back if slots run out: who takes the payload may be long in coming."""
+            """Returns the slot if slots run out, because the payload may be taken much later."""
             native: Any = self
             if native.free_slots < native.least_free:
                 native._settled = _viewed(native, native.tensor()).clone()
@@ -232,15 +236,15 @@ def _arrival_class(module: ModuleType) -> type[Any]:
 
 
 class DeviceArrival(Arrival):
-    """A message for a GPU, in its memory or in the host's.
+    """Represents a message for a GPU, in the memory of the GPU or of the host.
 
     Args:
-        native: the ``_C.Arrival``.
-        staging: the GPU's part.
-        least_free: with fewer free slots of a channel its payload is copied out of its own.
+        native: The ``_C.Arrival``.
+        staging: Staging of the GPU.
+        least_free: Number of free slots of the channel below which the payload is copied.
     """
 
-    # The attributes of the base are properties here: most are never asked for.
+    # The attributes of the base are properties, because most are never read.
     __slots__ = ("_copied", "_least_free", "_native", "_settled", "_staging")
 
     def __init__(self, native: Any, staging: Staging, least_free: int) -> None:
@@ -256,11 +260,7 @@ class DeviceArrival(Arrival):
     arrived_ns = property(lambda self: self._native.arrived_ns)  # type: ignore[assignment]
 
     def take(self) -> torch.Tensor:
-        """Implements :class:`Arrival`.
-
-        Returns:
-            The payload on the device; a view of its slot where that is there.
-        """
+        """Returns the payload on the device, a view of its slot if the slot is on the device."""
         if self._copied is not None:
             return self._copied()
         native = self._native
@@ -271,7 +271,7 @@ class DeviceArrival(Arrival):
         return tensor.clone() if native.free_slots < self._least_free else tensor
 
     def settle(self) -> None:
-        """Give the slot back if slots run out, as a ``NativeArrival`` does."""
+        """Returns the slot if slots run out, as a ``NativeArrival`` does."""
         native = self._native
         if native.free_slots >= self._least_free:
             return
@@ -285,7 +285,7 @@ class DeviceArrival(Arrival):
 
 
 def _viewed(native: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the payload of a ``_C.Arrival`` in its own type."""
+    """Returns the payload of a ``_C.Arrival`` viewed as its own type."""
     variant = native.variant
     return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
 
@@ -299,7 +299,7 @@ def _label_of(native: Any) -> Label:
 
 @lru_cache(maxsize=1 << 16)
 def _action(kind: int, chunk: int, microbatch: int) -> Action:
-    """Return an action; the same object each time, for making one takes as long as a message."""
+    """Returns an action. It is cached, because making one takes as long as a message."""
     if kind >= len(KINDS):
         raise TransportError(
             f"a message of kind {kind} arrived, which is no input of an action; do all ranks run "
@@ -309,12 +309,12 @@ def _action(kind: int, chunk: int, microbatch: int) -> Action:
 
 
 class NativeQueue:
-    """The queue of a node as :class:`~megatron.adaptive.transport.interface.Completions`.
+    """Implements :class:`~megatron.adaptive.transport.interface.Completions` over a node's queue.
 
     Args:
-        node: the ``_C.Node``.
-        staging: the GPU's part, where payloads are wanted there.
-        least_free: with fewer free slots of a channel its payloads are copied out of their own.
+        node: The ``_C.Node``.
+        staging: Staging of the GPU if payloads go to one.
+        least_free: Number of free slots of a channel below which its payloads are copied.
     """
 
     def __init__(self, node: Any, staging: Staging | None = None, least_free: int = 2) -> None:
@@ -324,7 +324,8 @@ class NativeQueue:
         self._node = node
         self._wait = node.wait_until
         self._arrival = module.Arrival
-        self._ready: type | None = None  # of what comes out of the node as it goes to who waits
+        # Items of this type are returned as the node delivers them.
+        self._ready: type | None = None
         if staging is None:
             self._ready = _arrival_class(module)
             node.deliver_as(self._ready, least_free)
@@ -332,10 +333,10 @@ class NativeQueue:
         self._thread: threading.Thread | None = None
 
     def listen(self, listener: Listener) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Completions`.
+        """Calls ``listener`` with each later item, see the base class.
 
-        From here on a thread takes what arrives out of the node and hands it on, to the listener
-        and to who waits here.
+        A thread takes the items from the node, and passes them to the listener and to the waiting
+        thread.
         """
         forwarded = CompletionQueue()
         forwarded.listen(listener)
@@ -344,7 +345,7 @@ class NativeQueue:
             target=self._forward, args=(forwarded,), name="arrivals", daemon=True
         )
         self._thread.start()
-        # A daemon that comes back from C++ after the interpreter's end would end the process.
+        # A daemon thread that returns from C++ after the interpreter's end would end the process.
         atexit.register(_stop, weakref.ref(self))
 
     def put(self, item: Item | Exception) -> None:
@@ -354,34 +355,36 @@ class NativeQueue:
         if self._forwarded is not None:
             return self._forwarded.poll()
         item = self._node.poll()
-        # Not in _open() here either.
-        ready = item is None or type(item) is self._ready
-        return item if ready else self._open(item)  # type: ignore[no-any-return]
+        is_ready = item is None or type(item) is self._ready
+        return item if is_ready else self._open(item)  # type: ignore[no-any-return]
 
     def wait(self, deadline_s: float) -> Item | None:
         if self._forwarded is not None:
             return self._forwarded.wait(deadline_s)
-        # The time is not asked for here: in a virtual machine that may take as long as a message.
+        # Python does not read the clock: in a virtual machine that may take as long as a message.
         item = self._wait(deadline_s)
-        # Not in _open(): a call takes as long as the rest of this.
+        # The type is checked here, because a call of _open() takes as long as this whole method.
         return item if type(item) is self._ready else self._open(item)  # type: ignore[return-value]
 
     def stop(self) -> None:
-        """Stop the thread of :meth:`listen`, if there is one."""
-        thread, self._thread = self._thread, None
+        """Stops the thread of :meth:`listen`, if there is one."""
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             self._node.put(_STOP)
             thread.join()
 
     def _open(self, item: Any) -> Item | None:
+        """Returns an item of the node for the executor, or raises it if it is an error."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
-        # Anything else was put here by a thread of Python.
+        # A thread of Python put any other item into the queue.
         if isinstance(item, Exception):
             raise item
         return item  # type: ignore[no-any-return]
 
     def _forward(self, forwarded: CompletionQueue) -> None:
+        """Passes items of the node to a queue until the stop; the body of a thread."""
         if self._staging is not None:
             self._staging.make_current()
         while True:

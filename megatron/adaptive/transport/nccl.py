@@ -1,22 +1,22 @@
-"""Transport over NCCL: payloads go between GPUs, headers over gloo.
+"""Sends tensors over NCCL: payloads go between GPUs, headers over gloo.
 
 NCCL has no tags: it matches the operations of both ends in the order in which they are posted. A
-posted kernel spins on the GPU until the other end has posted its own. So each directed channel has
-its own communicator, with one thread and one stream at each end, and an end posts an operation only
-when it can run at once::
+posted kernel spins on the GPU until the other end has posted its own. Therefore each directed
+channel has its own communicator, with one thread and one stream at each end, and an end posts an
+operation only when it can run at once::
 
     sender                                            receiver
       executor: send() ── event ──┐
       thread: sleeps until the computation is there
               header over gloo ───────────────────>  thread: posts the receive on its stream
               posts the send on its stream  =======>          sleeps until the payload is there
-              sleeps until it has left                        arrival ──> queue of the executor
+              sleeps until the send is done                   arrival ──> queue of the executor
               drops the tensor
 
-No computing stream waits for a message: a late rank delays only ranks that need its result,
-whatever its tensor-parallel neighbours do meanwhile. An arrival is announced when its data has
-come, so a run-time policy decides on data. A message is dropped when it has left: a channel
-holds the messages under way and one more.
+No compute stream waits for a message, so a late rank delays only the ranks that need its result,
+and not its tensor-parallel neighbours. An arrival is announced when its data is there, so a
+run-time policy only sees inputs that can be used. A message is dropped when its send is done, so a
+channel keeps the messages on their way and one more.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ from megatron.adaptive.transport.interface import Arrival, Header, HeldArrival, 
 from megatron.adaptive.transport.worker import Worker
 
 _FIRST = -1
-"""Priority of the transport's streams. CUDA gives streams few queues of the hardware, in which a
-kernel that cannot start yet holds up those of other streams; queues are not shared between
-priorities, so that no message waits behind a computation."""
+"""Priority of the transport's streams.
+
+CUDA maps streams to a few hardware queues, in which a kernel that cannot start yet blocks kernels
+of other streams. Streams of different priorities have different queues, so no message waits behind
+a computation.
+"""
 
 
 class NcclTransport(GlooTransport):
@@ -82,7 +85,8 @@ class NcclTransport(GlooTransport):
             raise self._failures[peer]
         payload = settled(tensor.detach())
         header = Header(label, tuple(payload.shape), payload.dtype, self._sent[peer])
-        header.words()  # raises for values that no header can carry, before anything is sent
+        # Values that a header cannot contain must raise before anything is sent.
+        header.words()
         self._hand_over(peer, header, payload, self._streams.mark())
 
     def flush(self, timeout_s: float) -> None:
@@ -124,7 +128,7 @@ class NcclTransport(GlooTransport):
         self._senders[peer].do(functools.partial(self._deliver, peer, header, payload, computed))
 
     def _deliver(self, peer: int, header: Header, payload: torch.Tensor, computed: Moment) -> None:
-        """Sends one message in the channel's thread; returns when the message has left."""
+        """Sends a message; blocks the channel's thread until the send is done."""
         if peer in self._failures:
             return
         computed.synchronize()
@@ -137,8 +141,8 @@ class NcclTransport(GlooTransport):
         announced.wait(POSTED_FOR)
 
     def _send_failed(self, peer: int, error: Exception) -> None:
-        is_told = isinstance(error, (TransportError, torch.OutOfMemoryError))
-        self._broken(peer, error if is_told else self._lost(peer, error))
+        is_specific = isinstance(error, (TransportError, torch.OutOfMemoryError))
+        self._broken(peer, error if is_specific else self._lost(peer, error))
 
     def _broken(self, peer: int, error: Exception) -> None:
         self._failures.setdefault(peer, error)
@@ -151,7 +155,7 @@ class NcclTransport(GlooTransport):
             yield
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Receives a payload whose header has come; returns when the payload has arrived."""
+        """Receives the payload of a header; blocks until the payload has arrived."""
         # The memory belongs to this thread's stream, so it need not wait for earlier computation.
         payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
         if payload.numel():
@@ -177,21 +181,21 @@ def free(group: Any, *, is_idle: bool) -> None:
         end()
 
 
-# Streams hide the device: the threads above and their order are the same on a GPU and on the host.
+# The transport sees the device only as Streams, so that tests run its threads on the host.
 
 
 class Moment(Protocol):
     """Marks the end of the work that a stream has been given so far."""
 
     def synchronize(self) -> None:
-        """Sleeps, without the GIL, until the device has reached this point."""
+        """Blocks, without the GIL, until the device has reached this point."""
 
 
 class Streams(Protocol):
-    """The streams of a device. Any thread may call it."""
+    """Provides the streams of a device. Any thread may call it."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context of a thread: the device and a new stream are current within."""
+        """Returns a context in which the device and a new stream are current."""
 
     def mark(self) -> Moment:
         """Returns the end of the work given so far to the calling thread's current stream."""
@@ -204,10 +208,10 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """The streams of a GPU.
+    """Provides the streams of a GPU.
 
     Args:
-        device: The GPU, with its index.
+        device: Device of the GPU, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -230,7 +234,7 @@ class CudaStreams:
 
 
 class HostStreams:
-    """Stands for streams on a CPU, whose work is done when a call returns."""
+    """Provides streams on a CPU, where all work is done when a call returns."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -243,7 +247,7 @@ class HostStreams:
 
 
 class _Passed:
-    """A moment that has passed."""
+    """Represents a moment in the past."""
 
     def synchronize(self) -> None:
         """Returns at once."""

@@ -1,17 +1,17 @@
-"""Decides which transport connects a pair of ranks, from what both ends say about themselves.
+"""Chooses the transport of each pair of ranks from the endpoints of both.
 
 ::
 
     processors                             GPUs, one per rank
       same machine    shm                    nccl, which moves device memory without the host
-      else            rdma where both ends   GPUs that ranks share: as processors
-                      have an active port
+      otherwise       rdma if both ends      GPUs that ranks share: as processors
+                      have an active port,
                       else tcp
       no extension    gloo
 
-Owns the rules, the wording of their reasons and the size of a channel. Both ends of a pair call the
-same function with the same facts and so come to the same result; nothing is negotiated. Making the
-channels is ``connect.py``'s.
+Owns the rules, the texts of their reasons and the size of a channel. Both ends of a pair call the
+same function with the same endpoints, so they choose the same without negotiation. ``connect.py``
+makes the channels.
 """
 
 from __future__ import annotations
@@ -26,46 +26,48 @@ from megatron.adaptive.transport.interface import Endpoint
 
 DEFAULT_SLOT_BYTES = 1 << 20
 _DEFAULT_SLOTS = 8
-# Of a channel: what its receiver leaves free, and what its sender may have reserved and not sent.
-_FREE_SLOTS, _RESERVABLE_SLOTS = 2, 2
+# Slots that a receiver keeps free, and slots that a sender may reserve before it sends.
+_FREE_SLOTS = 2
+_RESERVABLE_SLOTS = 2
 _LEAST_SLOTS = 4
 _CHANNEL_BYTES = 256 << 20
 _PAIRS_PER_LINE = 8
-_SMALLEST_SLOT_BYTES, _LARGEST_SLOT_BYTES = 4096, 64 << 20
+_SMALLEST_SLOT_BYTES = 4096
+_LARGEST_SLOT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transport of a pair, with the reason.
+    """Names the transport of a pair.
 
     Attributes:
-        kind: the transport.
-        reason: why, for the log.
+        kind: Name of the transport.
+        reason: Reason for the choice, for the log.
     """
 
     kind: str
     reason: str
 
 
-def why_not(kind: str, one: Endpoint, other: Endpoint) -> str | None:
-    """Return why ``kind`` cannot connect the two, ``None`` where it can."""
-    for end in (one, other):
+def why_not(kind: str, first: Endpoint, second: Endpoint) -> str | None:
+    """Returns the reason why ``kind`` cannot connect two ranks, ``None`` if it can."""
+    for end in (first, second):
         lack = end.lacks.get(kind)
         if lack is not None:
             return f"rank {end.rank} on {end.host}: {lack}"
     if kind == "shm":
-        if one.machine != other.machine:
+        if first.machine != second.machine:
             return (
-                f"rank {one.rank} on {one.host} and rank {other.rank} on {other.host} do not see "
-                "each other's processes"
+                f"rank {first.rank} on {first.host} and rank {second.rank} on {second.host} do not "
+                "see each other's processes"
             )
-        if one.user != other.user:
+        if first.user != second.user:
             return (
-                f"rank {one.rank} belongs to user {one.user} and rank {other.rank} to user "
-                f"{other.user}"
+                f"rank {first.rank} belongs to user {first.user} and rank {second.rank} to user "
+                f"{second.user}"
             )
-    if kind == "tcp" and one.machine != other.machine:
-        for end in (one, other):
+    if kind == "tcp" and first.machine != second.machine:
+        for end in (first, second):
             if is_loopback(end.addresses.get("tcp", "")):
                 return (
                     f"rank {end.rank} on {end.host} has only the address "
@@ -75,60 +77,61 @@ def why_not(kind: str, one: Endpoint, other: Endpoint) -> str | None:
     return None
 
 
-def candidates(one: Endpoint, other: Endpoint) -> tuple[str, ...]:
-    """Return the transports to try for a pair, the best first; the last one is always possible."""
-    first = ("nccl",) if "cuda" in (one.device, other.device) else ()
-    near = ("shm",) if one.machine == other.machine else ("rdma",)
+def candidates(end: Endpoint, other: Endpoint) -> tuple[str, ...]:
+    """Returns the transports to try for a pair, the best first; the last is always possible."""
+    first = ("nccl",) if "cuda" in (end.device, other.device) else ()
+    near = ("shm",) if end.machine == other.machine else ("rdma",)
     return (*first, *near, "tcp", "gloo")
 
 
-def choose(one: Endpoint, other: Endpoint, forced: str | None = None) -> Choice:
-    """Return what connects a pair; the same for both ends, in either order.
+def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choice:
+    """Returns the transport of a pair, the same for both orders of the ends.
 
     Args:
-        one: one end.
-        other: the other end.
-        forced: the transport that the user asked for.
+        first: One end of the pair.
+        second: Other end of the pair.
+        forced: Transport that the user requires, ``None`` for any.
 
     Raises:
-        SetupError: that one cannot be; names the pair and the reason.
+        SetupError: If the required transport cannot connect the pair; names the reason.
     """
-    if one.rank > other.rank:
-        one, other = other, one
+    if first.rank > second.rank:
+        first, second = second, first
     if forced is not None:
-        reason = why_not(forced, one, other)
+        reason = why_not(forced, first, second)
         if reason is not None:
             raise SetupError(
-                f"--transport {forced} cannot connect ranks {one.rank} and {other.rank}: {reason}; "
-                "use --transport auto, or mend that"
+                f"--transport {forced} cannot connect ranks {first.rank} and {second.rank}: "
+                f"{reason}; use --transport auto, or fix that"
             )
         return Choice(forced, "asked for")
     missed: list[str] = []
-    for kind in candidates(one, other):
-        reason = why_not(kind, one, other)
+    for kind in candidates(first, second):
+        reason = why_not(kind, first, second)
         if reason is None:
-            return Choice(kind, _why(kind, one, other, missed))
+            return Choice(kind, _reason(kind, missed))
         missed.append(f"no {kind}: {reason}")
     raise AssertionError("gloo connects any two ranks")
 
 
-def _why(kind: str, one: Endpoint, other: Endpoint, missed: list[str]) -> str:
-    said = {
+def _reason(kind: str, missed: list[str]) -> str:
+    """Returns the reason for a kind, with the reasons against the kinds before it."""
+    reasons = {
         "shm": "same machine",
         "rdma": "both have an active port",
         "nccl": "each has a GPU of its own",
-    }.get(kind, "")
-    return "; ".join([said] * bool(said) + missed)
+    }
+    return "; ".join([reasons[kind], *missed] if kind in reasons else missed)
 
 
 def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
-    """Return the choices of all pairs as text, pairs with the same one on a line together."""
+    """Returns the choices of all pairs as text; pairs with the same choice share a line."""
     lines = []
     for choice in dict.fromkeys(choices.values()):
-        pairs = [f"{low}-{high}" for (low, high), one in sorted(choices.items()) if one == choice]
+        pairs = [f"{low}-{high}" for (low, high), kind in sorted(choices.items()) if kind == choice]
         for start in range(0, len(pairs), _PAIRS_PER_LINE):
-            said = " ".join(pairs[start : start + _PAIRS_PER_LINE])
-            lines.append(f"transport: {choice.kind} for ranks {said} ({choice.reason})")
+            ranks = " ".join(pairs[start : start + _PAIRS_PER_LINE])
+            lines.append(f"transport: {choice.kind} for ranks {ranks} ({choice.reason})")
     return lines
 
 
@@ -144,22 +147,26 @@ def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """
     rounds: list[list[tuple[int, int]]] = []
     for pair in sorted(pairs):
-        free = (part for part in rounds if not any(set(pair) & set(other) for other in part))
-        part = next(free, None)
-        if part is None:
+        fitting = (
+            connected
+            for connected in rounds
+            if not any(set(pair) & set(other) for other in connected)
+        )
+        connected = next(fitting, None)
+        if connected is None:
             rounds.append([pair])
         else:
-            part.append(pair)
-    return [pair for part in rounds for pair in part]
+            connected.append(pair)
+    return [pair for connected in rounds for pair in connected]
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelSize:
-    """Memory of one directed channel.
+    """Describes the memory of a directed channel.
 
     Attributes:
-        slot_bytes: largest payload in one piece.
-        slots: payloads that it holds at a time.
+        slot_bytes: Size of a slot in bytes, the largest payload in one piece.
+        slots: Number of slots; each contains one payload.
     """
 
     slot_bytes: int
@@ -167,15 +174,15 @@ class ChannelSize:
 
     @property
     def reservable(self) -> int:
-        """Slots that a sender may have reserved and not sent."""
+        """Returns the number of slots that a sender may reserve before it sends."""
         return min(_RESERVABLE_SLOTS, self.slots // 4)
 
     @property
     def least_free(self) -> int:
-        """Slots that a receiver leaves to the sender, reserved ones included.
+        """Returns the number of slots that a receiver leaves to the sender, with reserved slots.
 
-        Else a sender might wait for a slot with a message that the receiver needs to go on and to
-        give slots back.
+        With fewer, a sender could wait for a slot while the receiver waits for that very message
+        before it returns slots.
         """
         return _FREE_SLOTS + self.reservable
 
@@ -186,27 +193,28 @@ def size_of_channel(
     slot_bytes: int | None = None,
     slots: int | None = None,
 ) -> ChannelSize:
-    """Return how large a channel is made.
+    """Returns the size of a channel.
 
-    A slot is taken from the moment its message is sent until the receiver has dropped the tensor,
-    for an activation that is until its backward. With a slot for every microbatch in flight, two
-    for messages under way and two to compute into, no sender waits for one. Where that is more than
-    256 MiB or 64 slots, the channel gets as many as fit, at least 4; a receiver that holds nearly
-    all of them copies further messages out, so that there is always room for what its next action
-    needs.
+    A slot is occupied from the send of its message until the receiver drops the tensor, which for
+    an activation is after its backward. No sender waits if there is a slot for every microbatch in
+    flight, two for messages on their way and two for payloads that are being computed. If that is
+    more than 256 MiB or 64 slots, the channel gets as many slots as fit, at least 4. A receiver
+    that occupies nearly all slots copies further messages, so that the input of its next action
+    always has room.
 
     Args:
-        payload_bytes: size of the messages, ``None`` where it varies.
-        in_flight: most messages that the receiver keeps at a time, ``None`` where nobody knows.
-        slot_bytes: what the user wants.
-        slots: what the user wants.
+        payload_bytes: Size of the messages in bytes, ``None`` if it varies.
+        in_flight: Largest number of messages that the receiver keeps at a time, ``None`` if
+            unknown.
+        slot_bytes: Slot size that the user chose, ``None`` for the default.
+        slots: Number of slots that the user chose, ``None`` for the default.
     """
     if slot_bytes is None:
         slot_bytes = DEFAULT_SLOT_BYTES if payload_bytes is None else payload_bytes
         slot_bytes = min(max(slot_bytes, _SMALLEST_SLOT_BYTES), _LARGEST_SLOT_BYTES)
     if slots is None:
         spare = _FREE_SLOTS + _RESERVABLE_SLOTS
-        wanted = _DEFAULT_SLOTS if in_flight is None else in_flight + spare
+        needed = _DEFAULT_SLOTS if in_flight is None else in_flight + spare
         affordable = max(_LEAST_SLOTS, _CHANNEL_BYTES // slot_bytes)
-        slots = max(_LEAST_SLOTS, min(wanted, affordable, MOST_SLOTS))
+        slots = max(_LEAST_SLOTS, min(needed, affordable, MOST_SLOTS))
     return ChannelSize(slot_bytes, slots)

@@ -1,19 +1,19 @@
-"""GPU tensors through a channel, without a synchronization.
+"""Sends GPU tensors through a native channel without synchronizing the GPU.
 
-Where a channel goes from one GPU's memory to the other's (``cuda-ipc``, see ``docs/cuda_ipc.md``),
-the extension copies, waits and gives slots back, and this only says which stream computes. Else
-tensors go through the pinned memory of the host::
+If a channel connects the memories of two GPUs (``cuda-ipc``, see ``docs/cuda_ipc.md``), the
+extension copies, waits and returns slots, and this file only passes it the compute stream.
+Otherwise tensors go through pinned memory of the host::
 
     send      compute stream ── event ──> copy stream: tensor ──> slot ── event ──> worker: commit
     receive   slot ──> copy stream: tensor ── event ──> compute stream waits for it
-                                               └─────> worker: give the slot back
+                                               └─────> worker: return the slot
 
-A private stream in each direction lets copies overlap with computation. A worker thread per
-direction waits for their events, asleep and without the GIL, so that the executor never does.
+A private stream per direction lets copies overlap with computation. A worker thread per direction
+waits for their events, asleep and without the GIL, so that the executor never waits.
 
-Slots of shared memory are pinned when the channel is there: the driver can then copy to and from
-them by itself. Where that is refused (a limit on locked memory) and over networks copies still
-work, through the driver's own buffers, at its speed and with its waits.
+Slots of shared memory are pinned when the channel is open, so that the GPU copies to and from them
+directly. If that fails (a limit on locked memory), and over networks, copies go through buffers of
+the driver, which makes them slower and blocking.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ _DLPACK_HOST, _DLPACK_CUDA = (1, 0), 2
 
 
 class Staging:
-    """The GPU's part of a native transport.
+    """Copies the tensors of a native transport between GPU and channels.
 
     Args:
-        node: the ``_C.Node``. Its channels are used by the executor's thread and by a worker here,
-            one at a time.
-        device: the GPU.
-        peers: ranks with a channel.
-        send_from_host: sends a tensor of the host, its slot as it is.
+        node: The ``_C.Node``. The executor's thread and a worker here use its channels in turn.
+        device: Device of the GPU.
+        peers: Global ranks with a channel.
+        send_from_host: Function that sends a tensor of the host, without a copy if it is a slot.
     """
 
     def __init__(
@@ -53,18 +52,22 @@ class Staging:
     ) -> None:
         self._node = node
         self._send_from_host = send_from_host
-        self._place = _DLPACK_HOST  # as DLPack names the device
+        # Type and index of the device in DLPack.
+        self._dlpack_device = _DLPACK_HOST
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
-            self._place = _DLPACK_CUDA, index
+            self._dlpack_device = _DLPACK_CUDA, index
             device = torch.device("cuda", index)
         self._device = device
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
         self._pinned: list[int] = []
-        self._pinned_out: set[int] = set()  # peers to which this rank sends from pinned slots
-        self._slot_bytes: dict[int, int] = {}  # of peers whose channel goes between GPUs
-        self._lock = threading.Lock()  # of the node's channels
+        # This rank sends to these peers from pinned slots.
+        self._pinned_out: set[int] = set()
+        # Only peers whose channel connects two GPUs are listed.
+        self._slot_bytes: dict[int, int] = {}
+        # The lock guards the node's channels.
+        self._lock = threading.Lock()
         for peer in peers:
             info = node.info(peer)
             if info.get("gpu_path") == "cuda-ipc":
@@ -75,11 +78,11 @@ class Staging:
         self._releasing = Worker("host-to-device", self._failed, self._on_device)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialized memory of the device, to compute a payload into."""
+        """Returns an uninitialized tensor of the device for a payload."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Start the copy of a tensor; it leaves for ``peer`` when it is there."""
+        """Starts to copy a tensor to the host; a worker sends it to ``peer`` when it is there."""
         payload = settled(tensor.detach())
         code, variant = code_of(payload.dtype, payload.dim())
         if peer in self._slot_bytes:
@@ -90,9 +93,9 @@ class Staging:
             with self._lock:
                 host = self._node.reserve_tensor(peer, code, tuple(payload.shape))
         if host is None:
-            # Slots are not pinned, or none is free, or the payload is larger than one. A copy to
-            # memory that is not pinned would hold up this thread until the computation is done;
-            # from here the worker copies it into a slot.
+            # There is no free pinned slot that is large enough. A copy to unpinned memory would
+            # block this thread until the computation is done, so the worker copies the payload from
+            # this pinned memory into a slot.
             host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
         elif variant:
             host = host.view(payload.dtype)
@@ -101,17 +104,18 @@ class Staging:
         with torch.cuda.stream(self._out):
             host.copy_(payload, non_blocking=True)
             done.record()
-        payload.record_stream(self._out)  # its memory is not given to another before the copy
+        # The allocator must not reuse the payload's memory before the copy is done.
+        payload.record_stream(self._out)
 
-        def go() -> None:
+        def commit() -> None:
             done.synchronize()
             with self._lock:
                 self._send_from_host(peer, label, host)
 
-        self._committing.do(go)
+        self._committing.do(commit)
 
     def _send_between_gpus(self, peer: int, label: Label, payload: torch.Tensor) -> None:
-        """Hand a tensor to the extension; what no slot holds goes through the host, in its turn."""
+        """Passes a tensor to the extension, through the host if it does not fit into a slot."""
         stream = torch.cuda.current_stream(self._device)
         is_direct = 0 < payload.nbytes <= self._slot_bytes[peer]
         if not is_direct:
@@ -120,7 +124,8 @@ class Staging:
             with torch.cuda.stream(self._out):
                 host.copy_(payload, non_blocking=True)
             payload.record_stream(self._out)
-            payload, stream = host, self._out
+            payload = host
+            stream = self._out
         action = label.action
         tag = label.step, KIND_CODE[action.kind], action.chunk, action.microbatch
         with self._lock:
@@ -137,18 +142,21 @@ class Staging:
             )
 
     def lend(self, native: Any) -> Any:
-        """Return a payload that is on the device as a tensor, for the current stream.
+        """Returns a payload on the device as a tensor for the current stream.
 
-        Its slot goes back when this stream is past what it has to do when the tensor is dropped.
+        When the tensor is dropped, its slot is returned after the work that this stream has then.
         """
         stream = torch.cuda.current_stream(self._device)
-        return native.tensor_on(stream.cuda_stream, *self._place)
+        return native.tensor_on(stream.cuda_stream, *self._dlpack_device)
 
     def copy_out(self, take: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Copy what ``take`` gives, a payload on the device, to memory of its own.
+        """Copies a payload on the device out of its slot.
+
+        Args:
+            take: Function that returns the payload.
 
         Returns:
-            What returns the copy, which the stream that is current then waits for.
+            Function that returns the copy and makes the then current stream wait for it.
         """
         done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._in):
@@ -164,13 +172,13 @@ class Staging:
         return reach
 
     def receive(self, host: torch.Tensor) -> torch.Tensor:
-        """Return a payload on the device.
+        """Returns a payload of the host on the device.
 
-        The current stream waits for it; ``host``, a slot, is let go of when it is copied.
+        The current stream waits for the copy. ``host``, a slot, is released when it is copied.
         """
         done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._in):
-            # Memory of this stream: nothing computed before has to end first.
+            # The memory belongs to the copy stream, so the copy need not wait for computation.
             tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
             tensor.copy_(host, non_blocking=True)
             done.record()
@@ -178,7 +186,8 @@ class Staging:
         current.wait_event(done)
         tensor.record_stream(current)
 
-        def release(host: torch.Tensor = host) -> None:  # holds the slot until it ends
+        def release(host: torch.Tensor = host) -> None:
+            # The argument keeps the slot alive until the copy is done.
             done.synchronize()
 
         self._releasing.do(release)
@@ -189,12 +198,12 @@ class Staging:
         make_current(self._device)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all copies are done and handed on; false when the time passed."""
+        """Waits until all copies are done and sent; returns False if the time passed."""
         end_s = time.monotonic() + timeout_s
         return self._committing.flush(end_s) and self._releasing.flush(end_s)
 
     def close(self) -> None:
-        """Stop the threads and unpin the slots; nothing may be under way."""
+        """Stops the threads and unpins the slots. No message may be in progress."""
         self._committing.close()
         self._releasing.close()
         runtime = torch.cuda.cudart()
@@ -204,19 +213,19 @@ class Staging:
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Returns the context of a worker's thread."""
+        """Returns the context for the jobs of a worker."""
         self.make_current()
         yield
 
     def _pin(self, peer: int, info: Mapping[str, Any]) -> None:
-        """Locks the pages of a channel's slots, if it says where they are."""
+        """Locks the pages of a channel's slots if the channel provides their addresses."""
         with torch.cuda.device(self._device):
-            for way in ("send", "receive"):
-                address = info.get(f"{way}_address")
-                if not address or not lock_pages(address, info[f"{way}_bytes"], self._device):
+            for direction in ("send", "receive"):
+                address = info.get(f"{direction}_address")
+                if not address or not lock_pages(address, info[f"{direction}_bytes"], self._device):
                     continue
                 self._pinned.append(address)
-                if way == "send":
+                if direction == "send":
                     self._pinned_out.add(peer)
 
     def _failed(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Runs jobs in order in a thread, for the parts of a transport that wait for a device."""
+"""Runs jobs in order in a thread, for parts of a transport that wait for a device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Worker:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._failed = failed
         self._within = within
-        self._added = self._done = 0
+        self._added = 0
+        self._done = 0
         self._moved = threading.Condition()
         self._is_given_up = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -38,7 +39,7 @@ class Worker:
 
     @property
     def pending(self) -> int:
-        """Number of jobs that are not done."""
+        """Returns the number of jobs that are not done."""
         return self._added - self._done
 
     def do(self, job: Job) -> None:
@@ -69,7 +70,7 @@ class Worker:
             self._moved.notify_all()
 
     def close(self, limit_s: float | None = None) -> bool:
-        """Stops the thread after the jobs it has.
+        """Stops the thread after the jobs that it already has.
 
         Args:
             limit_s: Longest wait for the thread in seconds, ``None`` for no limit.
@@ -85,14 +86,16 @@ class Worker:
         try:
             with self._within():
                 self._do_jobs(self._do)
-        except Exception as error:  # there is no device or stream to work on
+        except Exception as error:
+            # There is no device or stream, so the jobs are dropped.
             self._failed(error)
             self._do_jobs(lambda job: None)
 
     def _do_jobs(self, do: Callable[[Job], None]) -> None:
         while (job := self._jobs.get()) is not None:
             do(job)
-            del job  # frees the memory that it holds
+            # The job's memory must be free before the next wait.
+            del job
             with self._moved:
                 self._done += 1
                 self._moved.notify_all()

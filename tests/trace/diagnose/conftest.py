@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
 from megatron.adaptive.trace.read import read_run
+from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 Say = Callable[..., Diagnosis]
 

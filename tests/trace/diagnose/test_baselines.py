@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.trace.diagnose.baselines import ALIKE, RankBaselines, rank_baselines
 from megatron.adaptive.trace.diagnose.samples import measure
 from megatron.adaptive.trace.read import read_run
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 from .conftest import NOISE
 

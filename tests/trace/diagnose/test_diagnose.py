@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose import CAUSES_FOUND, Diagnosis, diagnose
 from megatron.adaptive.trace.diagnose.finding import Finding
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.trace_format import trace_file_name
+from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 Say = Callable[..., Diagnosis]
 
@@ -88,7 +88,7 @@ def test_overloaded_experts_are_named_where_others_wait_for_them(tmp_path: Path)
     assert finding.factor == pytest.approx(500 / 350)
     assert finding.cost_ms == pytest.approx(30, rel=0.05)
     assert "rank 7 (stage 3, " in finding.headline
-    assert "has 1.43 times the mean of tokens" in finding.headline
+    assert "has 1.43 times the mean number of tokens" in finding.headline
     assert "--moe-aux-loss-coeff" in finding.advice[0]
 
 
@@ -200,5 +200,5 @@ def test_a_run_without_a_step_is_refused(tmp_path: Path) -> None:
     write_synthetic(tmp_path, SyntheticRun(iterations=1))
     for path in tmp_path.iterdir():
         path.write_text(path.read_text().split("\n", 1)[0] + "\n")
-    with pytest.raises(TraceError, match="holds no iteration"):
+    with pytest.raises(TraceError, match="contains no iteration"):
         diagnose(read_run(tmp_path))

@@ -68,7 +68,7 @@ def test_three_lines_around_a_loop_record_it(tmp_path: Path) -> None:
     found = what_if(run)
     assert run.ranks[1].header.dp_rank == 1
     assert found.slowest == (1,)
-    assert found.repairs[0].what.startswith("rank 1 (stage 0, replica 1) as fast as others")
+    assert found.repairs[0].description.startswith("rank 1 (stage 0, replica 1) as fast as others")
     assert "--balance-replicas" in found.repairs[0].flag
 
 
@@ -83,7 +83,7 @@ def test_a_file_that_is_cut_off_is_used_as_far_as_it_goes(copied: Path) -> None:
     path = copied / "rank0.json.gz"
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     run = read_profiles(copied)
-    assert "rank0.json.gz ends in the middle; what it has is used" in run.notes()
+    assert "rank0.json.gz ends in the middle; the events before that are used" in run.notes()
     assert run.ranks[0].iterations
 
 
@@ -224,7 +224,7 @@ def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
     )
     assert any("of no known kind: megatron.new.thing (6)" in note for note in found.notes())
     cut = load_run(spans_with(tmp_path / "cut", lambda text: text[: len(text) * 3 // 4]))
-    assert "spans.jsonl ends in the middle; what it has is used" in cut.notes()
+    assert "spans.jsonl ends in the middle; the events before that are used" in cut.notes()
     assert any("no trace of ranks 1" in note for note in cut.notes())
 
 
@@ -368,5 +368,5 @@ def test_a_refusal_lists_the_ranges(tmp_path: Path) -> None:
 )
 def test_an_impossible_head_is_named(head: dict[str, Any], tmp_path: Path) -> None:
     _write(tmp_path / "rank0.json", _loop(), **head)
-    with pytest.raises(TraceError, match="rank0.json: what it says of its rank and job is unread"):
+    with pytest.raises(TraceError, match="rank0.json: the data on its rank and job are unreadable"):
         read_profiles(tmp_path)

@@ -88,9 +88,9 @@ def test_chunks_and_unnumbered_microbatches() -> None:
     ("change", "message"),
     [
         ({"duration": None, "seq_id": None}, "lacks the columns duration, seq_id"),
-        ({"duration": -1.0}, "duration without a value from 0"),
-        ({"step": -1}, "step without a value from 0"),
-        ({"rank": -2}, "rank without a value from 0"),
+        ({"duration": -1.0}, "duration that are missing or below 0"),
+        ({"step": -1}, "step that are missing or below 0"),
+        ({"rank": -2}, "rank that are missing or below 0"),
         ({"start_ts": np.nan}, "start_ts without a value"),
         ({"stage": "first"}, "holds no numbers"),
         ({"gmc": 7}, "gmc .chunk in the model. is not mc"),
@@ -123,7 +123,7 @@ def test_unknown_kinds_are_counted_and_the_command_says_so(
     path = write_csv(table, tmp_path / "job.csv")
     assert main(["import", str(path), "--output", str(tmp_path / "traces")]) == 0
     said = capsys.readouterr()
-    assert "unknown kinds left out: moe-dispatch (2)" in said.err
+    assert "unknown kinds are left out: moe-dispatch (2)" in said.err
     assert "6 ranks (3 pipeline ranks x 2 replicas), iterations 5-6" in said.out
     with pytest.raises(TraceError, match="holds the traces of a run"):
         main(["import", str(path), "--output", str(tmp_path / "traces")])
@@ -134,7 +134,7 @@ def test_clocks_that_are_minutes_apart_are_put_right(make_job: Job) -> None:
     table["start_ts"] = table["start_ts"] + np.where(table["rank"] == 3, 300.0, 0.0)
     run, right = (run_of_columns(t, Path("job")) for t in (table, make_job()))
     assert run.notes() == [
-        "clocks of ranks 3 are up to 300 s apart; their first steps are taken to begin together"
+        "clocks of ranks 3 are up to 300 s apart; their first steps are assumed to begin together"
     ]
     assert abs(run.ranks[3].table().start_ns - right.ranks[3].table().start_ns).max() < 1e9
 

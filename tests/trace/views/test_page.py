@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.trace_format import trace_file_name
 from megatron.adaptive.trace.views import page
 from megatron.adaptive.trace.views.page import write_page
+from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 Make = Callable[..., RunTrace]
 

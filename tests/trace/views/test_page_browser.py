@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.trace.metrics import RunFigures, run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.views.page import write_page
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 from ...browser import complaints, opened_browser
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.recorder import Recorder
@@ -21,6 +20,7 @@ from megatron.adaptive.trace.step_view import pipeline_step
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Span, trace_file_name
 from megatron.adaptive.trace.views import perfetto
 from megatron.adaptive.trace.views.perfetto import perfetto_events, write_perfetto
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 from tests.trace.conftest import make_header, record, write_spans
 from tests.trace.views import event_rules as rules
 

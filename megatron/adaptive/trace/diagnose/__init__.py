@@ -1,9 +1,10 @@
-"""Names what slows a run: a rank, a link, the reading of data, spikes, uneven stages.
+"""Finds causes of slow steps: a rank, a link, the reading of data, spikes, uneven stages.
 
-- ``finding``    what a diagnosis says, for people and for programs
-- ``measured``   the times of a run that all tests look at, as arrays; medians, spreads, changes
-- ``baselines``  how far ranks are from what peers, the plan and their own past say of them
-- ``causes``     the tests: slow ranks, links, reading, spikes, uneven stages; what to do about it
+- ``finding``      results of a diagnosis, for people and for programs
+- ``samples``      measured times of a run as arrays; medians, spreads and changes of them
+- ``baselines``    compares each rank with its peers, the plan and its past
+- ``stage_costs``  times of layers on each stage, and the partition that fits them
+- ``causes``       tests for slow ranks, links, reading, spikes and uneven stages; remedies
 """
 
 from megatron.adaptive.trace.diagnose.causes import diagnose

@@ -1,16 +1,17 @@
 """Compares each rank with all other ranks, the plan and its own past.
 
-One model for all evidence. The logarithm of what a rank's work takes in an iteration, by the work
-that the plan gives it, is a sum of
+One model covers all evidence. A rank's time for its work in an iteration is divided by the planned
+work. The logarithm of this ratio is the sum of
 
-    a level that all have  +  the rank's own level     (machines differ: ALIKE)
-                           +  its stage's level        (the plan may be wrong; peers share it)
-                           +  the iteration's, of its replica   (long microbatches; stages share it)
-                           +  noise                    (estimated from the run)
+    a level that all ranks share  +  the rank's level      (machines differ: ALIKE)
+                                  +  its stage's level     (the plan may be wrong; shared by peers)
+                                  +  its replica's level in the iteration
+                                                           (long microbatches; shared by stages)
+                                  +  noise                 (estimated from the run)
 
-A fault is a shift of one rank in all iterations or in some. Its size and standard error follow by
-generalized least squares from everything else: peers, other stages and the rank's other iterations
-count as much as each is worth. Where there is no peer, no plan or no past, it counts for nothing.
+A fault is a shift of one rank in all or some iterations. Generalized least squares gives its size
+and standard error; they weight peers, other stages and the rank's other iterations by their
+certainty. Missing evidence (no peers, no plan or no past) gets no weight.
 """
 
 from __future__ import annotations
@@ -32,38 +33,39 @@ from megatron.adaptive.trace.diagnose.samples import (
 from megatron.adaptive.trace.span_columns import Ints
 
 ALIKE = 0.015
-"""Usual difference between ranks of one kind."""
+"""Standard deviation between ranks of the same kind, relative."""
 
 SEEN_BEFORE = 16
-"""That is believed as if so many ranks had been seen."""
+"""Number of ranks as many as which the assumption :data:`ALIKE` counts against the data."""
 
 UNSURE_OF_PLAN = 0.25
-"""By so much of it a plan may be wrong about what a stage holds beside its layers."""
+"""Relative uncertainty of the planned work of embedding and loss."""
 
 UNKNOWN = 10.0
-"""Standard deviation of what nothing is known about."""
+"""Standard deviation of a quantity about which nothing is known."""
 
 LEAST_NOISE = 0.004
-"""Least noise of an iteration to believe in."""
+"""Least standard deviation of an iteration that is assumed."""
 
 OF_TIME = 0.1
-"""A kind of action that takes less than this part of the work does not count."""
+"""Least fraction of the work that a kind of action must take to be used."""
 
 MOST_INTERVALS = 20_000_000
-"""Intervals of all ranks; with more, only those that last to the end are tried."""
+"""Largest number of intervals of all ranks; above it, only intervals up to the end are tried."""
 
 
 @dataclass(frozen=True)
 class Shift:
-    """A rank that takes longer than expected.
+    """Describes a rank that takes longer than expected in consecutive iterations.
 
     Attributes:
-        column: of the rank.
-        first: place of the first iteration that has it.
-        end: place after the last one.
-        size: by how much, logarithm.
-        error: its standard error.
-        doubt: square of the standard errors that chance alone reaches, as many places were tried.
+        column: Column of the rank.
+        first: Index of the first affected iteration.
+        end: Index after the last affected iteration.
+        size: Logarithm of the ratio of its time to the expected one.
+        error: Standard error of ``size``.
+        doubt: Square of the number of standard errors that chance reaches in all the intervals
+            tried.
     """
 
     column: int
@@ -75,19 +77,20 @@ class Shift:
 
     @property
     def excess(self) -> float:
-        """Squared standard errors beyond doubt."""
+        """Square of ``size`` in standard errors, less ``doubt``; above 0 it exceeds chance."""
         return (self.size / self.error) ** 2 - self.doubt
 
 
 @dataclass(eq=False)
 class RankBaselines:
-    """The model of a run's ranks.
+    """Models the times of a run's ranks.
 
     Attributes:
-        series: ``[iterations, ranks]``, logarithms.
-        by_kind: ``[iterations, ranks, 3]``, the same of F, B and W; NaN where that is little.
+        series: ``[iterations, ranks]``, logarithm of each rank's time by its planned work.
+        by_kind: ``[iterations, ranks, 3]``, the same for F, B and W; NaN for a kind that takes
+            little time.
         lasting: ``[ranks, ranks]``, covariance of the ranks' levels.
-        passing: ``[ranks, ranks]``, covariance of an iteration.
+        passing: ``[ranks, ranks]``, covariance within an iteration.
     """
 
     series: Floats
@@ -105,18 +108,18 @@ class RankBaselines:
         self._each = np.linalg.inv(self.passing)
 
     def distrust(self, column: int) -> None:
-        """Let a rank's level say nothing about others."""
+        """Removes the influence of a rank's level on the expectation for other ranks."""
         self.lasting[column, column] += 1.0
         self._invert()
 
     def remove(self, shift: Shift) -> None:
-        """Take a shift off the series, as if it had not been."""
+        """Subtracts a shift from the series."""
         self.series[shift.first : shift.end, shift.column] -= shift.size
 
     def errors(self) -> tuple[Floats, Floats]:
-        """``[ranks]`` twice: each rank's shift in all iterations, and its standard error."""
-        known = np.diagonal(self._level)
-        return self._level @ self.series.mean(axis=0) / known, 1 / np.sqrt(known)
+        """Returns each rank's shift and its standard error over all iterations, ``[ranks]``."""
+        precision = np.diagonal(self._level)
+        return self._level @ self.series.mean(axis=0) / precision, 1 / np.sqrt(precision)
 
     def kinds(self, shift: Shift) -> dict[str, float]:
         """Returns the size of a shift in each kind of action."""
@@ -132,63 +135,68 @@ class RankBaselines:
         mean = series.mean(axis=0)
         inside = shift.end - shift.first
         scores = (series[shift.first : shift.end] - mean) @ self._each[:, column]
-        found = inside / count * (self._level[column] @ mean) + scores.sum()
-        return float(found * self._information(column, inside) ** -1.0)
+        score = inside / count * (self._level[column] @ mean) + scores.sum()
+        return float(score * self._information(column, inside) ** -1.0)
 
     def _information(self, column: int, inside: Ints | int) -> Floats | float:
-        """Returns the precision (1 / variance) of a shift over so many iterations."""
+        """Returns the precision (1 / variance) of a shift over ``inside`` iterations."""
         count = len(self.series)
-        level, each = self._level[column, column], self._each[column, column]
-        known: Floats | float = (inside / count) ** 2 * level + inside * (1 - inside / count) * each
-        return known
+        level = self._level[column, column]
+        each = self._each[column, column]
+        part = inside / count
+        precision: Floats | float = part**2 * level + inside * (1 - part) * each
+        return precision
 
     def scan(self, least: float, sure: float) -> list[Shift]:
-        """The likeliest shift of each rank, whether it is likely or not.
+        """Returns the most likely shift of each rank, even if it may be chance.
 
         Args:
-            least: smaller ones do not count, logarithm.
-            sure: standard errors from which one that is there all the time is no chance, for a
-                few ranks; more is asked of what is one of many.
+            least: Least size of a shift, as a logarithm.
+            sure: Number of standard errors that chance does not reach, for a shift over all
+                iterations of few ranks. The limit rises with the number of ranks and intervals.
         """
         count, ranks = self.series.shape
         mean = self.series.mean(axis=0)
         level, each = self._level @ mean, (self.series - mean) @ self._each
         first, end = intervals(count, ended=count * count * ranks <= 2 * MOST_INTERVALS)
-        first, end = np.append(0, first), np.append(count, end)  # or all iterations
+        # The first interval contains all iterations.
+        first = np.append(0, first)
+        end = np.append(count, end)
         inside = end - first
         doubt = np.full(len(first), sure**2 + 2 * math.log(max(1.0, ranks / 4)))
         doubt += np.where(inside < count, 2 * math.log(count), 0.0)
         doubt += np.where(end < count, 2 * math.log(count), 0.0)
-        found = []
+        shifts = []
         for column in range(ranks):
             sums = np.concatenate([[0.0], np.cumsum(each[:, column])])
             scores = inside / count * level[column] + sums[end] - sums[first]
-            known = np.asarray(self._information(column, inside))
-            size = scores / known
+            precision = np.asarray(self._information(column, inside))
+            size = scores / precision
             excess = np.where(size >= least, size * scores - doubt, -np.inf)
             best = int(np.argmax(excess))
-            found.append(
+            shifts.append(
                 Shift(
                     column=column,
                     first=int(first[best]),
                     end=int(end[best]),
                     size=float(size[best]),
-                    error=float(known[best] ** -0.5),
+                    error=float(precision[best] ** -0.5),
                     doubt=float(doubt[best]) if excess[best] > -np.inf else math.inf,
                 )
             )
-        return found
+        return shifts
 
 
 def rank_baselines(m: Measured) -> RankBaselines:
-    """Fit the model to a run."""
+    """Fits the model to a run."""
+    num_ranks = len(m.headers)
     planned, unsure = _plan(m)
     logs = np.log(m.action_ns.astype(np.float64)) - planned[:, :, None, None]
     _level_microbatches(m, logs)
     medians = tame_mean(logs)
     share = np.nansum(middle(m.median_ns, axis=0), axis=(0, 1))
     share = np.where(share >= OF_TIME * share.sum(), share, 0.0)
-    # A chunk whose work is not known counts for as little as that is worth.
+    # The weight of a chunk follows from the uncertainty of its planned work.
     weights = 1 / (unsure**2 + ALIKE**2)
     weights /= weights.sum(axis=1, keepdims=True)
     by_kind = _weighted(medians, weights[None, :, :, None], axis=2)
@@ -200,38 +208,38 @@ def rank_baselines(m: Measured) -> RankBaselines:
     baselines = RankBaselines(
         series=series,
         by_kind=np.stack([_filled(by_kind[:, :, k]) for k in range(3)], axis=2),
-        lasting=together + ALIKE**2 * np.eye(len(m.places)),
+        lasting=together + ALIKE**2 * np.eye(num_ranks),
         passing=passing,
     )
-    if len(m.places) >= SEEN_BEFORE:
+    if num_ranks >= SEEN_BEFORE:
         sizes, errors = baselines.errors()
         wide = min(9.0, max(1.0, float(spread(sizes / errors)) ** 2))
-        part = len(m.places) / (SEEN_BEFORE + len(m.places))
-        baselines.lasting += part * (wide - 1) * ALIKE**2 * np.eye(len(m.places))
+        part = num_ranks / (SEEN_BEFORE + num_ranks)
+        baselines.lasting += part * (wide - 1) * ALIKE**2 * np.eye(num_ranks)
         baselines._invert()
     return baselines
 
 
 def _plan(m: Measured) -> tuple[Floats, Floats]:
-    """``[ranks, chunks]`` twice: logarithm of planned work, and how far it may be off."""
-    planned = np.zeros((len(m.places), m.num_chunks))
+    """Returns the logarithm of the planned work and its uncertainty, ``[ranks, chunks]`` each."""
+    planned = np.zeros((len(m.headers), m.num_chunks))
     unsure = np.full(planned.shape, UNKNOWN)
     for column, stages in enumerate(m.stages):
         for chunk, stage in enumerate(stages[: m.num_chunks]):
-            held = m.work[stage] if m.work else 0.0
-            if held <= 0:
+            work = m.work[stage] if m.work else 0.0
+            if work <= 0:
                 continue
-            planned[column, chunk] = math.log(held)
+            planned[column, chunk] = math.log(work)
             if m.layers:
-                beside = max(0.0, held - m.layers[stage])
-                unsure[column, chunk] = math.log1p(UNSURE_OF_PLAN * beside / held)
+                extra = max(0.0, work - m.layers[stage])
+                unsure[column, chunk] = math.log1p(UNSURE_OF_PLAN * extra / work)
     return planned, unsure
 
 
 def _level_microbatches(m: Measured, logs: Floats) -> None:
-    """Take off what a microbatch is longer than others of its iteration on all stages.
+    """Subtracts the part of a microbatch's duration that is common to all stages.
 
-    The mean over an iteration stays: it has its place in the model.
+    Only the difference from the iteration's mean is subtracted; the model has a term for the mean.
     """
     usual = middle(logs, axis=(0, 4))
     for pipeline in m.replicas.values():
@@ -239,64 +247,65 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
         common = middle(rest, axis=(1, 2, 3))
         entries = max(1, int(np.isfinite(usual[pipeline]).sum()))
         alone = 1.57 * float(middle(spread(rest, axis=-1))) ** 2 / entries
-        all_of_it = float(spread(common.ravel())) ** 2
-        believed = max(0.0, 1 - alone / all_of_it) if all_of_it > 0 else 0.0
-        known = np.isfinite(common)
-        mean = np.nansum(common, axis=1) / np.maximum(1, known.sum(axis=1))
-        common = np.where(known, common - mean[:, None], 0.0)
-        logs[:, pipeline] -= believed * common[:, None, None, None, :]
+        variance = float(spread(common.ravel())) ** 2
+        # Noise alone also gives a common part, so only the share beyond it is subtracted.
+        weight = max(0.0, 1 - alone / variance) if variance > 0 else 0.0
+        is_measured = np.isfinite(common)
+        mean = np.nansum(common, axis=1) / np.maximum(1, is_measured.sum(axis=1))
+        common = np.where(is_measured, common - mean[:, None], 0.0)
+        logs[:, pipeline] -= weight * common[:, None, None, None, :]
 
 
 def _passing(m: Measured, series: Floats, sampling: Floats) -> Floats:
-    """Covariance of an iteration: noise of each rank, and what a replica's ranks share."""
-    ranks = len(m.places)
-    own = np.zeros(ranks)
+    """Returns the covariance within an iteration: each rank's noise and the replica's noise."""
+    ranks = len(m.headers)
+    own_noise = np.zeros(ranks)
     shared = []
     for pipeline in m.replicas.values():
         count = len(pipeline)
         rest = series[:, pipeline] - np.median(series[:, pipeline], axis=0)
         common = rest.mean(axis=1, keepdims=True) if count > 1 else np.zeros((len(rest), 1))
         part = math.sqrt(count / (count - 1)) if count > 1 else 1.0
-        own[pipeline] = [noise(column) * part for column in (rest - common).T]
+        own_noise[pipeline] = [noise(column) * part for column in (rest - common).T]
         shared.append((noise(common[:, 0]), count))
-    usual = float(np.sqrt(np.mean(own**2))) if ranks else 0.0
-    usual = min(usual, 1.3 * float(np.median(own)))
+    usual = float(np.sqrt(np.mean(own_noise**2))) if ranks else 0.0
+    usual = min(usual, 1.3 * float(np.median(own_noise)))
     least = np.maximum(max(usual, LEAST_NOISE), sampling)
-    sigma = np.where(own > 2 * usual, np.maximum(own, least), least)
+    sigma = np.where(own_noise > 2 * usual, np.maximum(own_noise, least), least)
     common_var = float(np.mean([max(0.0, rough**2 - usual**2 / count) for rough, count in shared]))
     covariance: Floats = np.diag(sigma**2) + common_var * _same(m, m.replicas)
     return covariance
 
 
 def _sampling(logs: Floats) -> Floats:
-    """``[ranks]``: the noise of an iteration that its actions' own noise makes."""
+    """Returns the noise of an iteration that follows from the noise of its actions, ``[ranks]``."""
     within = middle(spread(logs, axis=-1), axis=(0, 2, 3))
     entries = np.isfinite(logs).sum(axis=(2, 3, 4)).mean(axis=0)
-    found: Floats = np.nan_to_num(within) / np.sqrt(np.maximum(1.0, entries))
-    return found
+    sampling: Floats = np.nan_to_num(within) / np.sqrt(np.maximum(1.0, entries))
+    return sampling
 
 
-def _same(m: Measured, groups: dict[tuple[int, int], list[int]]) -> Floats:
-    """``[ranks, ranks]``: 1 where two ranks are of one group."""
-    same = np.zeros((len(m.places), len(m.places)))
+def _same(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> Floats:
+    """Returns a matrix ``[ranks, ranks]`` that is 1 if two ranks are in the same group."""
+    same = np.zeros((len(m.headers), len(m.headers)))
     for group in groups.values():
         same[np.ix_(group, group)] = 1.0
     return same
 
 
 def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
-    """The weighted mean of what is known, NaN where nothing is."""
-    known = np.isfinite(values) * weights
-    sums = (np.nan_to_num(values) * known).sum(axis=axis)
-    total = known.sum(axis=axis)
-    found: Floats = np.where(total > 0, sums / np.where(total > 0, total, 1.0), np.nan)
-    return found
+    """Returns the weighted mean of the finite values, NaN if there are none."""
+    used = np.isfinite(values) * weights
+    sums = (np.nan_to_num(values) * used).sum(axis=axis)
+    total = used.sum(axis=axis)
+    mean: Floats = np.where(total > 0, sums / np.where(total > 0, total, 1.0), np.nan)
+    return mean
 
 
 def _filled(series: Floats) -> Floats:
-    """Fills gaps with the rank's usual value and replaces momentary outliers by their neighbours.
+    """Fills gaps with the rank's median and clips momentary outliers to their neighbours.
 
-    A rank of which nothing is known is as usual for all.
+    A rank without any value gets the median of all ranks.
     """
     usual = middle(series, axis=0)
     usual = np.where(np.isfinite(usual), usual, middle(series))

@@ -9,20 +9,25 @@ from typing import Any
 from megatron.adaptive.trace.read import describe_numbers
 
 CAUSES_FOUND = (
-    *("slow rank", "slow link", "slow data", "spikes", "uneven stages", "overloaded experts"),
+    "slow rank",
+    "slow link",
+    "slow data",
+    "spikes",
+    "uneven stages",
+    "overloaded experts",
 )
 """Causes of findings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """When something was so.
+    """Describes in which iterations a finding holds.
 
     Attributes:
-        first: first iteration that has it.
-        last: last one.
-        kind: ``lasting`` (in all that were looked at), ``begun`` (from ``first`` on), ``passed``
-            (from ``first`` to ``last``) or ``spikes`` (now and then).
+        first: First affected iteration.
+        last: Last affected iteration.
+        kind: ``lasting`` (all iterations of the diagnosis), ``begun`` (from ``first`` on),
+            ``passed`` (from ``first`` to ``last``) or ``spikes`` (now and then).
     """
 
     first: int
@@ -40,26 +45,27 @@ class Period:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that slows a run.
+    """Describes one cause of slow steps.
 
     Attributes:
-        cause: one of :data:`CAUSES_FOUND`.
-        ranks: global ranks; of a link its sender and its receiver.
-        stages: pipeline stages on these ranks.
-        hosts: their machines, by rank.
-        factor: how many times as long the work takes, of experts how many times the mean number of
-            tokens they have; ``None`` where ``delay_ms`` says it.
-        delay_ms: how much later a message, a microbatch or an action is; of experts, how much
-            longer others stand in exchanges for each microbatch.
-        period: when.
-        against: what it was compared with: ``peers``, ``plan``, ``history`` or ``others``.
-        confidence: 0.5 to 0.99, how sure it is that this is so and no chance.
-        counts: the spans it rests on: iterations, and actions, messages or reads.
-        detail: figures that show it, one line.
-        cost_ms: what a step would take less without it, milliseconds, by simulation.
-        cost_fraction: the same as a part of the step: the gain of mending it.
-        advice: what to do, a sentence each, the best first.
-        partition: layers per stage that make the best of it, empty where unknown or no better.
+        cause: One of :data:`CAUSES_FOUND`.
+        ranks: Global ranks; for a link its sender and its receiver.
+        stages: Pipeline stages on these ranks.
+        hosts: Machine of each of these ranks.
+        factor: Ratio of the work's time to the expected one; for experts the ratio of their tokens
+            to the mean. ``None`` if ``delay_ms`` is used instead.
+        delay_ms: Delay of each message, microbatch or action; for experts the additional time that
+            others wait in exchanges for each microbatch.
+        period: Affected iterations.
+        against: Reference of the comparison: ``peers``, ``plan``, ``history`` or ``others``.
+        confidence: Probability that this is not chance, 0.5 to 0.99.
+        counts: Number of iterations, and of actions, messages or reads, that were compared.
+        detail: Further figures, one line.
+        cost_ms: Time in ms by which a step would be shorter without it, by simulation.
+        cost_fraction: The same as a fraction of the step.
+        advice: Remedies, a sentence each, the best first.
+        partition: Layers per stage that suit the measured speeds best, empty if unknown or not
+            better than the present partition.
     """
 
     cause: str
@@ -80,17 +86,17 @@ class Finding:
 
     @property
     def headline(self) -> str:
-        """One line: cause, culprit, size, when."""
+        """Line with cause, culprit, size and affected iterations."""
         return f"{self.cause}: {self._culprit()} {self._size()} {self.period}"
 
     def format(self) -> str:
-        """A few lines for people."""
-        counted = ", ".join(f"{count} {what}" for what, count in self.counts.items())
+        """Returns some lines of text for people."""
+        counted = ", ".join(f"{count} {unit}" for unit, count in self.counts.items())
         lines = [
             self.headline,
             f"  without it a step takes {self.cost_ms:.3g} ms less ({self.cost_fraction:.1%}); "
-            f"confidence {self.confidence:.0%}, against {self.against}",
-            f"  rests on {counted}{': ' if self.detail else ''}{self.detail}",
+            f"confidence {self.confidence:.0%}, compared with {self.against}",
+            f"  from {counted}{': ' if self.detail else ''}{self.detail}",
         ]
         lines += [f"  {'do' if not n else 'or'}: {text}" for n, text in enumerate(self.advice)]
         return "\n".join(lines)
@@ -106,16 +112,16 @@ class Finding:
 
     def _size(self) -> str:
         if self.cause == "overloaded experts":
-            return f"has {self.factor:.2f} times the mean of tokens"
+            return f"has {self.factor:.2f} times the mean number of tokens"
         if self.factor is not None:
             verb = "take" if self.cause == "uneven stages" and len(self.stages) > 1 else "takes"
             return f"{verb} {self.factor:.2f} times as long"
-        what, more = {
+        verb, comparison = {
             "slow link": ("messages are", "late"),
             "slow data": ("reading takes each microbatch", "more"),
             "spikes": ("has actions that take", "more"),
         }[self.cause]
-        return f"{what} {self.delay_ms:.3g} ms {more}"
+        return f"{verb} {self.delay_ms:.3g} ms {comparison}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,14 +129,14 @@ class Diagnosis:
     """Holds the findings of a run.
 
     Attributes:
-        findings: the dearest first; empty where nothing stands out.
-        iterations: the iterations looked at.
-        num_ranks: how many ranks have traces.
-        counts: what there was to look at: actions and messages.
-        step_ms: median length of a step.
-        notes: what who reads this must know about the trace; not part of :meth:`format`.
-        pace_ns: what each rank takes for a microbatch, by the layers that it holds; empty where the
-            trace does not say how many these are.
+        findings: Findings, the most costly first; empty if the run has none.
+        iterations: Numbers of the iterations that were examined.
+        num_ranks: Number of ranks that have traces.
+        counts: Number of actions and messages that were examined.
+        step_ms: Median duration of a step in ms.
+        notes: Caveats about the trace; :meth:`format` leaves them out.
+        pace_ns: Time of each rank for a microbatch divided by its number of layers; empty if the
+            trace does not say how many layers it has.
     """
 
     findings: tuple[Finding, ...]
@@ -142,8 +148,8 @@ class Diagnosis:
     pace_ns: tuple[float, ...] = ()
 
     def format(self) -> str:
-        """Some lines for people."""
-        counted = ", ".join(f"{count} {what}" for what, count in self.counts.items())
+        """Returns some lines of text for people."""
+        counted = ", ".join(f"{count} {unit}" for unit, count in self.counts.items())
         head = (
             f"{len(self.findings) or 'no'} finding{'s' * (len(self.findings) != 1)} in iterations "
             f"{describe_numbers(self.iterations)} of {self.num_ranks} ranks "
@@ -152,9 +158,9 @@ class Diagnosis:
         return "\n".join([head, *(f.format() for f in self.findings)])
 
     def to_json(self) -> dict[str, Any]:
-        """The same as numbers and words that ``json.dumps`` takes."""
-        found = asdict(self)
-        for one, finding in zip(found["findings"], self.findings, strict=True):
-            one["period"]["text"] = str(finding.period)
-            one |= {"headline": finding.headline, "text": finding.format()}
-        return found
+        """Returns the diagnosis as values that ``json.dumps`` accepts."""
+        result = asdict(self)
+        for fields, finding in zip(result["findings"], self.findings, strict=True):
+            fields["period"]["text"] = str(finding.period)
+            fields |= {"headline": finding.headline, "text": finding.format()}
+        return result

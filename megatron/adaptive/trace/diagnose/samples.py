@@ -1,4 +1,4 @@
-"""The times of a run as arrays, and statistics of them that a few odd numbers do not move."""
+"""Collects the times of a run in arrays, and computes statistics that are robust to outliers."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, IterationStart, 
 Floats = npt.NDArray[np.floating[Any]]
 
 MOST_ITERATIONS = 200
-"""Of a longer run so many are looked at, evenly spread."""
+"""Largest number of iterations in a diagnosis; of a longer run an evenly spread sample is used."""
 
 MOST_SPANS = 4_000_000
-"""And fewer where they hold more spans than this."""
+"""Largest number of spans in a diagnosis; with more, fewer iterations are used."""
 
 MOST_MESSAGE_SPANS = 1_500_000
-"""Of these iterations messages are matched in so many as hold this many spans."""
+"""Largest number of spans in which messages are matched; with more, in fewer iterations."""
 
 FIRST_STEPS = 1
-"""So many first iterations of a process are left out: they set up what others reuse."""
+"""Number of first iterations to leave out: they include setup that later ones do not need."""
 
 _KINDS = len(DRAWN_ACTIONS)
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """The times of some iterations.
+    """Holds the times of some iterations.
 
     Attributes:
-        places: headers of the ranks, by column of the arrays.
-        stages: pipeline stages of the ranks, by column.
-        iterations: ``[iterations]``, their numbers.
-        num_microbatches: of the last of them.
-        num_chunks: per rank.
-        layers: per stage, empty where the trace does not say it.
-        work: per stage, see ``TraceHeader.work``.
-        action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, F, B and W without the
-            reading of data within them, pieces of a W added up; NaN for what there is none of.
-        read_ns: ``[iterations, ranks]``, reading of data.
-        reads: ``[iterations, ranks]``, how often.
-        step_ns: ``[iterations]``, first action to last, longest pipeline.
-        messages: of some iterations.
-        clock_error_ns: how far two ranks' clocks may be apart beyond what is known.
-        experts: of each rank, markers of the iterations in which it says what its experts did.
+        headers: Trace header of each rank, by column of the arrays.
+        stages: Pipeline stages of each rank, by column.
+        iterations: ``[iterations]``, numbers of the iterations.
+        num_microbatches: Number of microbatches of the last iteration.
+        num_chunks: Chunks per rank.
+        layers: Layers of each stage, empty if the trace does not say it.
+        work: Planned work of each stage, see ``TraceHeader.work``.
+        action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, durations of F, B and W
+            without the reading of data within them; pieces of a W are summed; NaN for none.
+        read_ns: ``[iterations, ranks]``, total time of reading data.
+        reads: ``[iterations, ranks]``, number of reads.
+        step_ns: ``[iterations]``, time from the first to the last action of the longest pipeline.
+        messages: Messages of some of the iterations.
+        clock_error_ns: Largest remaining error between the clocks of two ranks.
+        experts: Markers of the iterations in which each rank recorded the load of its experts.
     """
 
-    places: tuple[TraceHeader, ...]
+    headers: tuple[TraceHeader, ...]
     stages: tuple[tuple[int, ...], ...]
     iterations: Ints
     num_microbatches: int
@@ -76,46 +76,47 @@ class Measured:
 
     @cached_property
     def median_ns(self) -> Floats:
-        """``[iterations, ranks, chunks, 3]``: medians over microbatches, NaN for none."""
-        found: Floats = middle(self.action_ns, axis=-1)
-        return found
+        """``[iterations, ranks, chunks, 3]``, medians over microbatches, NaN for none."""
+        medians: Floats = middle(self.action_ns, axis=-1)
+        return medians
 
     @cached_property
     def microbatch_ns(self) -> Floats:
-        """``[ranks]``: how long all work of one microbatch takes a rank."""
-        found: Floats = np.nansum(middle(self.median_ns, axis=0), axis=(1, 2))
-        return found
+        """``[ranks]``, time of a rank for all work of one microbatch."""
+        totals: Floats = np.nansum(middle(self.median_ns, axis=0), axis=(1, 2))
+        return totals
 
     @property
     def num_actions(self) -> int:
-        """Counts the measured actions."""
+        """Number of measured actions."""
         return int(np.isfinite(self.action_ns).sum())
 
     @property
     def step(self) -> float:
-        """Median length of a step in ns."""
+        """Median duration of a step in ns."""
         return float(np.median(self.step_ns)) if len(self.step_ns) else 0.0
 
     @cached_property
     def column(self) -> dict[int, int]:
-        """Column by global rank."""
-        return {place.rank: number for number, place in enumerate(self.places)}
+        """Column of each global rank."""
+        return {header.rank: column for column, header in enumerate(self.headers)}
 
     @cached_property
-    def replicas(self) -> dict[tuple[int, int], list[int]]:
+    def replicas(self) -> dict[tuple[int, ...], list[int]]:
         """Columns of each pipeline, by its data- and tensor-parallel position."""
         return self._grouped("dp_rank", "tp_rank")
 
     @cached_property
-    def peers(self) -> dict[tuple[int, int], list[int]]:
-        """Columns of ranks that do the same work on other data, by stage and tensor position."""
+    def peers(self) -> dict[tuple[int, ...], list[int]]:
+        """Columns of ranks that do the same work on other data, by pipeline and tensor position."""
         return self._grouped("pp_rank", "tp_rank")
 
-    def _grouped(self, one: str, other: str) -> dict[tuple[int, int], list[int]]:
-        found: dict[tuple[int, int], list[int]] = {}
-        for number, place in enumerate(self.places):
-            found.setdefault((getattr(place, one), getattr(place, other)), []).append(number)
-        return found
+    def _grouped(self, *axes: str) -> dict[tuple[int, ...], list[int]]:
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for column, header in enumerate(self.headers):
+            position = tuple(getattr(header, axis) for axis in axes)
+            groups.setdefault(position, []).append(column)
+        return groups
 
     def finding(
         self, cause: str, columns: Sequence[int], iterations: Ints, **evidence: Any
@@ -123,12 +124,13 @@ class Measured:
         """Makes a finding about some ranks.
 
         Args:
-            cause: see :class:`Finding`.
-            columns: of the ranks.
-            iterations: numbers of those that have it, ascending.
-            evidence: further fields of the finding; ``counts`` besides the iterations.
+            cause: Cause, see :class:`Finding`.
+            columns: Columns of the ranks.
+            iterations: Numbers of the affected iterations, ascending.
+            evidence: Further fields of the finding; the number of iterations is added to
+                ``counts``.
         """
-        places = [self.places[column] for column in columns]
+        headers = [self.headers[column] for column in columns]
         first, last = iterations[[0, -1]].tolist()
         kind = "lasting" if first == self.iterations[0] else "begun"
         if cause == "spikes":
@@ -138,23 +140,23 @@ class Measured:
         evidence["counts"] = {"iterations": len(iterations), **evidence["counts"]}
         return Finding(
             cause=cause,
-            ranks=tuple(place.rank for place in places),
+            ranks=tuple(header.rank for header in headers),
             stages=tuple(sorted({stage for column in columns for stage in self.stages[column]})),
-            hosts=tuple(place.host for place in places),
+            hosts=tuple(header.host for header in headers),
             period=Period(first=first, last=last, kind=kind),
             **evidence,
         )
 
 
 def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
-    """Read what a diagnosis needs.
+    """Reads the times that a diagnosis needs.
 
     Args:
-        run: the run.
-        iterations: only these; ``None`` for all but the first.
+        run: Run to read.
+        iterations: Numbers of the iterations; ``None`` for all except the first.
 
     Raises:
-        TraceError: a file is damaged, or the iterations hold no action.
+        TraceError: A file is damaged, or the iterations have no action.
     """
     ranks = sorted(run.ranks)
     chosen = np.array(_choose(run, iterations), dtype=np.int64)
@@ -169,25 +171,25 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     for number, rank in enumerate(ranks):
         table = run.ranks[rank].table(chosen.tolist())
         _fill(action_ns[:, number], table, chosen)
-        places = np.searchsorted(chosen, table.iteration)
+        rows = np.searchsorted(chosen, table.iteration)
         data = table.where("data")
-        np.add.at(read_ns[:, number], places[data], table.duration_ns[data])
-        np.add.at(reads[:, number], places[data], 1)
+        np.add.at(read_ns[:, number], rows[data], table.duration_ns[data])
+        np.add.at(reads[:, number], rows[data], 1)
         drawn = table.where(*DRAWN_ACTIONS)
-        np.minimum.at(begins[:, number], places[drawn], table.start_ns[drawn])
-        np.maximum.at(ends[:, number], places[drawn], table.end_ns[drawn])
-        wanted = table.where("send", "receive") & np.isin(table.iteration, shown)
-        tables[rank] = table.take(wanted)
+        np.minimum.at(begins[:, number], rows[drawn], table.start_ns[drawn])
+        np.maximum.at(ends[:, number], rows[drawn], table.end_ns[drawn])
+        is_message = table.where("send", "receive") & np.isin(table.iteration, shown)
+        tables[rank] = table.take(is_message)
     if not np.isfinite(action_ns).any():
-        raise TraceError(f"{run.origin} holds no F, B or W of the iterations asked for")
+        raise TraceError(f"{run.origin} contains no F, B or W in these iterations")
     headers = [run.ranks[rank].header for rank in ranks]
     pipelines = np.array([(header.dp_rank, header.tp_rank) for header in headers])
-    members = [(pipelines == one).all(axis=1) for one in np.unique(pipelines, axis=0)]
-    # Clocks of two pipelines never mix.
-    steps = [ends[:, mine].max(axis=1) - begins[:, mine].min(axis=1) for mine in members]
+    members = [(pipelines == pipeline).all(axis=1) for pipeline in np.unique(pipelines, axis=0)]
+    # Steps are measured per pipeline, so that clocks of different pipelines are not compared.
+    steps = [ends[:, ranks].max(axis=1) - begins[:, ranks].min(axis=1) for ranks in members]
     last = max(counts)
     return Measured(
-        places=tuple(headers),
+        headers=tuple(headers),
         stages=tuple(stages_of_rank(header, header.pp_rank) for header in headers),
         iterations=chosen,
         num_microbatches=counts[last],
@@ -205,45 +207,51 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
 
 
 def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
-    """The iterations to look at: complete ones, not the first, not too many."""
+    """Returns the iterations to examine: complete ones, not the first, and not too many."""
     if iterations is not None:
-        wanted = sorted(set(iterations))
-        for iteration in wanted:
+        candidates = sorted(set(iterations))
+        for iteration in candidates:
             run.require_iteration(iteration)
-        found = wanted
     else:
-        found = list(run.complete_iterations(None) or run.iterations)
-        found = found[FIRST_STEPS:] if len(found) > 2 * FIRST_STEPS else found
-    if not found:
-        raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
-    some = thinned(np.array(found), len(found), MOST_ITERATIONS)
-    kept: list[int] = thinned(some, run.num_spans(some.tolist()), MOST_SPANS).tolist()
+        candidates = list(run.complete_iterations(None) or run.iterations)
+        if len(candidates) > 2 * FIRST_STEPS:
+            candidates = candidates[FIRST_STEPS:]
+    if not candidates:
+        raise TraceError(f"{run.origin} contains no iteration; the run ended before its first one")
+    sample = thinned(np.array(candidates), len(candidates), MOST_ITERATIONS)
+    kept: list[int] = thinned(sample, run.num_spans(sample.tolist()), MOST_SPANS).tolist()
     return kept
 
 
 def thinned(iterations: Ints, spans: int, most: int) -> Ints:
-    """Returns as many of them, evenly spread, as hold not too many spans; one at least."""
+    """Returns an evenly spread sample of iterations with at most ``most`` spans, at least one.
+
+    Args:
+        iterations: Numbers of the iterations.
+        spans: Number of their spans.
+        most: Largest number of spans of the sample.
+    """
     keep = max(1, min(len(iterations), len(iterations) * most // max(1, spans)))
     return iterations[np.linspace(0, len(iterations) - 1, keep).astype(np.int64)]
 
 
 def _fill(action_ns: Floats, table: TraceTable, iterations: Ints) -> None:
-    """Put a rank's actions into ``[iterations, chunks, 3, microbatches]``."""
+    """Writes a rank's durations into ``action_ns``, ``[iterations, chunks, 3, microbatches]``."""
     drawn = table.where(*DRAWN_ACTIONS)
     pure = compute_ns(table)[drawn]
     actions = table.take(drawn)
-    place = np.searchsorted(iterations, actions.iteration)
+    row = np.searchsorted(iterations, actions.iteration)
     _, chunks, kinds, microbatches = action_ns.shape
     fits = (actions.chunk < chunks) & (actions.microbatch < microbatches)
-    key = ((place * chunks + actions.chunk) * kinds + actions.kind) * microbatches
+    key = ((row * chunks + actions.chunk) * kinds + actions.kind) * microbatches
     key = (key + actions.microbatch)[fits]
     total = np.bincount(key, weights=pure[fits], minlength=action_ns.size)
-    some = np.bincount(key, minlength=action_ns.size) > 0
-    action_ns[...] = np.where(some & (total > 0), total, np.nan).reshape(action_ns.shape)
+    is_measured = np.bincount(key, minlength=action_ns.size) > 0
+    action_ns[...] = np.where(is_measured & (total > 0), total, np.nan).reshape(action_ns.shape)
 
 
 def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
-    """Returns what the headers say about stages, if they say it and agree."""
+    """Returns a field of the headers with a value per stage; empty if it is missing or differs."""
     values: set[tuple[Any, ...]] = {getattr(header, name) for header in headers}
     stages = headers[0].num_ranks * headers[0].num_chunks
     value = next(iter(values))
@@ -251,7 +259,7 @@ def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
 
 
 def _clock_error(run: RunTrace) -> float:
-    """Half the fastest exchange of the worst clock; a second where a clock was not measured."""
+    """Returns half the fastest exchange of the worst clock; 1 s if a clock was not measured."""
     clocks = run.alignment.clocks[1:]
     if not clocks:
         return 0.0
@@ -259,32 +267,32 @@ def _clock_error(run: RunTrace) -> float:
 
 
 NORMAL = 1.4826
-"""Standard deviation by median absolute deviation, for a normal distribution."""
+"""Ratio of standard deviation to median absolute deviation for a normal distribution."""
 
 FROM_END = 4
-"""A change is looked for where it leaves so many numbers on either side."""
+"""Least number of values on either side of a change."""
 
 PASSED = 6
-"""And what ended again must have lasted so many: something else ran for a moment."""
+"""Least number of values in an interval that ends before the series does."""
 
 TO_THE_END = 0.85
-"""A shift that lasts to the end is preferred to one that ended, if it is nearly as likely."""
+"""Ratio of scores from which an interval that lasts to the end is preferred to the best one."""
 
 APART = 0.2
-"""The lower quartile inside is above the upper one outside by so much of the rise."""
+"""Least gap, as a fraction of the rise, between lower quartile inside and upper one outside."""
 
 TAME = 1.75
-"""Plain numbers are within so many standard deviations."""
+"""Number of standard deviations from the median to which :func:`tame_mean` clips values."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Locates a part of a series whose numbers were higher.
+    """Locates a part of a series whose values are higher than the others.
 
     Attributes:
-        inside: its places.
-        rise: median within minus median outside.
-        score: that difference in standard errors.
+        inside: Indices of the part.
+        rise: Median inside minus median outside.
+        score: Difference of the means in standard errors.
     """
 
     inside: slice
@@ -293,45 +301,44 @@ class Interval:
 
 
 def middle(values: Floats, axis: int | tuple[int, ...] | None = None) -> Any:
-    """The median without NaN; NaN where there is nothing else."""
+    """Returns the median without NaN; NaN if there is no other value."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of an empty slice
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about empty slices
         return np.nanmedian(values, axis=axis)
 
 
 def spread(values: Floats, axis: int | None = None) -> Any:
-    """The standard deviation that the median absolute deviation stands for."""
+    """Estimates the standard deviation from the median absolute deviation."""
     centre = middle(values, axis)
     centre = centre if axis is None else np.expand_dims(centre, axis)
     return NORMAL * middle(np.abs(values - centre), axis)
 
 
 def tame_mean(values: Floats) -> Floats:
-    """The mean over the last axis, wild numbers taken for as far off as plain ones get.
+    """Returns the mean over the last axis, with outliers clipped.
 
-    Of plain numbers it is surer than the median, and of some wild ones as sure.
+    It is more exact than the median, and as robust to a few outliers.
 
     Args:
-        values: ``[n, ..., m]``; NaN for none. How far plain numbers get is the same along the first
-            axis.
+        values: ``[n, ..., m]``; NaN for none. The limits of clipping are common to the first axis.
 
     Returns:
-        ``[n, ...]``, NaN where there is nothing.
+        ``[n, ...]``, NaN if there is no value.
     """
     centre = middle(values, axis=-1)[..., None]
     reach = TAME * middle(spread(values, axis=-1), axis=0)[None, ..., None]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of an empty slice
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about empty slices
         return np.asarray(np.nanmean(np.clip(values, centre - reach, centre + reach), axis=-1))
 
 
 def noise(series: Floats) -> float:
-    """The standard deviation of a series around whatever level it has at a time.
+    """Estimates the standard deviation of a series around its present level.
 
-    From differences of neighbours, so that a change of the level does not count.
+    The estimate uses differences of neighbours, so that a change of the level does not matter.
 
     Args:
-        series: ``[n]`` without NaN; 0 is returned for fewer than three.
+        series: ``[n]`` without NaN; the result is 0 for fewer than three values.
     """
     if len(series) < 3:
         return 0.0
@@ -339,11 +346,11 @@ def noise(series: Floats) -> float:
 
 
 def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
-    """Returns first and end of the parts of a series in which it may be another.
+    """Returns the first indices and the ends of all intervals in which to look for a change.
 
     Args:
-        count: numbers in the series.
-        ended: parts that ended before the series does as well.
+        count: Length of the series.
+        ended: Whether to include intervals that end before the series does.
     """
     begins = np.arange(FROM_END, count - FROM_END + 1)
     first, end = [begins], [np.full(len(begins), count)]
@@ -358,17 +365,17 @@ def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
 def best_interval(
     series: Floats, floor: float = 0.0, *, rise: float = 0.0, score: float = 0.0
 ) -> Interval | None:
-    """The interval in which a series is higher than elsewhere with the least doubt.
+    """Returns the interval in which a series is most certainly higher than elsewhere.
 
     Args:
         series: ``[n]`` without NaN.
-        floor: least standard deviation to believe in.
-        rise: least rise that counts.
-        score: least score that counts.
+        floor: Least standard deviation that is assumed.
+        rise: Least rise of the interval.
+        score: Least score of the interval.
 
     Returns:
-        ``None`` where the series is too short for an inside and an outside, where these overlap, or
-        where the interval does not count.
+        The interval. ``None`` if the series is too short, if most values inside are not above most
+        values outside, or if rise or score are below their limits.
     """
     count = len(series)
     if count < 2 * FROM_END:
@@ -388,12 +395,12 @@ def best_interval(
     a, b = int(first[best]), int(end[best])
     rest = np.concatenate([series[:a], series[b:]])
     height = float(np.median(series[a:b]) - np.median(rest))
-    found = Interval(slice(a, b), height, float(scores[best]))
-    # A few wild numbers are no level: most of the inside must lie above most of the outside.
-    overlaps = np.quantile(series[a:b], 0.25) < np.quantile(rest, 0.75) + APART * found.rise
-    return None if overlaps or found.rise < rise or found.score < score else found
+    interval = Interval(slice(a, b), height, float(scores[best]))
+    # A few outliers make no level: most values inside must be above most values outside.
+    overlaps = np.quantile(series[a:b], 0.25) < np.quantile(rest, 0.75) + APART * interval.rise
+    return None if overlaps or interval.rise < rise or interval.score < score else interval
 
 
 def chance(deviations: float) -> float:
-    """Returns how likely a normal number so many deviations up is above 0, 0.5 to 0.99."""
+    """Returns the probability, 0.5 to 0.99, that a value ``deviations`` above 0 is not chance."""
     return min(0.99, max(0.5, 0.5 * (1 + math.erf(deviations / math.sqrt(2)))))

@@ -1,8 +1,8 @@
 """Reads the published table of a training job's operations, and writes a run into a folder.
 
-A table has a row per operation, see :data:`COLUMNS`; Parquet or CSV. It says of which microbatch a
-compute is, of messages only that one is the n-th of its kind: the n-th input that a rank received
-was for the n-th of its computes that need one.
+A table is Parquet or CSV and has a row per operation, see :data:`COLUMNS`. Computes have their
+microbatch. Messages have only a number: the n-th input that a rank received is for the n-th of its
+computes that need one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,18 +34,20 @@ from megatron.adaptive.trace.span_columns import (
 from megatron.adaptive.trace.trace_format import (
     COLLECTIVES,
     IterationStart,
+    SpanRow,
     block_text,
     header_line,
     trace_file_name,
 )
-from megatron.adaptive.trace.trace_format import COLUMNS as SPAN_COLUMNS
 
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
-"""Columns that must be there: replica, pipeline rank, global rank, iteration, kind of operation,
-seconds, and the number of the operation among those of its kind in its step on its rank."""
+"""Required columns: replica, pipeline rank, global rank, iteration, kind of operation, start and
+duration in seconds, and the number of the operation among those of its kind in its step and rank.
+"""
 OPTIONAL = ("mc", "gmc", "mb_id", "group")
-"""Chunk on the rank, chunk in the model, microbatch, and lowest rank of a collective's group; a
-rank has one chunk where they lack."""
+"""Optional columns: chunk on the rank, chunk in the model, microbatch, and lowest rank of a
+collective's group. Without the first two a rank has one chunk.
+"""
 _FROM_0 = ("dp_rank", "stage", "rank", "step")
 ENDINGS = (".parquet", ".csv")
 
@@ -54,12 +56,29 @@ _OPTIMIZERS = {"optimizer": "", "gc": "gc"}
 _MESSAGES = {"forward": ("F", 1), "backward": ("B", -1)}
 
 
+class OperationRow(NamedTuple):
+    """Contains a row of a table, times in nanoseconds; see :data:`COLUMNS`, :data:`OPTIONAL`."""
+
+    dp_rank: int
+    stage: int
+    rank: int
+    step: int
+    optype: str
+    start_ts: int
+    duration: int
+    seq_id: int
+    mc: int
+    gmc: int
+    mb_id: int
+    group: int
+
+
 def read_table(path: Path) -> RunTrace:
-    """Reads a file with the table.
+    """Reads a file with a table.
 
     Raises:
-        TraceError: it cannot be read, lacks a column, or contradicts itself.
-        SetupError: it is Parquet, and nothing here reads that.
+        TraceError: If the file cannot be read, lacks a column, or contradicts itself.
+        SetupError: If the file is Parquet and pyarrow is not installed.
     """
     try:
         columns = _csv_columns(path) if path.suffix == ".csv" else _parquet_columns(path)
@@ -83,36 +102,38 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise SetupError(
-            f"{path.name} is Parquet, which pyarrow reads and this machine lacks; pip install "
+            f"{path.name} is Parquet, and pyarrow, which reads it, is not installed; pip install "
             "'megatron-adaptive[trace]', or give the table as CSV"
         ) from error
     try:
         file = parquet.ParquetFile(path)
-        wanted = [name for name in file.schema_arrow.names if name in (*COLUMNS, *OPTIONAL)]
-        table = file.read(wanted, use_threads=False)
+        names = [name for name in file.schema_arrow.names if name in (*COLUMNS, *OPTIONAL)]
+        table = file.read(names, use_threads=False)
     except ArrowException as error:
         raise TraceError(f"{path} is no Parquet file that can be read: {error}") from error
-    found: dict[str, Any] = {}
-    for name in wanted:
+    columns: dict[str, Any] = {}
+    for name in names:
         column = table[name].combine_chunks()
         if hasattr(column, "dictionary"):
-            words = np.array(column.dictionary.to_pylist(), dtype=object)
-            found[name] = words[column.indices.to_numpy(zero_copy_only=False)]
+            values = np.array(column.dictionary.to_pylist(), dtype=object)
+            columns[name] = values[column.indices.to_numpy(zero_copy_only=False)]
         else:
-            found[name] = column.to_numpy(zero_copy_only=False)
-    return found
+            columns[name] = column.to_numpy(zero_copy_only=False)
+    return columns
 
 
 def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0) -> RunTrace:
-    """Makes a run of a table's columns.
+    """Makes a run from a table's columns.
 
     Args:
-        columns: by the names in :data:`COLUMNS` and :data:`OPTIONAL`, anything that numpy takes.
-        origin: the source, for messages.
-        world_size: processes of the job, where more is known than the highest rank.
+        columns: Columns by the names in :data:`COLUMNS` and :data:`OPTIONAL`, as arrays or
+            sequences.
+        origin: Path of the source, for messages.
+        world_size: Number of processes of the job; the highest rank plus one if that is larger.
 
     Raises:
-        TraceError: a column is missing or holds what it cannot, or the table contradicts itself.
+        TraceError: If a column is missing or has an impossible value, or the table contradicts
+            itself.
     """
     missing = [name for name in COLUMNS if name not in columns]
     if missing:
@@ -128,7 +149,7 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
         }
     except (TypeError, ValueError) as error:
         raise TraceError(f"{origin} has a column that holds no numbers: {error}") from None
-    words, kind = np.unique(np.asarray(columns["optype"]).astype(str), return_inverse=True)
+    names, kind = np.unique(np.asarray(columns["optype"]).astype(str), return_inverse=True)
     if not len(kind):
         raise TraceError(f"{origin} holds no operation; was the job traced?")
     broken = [
@@ -138,66 +159,91 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
     ]
     if broken or numbers["duration"].min() < 0:
         raise TraceError(
-            f"{origin} has {' and '.join(broken) or 'duration'} without a value from 0"
+            f"{origin} has values of {' and '.join(broken) or 'duration'} that are missing or "
+            "below 0"
         )
     times_ns = {name: np.rint(numbers.pop(name) * 1e9) for name in ("start_ts", "duration")}
     table = {name: values.astype(np.int64) for name, values in numbers.items()}
     moved, notes = _on_one_clock(table["rank"], table["step"], **times_ns)
     start = _one_after_another(table["step"], moved, times_ns["duration"])
-    return _Table(table, [str(word) for word in words], kind, start, times_ns["duration"]).run(
+    kind_names = [str(name) for name in names]
+    return _Table(table, kind_names, kind, start, times_ns["duration"]).run(
         origin, world_size, notes
     )
 
 
 def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
-    """Moves ranks whose first step lies elsewhere than that of others; says so."""
+    """Shifts ranks whose first step begins far from that of the others; returns starts and notes.
+
+    All arguments are columns of the table, times in nanoseconds.
+    """
     rows = np.flatnonzero(step == step.min())
-    ranks, place = np.unique(rank[rows], return_inverse=True)
-    first, last = np.full(len(ranks), np.inf), np.full(len(ranks), -np.inf)
-    np.minimum.at(first, place, start_ts[rows])
-    np.maximum.at(last, place, start_ts[rows] + duration[rows])
+    ranks, index = np.unique(rank[rows], return_inverse=True)
+    first = np.full(len(ranks), np.inf)
+    last = np.full(len(ranks), -np.inf)
+    np.minimum.at(first, index, start_ts[rows])
+    np.maximum.at(last, index, start_ts[rows] + duration[rows])
     shift = first - first[0]
     apart = np.abs(shift) > 2 * np.median(last - first)
     if not apart.any():
         return start_ts, []
-    at = np.minimum(np.searchsorted(ranks, rank), len(ranks) - 1)
-    moved = start_ts - np.where((ranks[at] == rank) & apart[at], shift[at], 0.0)
+    nearest = np.minimum(np.searchsorted(ranks, rank), len(ranks) - 1)
+    is_shifted = (ranks[nearest] == rank) & apart[nearest]
+    moved = start_ts - np.where(is_shifted, shift[nearest], 0.0)
     return moved, [
         f"clocks of ranks {describe_numbers(ranks[apart].tolist())} are up to "
-        f"{np.abs(shift).max() / 1e9:.3g} s apart; their first steps are taken to begin together"
+        f"{np.abs(shift).max() / 1e9:.3g} s apart; their first steps are assumed to begin together"
     ]
 
 
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Moves each step behind the one before: tables may begin every step at 0."""
+    """Shifts each step to begin after the one before, because tables may begin every step at 0."""
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
     last = np.full(len(first), -np.inf)
     np.minimum.at(first, number, start_ns)
     np.maximum.at(last, number, start_ns + duration_ns)
-    shift, end = np.zeros(len(first)), first[0]
-    for place, begin in enumerate(first.tolist()):
-        shift[place] = max(0.0, end - begin)
-        end = last[place] + shift[place]
+    shift = np.zeros(len(first))
+    end = first[0]
+    for index, begin in enumerate(first.tolist()):
+        shift[index] = max(0.0, end - begin)
+        end = last[index] + shift[index]
     moved: Ints = (start_ns + shift[number] - first[0]).astype(np.int64)
     return moved
 
 
 class _Table:
-    """Turns rows of a table into spans."""
+    """Turns rows of a table into spans.
+
+    Args:
+        table: Columns of numbers by name.
+        kind_names: Names of the kinds of operations.
+        kind: Index into ``kind_names`` of each row.
+        start_ns: Start of each row, in nanoseconds.
+        duration: Duration of each row, in nanoseconds.
+    """
 
     def __init__(
-        self, table: dict[str, Ints], words: list[str], kind: Ints, start_ns: Ints, duration: Ints
+        self,
+        table: dict[str, Ints],
+        kind_names: list[str],
+        kind: Ints,
+        start_ns: Ints,
+        duration: Ints,
     ) -> None:
-        self._start, self._duration = start_ns, duration.astype(np.int64)
-        self._words, self._kind = words, kind
+        self._start = start_ns
+        self._duration = duration.astype(np.int64)
+        self._kind_names = kind_names
+        self._kind = kind
         self._step = table["step"]
         ranks, first, worker = np.unique(table["rank"], return_index=True, return_inverse=True)
-        self._ranks, self._worker = ranks, worker
-        self._pp_rank, self._dp_rank = table["stage"][first], table["dp_rank"][first]
-        place = np.lexsort((self._pp_rank, self._dp_rank))
+        self._ranks = ranks
+        self._worker = worker
+        self._pp_rank = table["stage"][first]
+        self._dp_rank = table["dp_rank"][first]
+        order = np.lexsort((self._pp_rank, self._dp_rank))
         self._tp_rank = np.zeros_like(ranks)
-        self._tp_rank[place] = nth_of_equal([self._dp_rank[place], self._pp_rank[place]])
+        self._tp_rank[order] = nth_of_equal([self._dp_rank[order], self._pp_rank[order]])
         self._seq = table["seq_id"]
         zeros = np.zeros(len(kind), dtype=np.int64)
         self._chunk = table.get("mc", zeros)
@@ -207,7 +253,16 @@ class _Table:
         self._group = table.get("group", zeros - 1)
 
     def run(self, origin: Path, world_size: int, notes: list[str]) -> RunTrace:
-        """Returns the run."""
+        """Returns the table as a run.
+
+        Args:
+            origin: Path of the source.
+            world_size: Number of processes of the job, at least.
+            notes: Notes on the table, one line each.
+
+        Raises:
+            TraceError: If the table has no computes, or contradicts itself.
+        """
         computes = self._rows(*_COMPUTES)
         if not len(computes):
             raise TraceError(f"{origin} holds no forward-compute and no backward-compute")
@@ -216,21 +271,16 @@ class _Table:
         placement = self._placement(origin, computes, num_ranks, num_chunks)
         self._check_once(origin, computes)
         self._check_microbatches(computes)
-        known = {*_COMPUTES, *_OPTIMIZERS, *COLLECTIVES}
-        known |= {f"{way}-{end}" for way in _MESSAGES for end in ("send", "recv")}
-        counts = dict(zip(self._words, np.bincount(self._kind).tolist(), strict=True))
-        unknown = Counter({word: count for word, count in counts.items() if word not in known})
-        at, spans = self._spans(computes, placement)
+        known_kinds = {*_COMPUTES, *_OPTIMIZERS, *COLLECTIVES}
+        known_kinds |= {f"{direction}-{end}" for direction in _MESSAGES for end in ("send", "recv")}
+        counts = dict(zip(self._kind_names, np.bincount(self._kind).tolist(), strict=True))
+        unknown = Counter(
+            {name: count for name, count in counts.items() if name not in known_kinds}
+        )
+        rows, spans = self._spans(computes, placement)
         traces = {}
         world_size = max(world_size, int(self._ranks.max()) + 1)
-        order = np.lexsort((spans.start_ns, spans.iteration, self._worker[at]))
-        worker, spans = self._worker[at][order], spans.take(order)
-        changes = np.diff(worker, prepend=-1) | np.diff(spans.iteration, prepend=-1)
-        heads = np.flatnonzero(changes).tolist()
-        blocks: dict[int, dict[int, TraceTable]] = {}
-        for low, high in zip(heads, [*heads[1:], len(at)], strict=True):
-            mine = blocks.setdefault(int(worker[low]), {})
-            mine[int(spans.iteration[low])] = spans.take(slice(low, high))
+        blocks = self._blocks(rows, spans)
         for number, rank in enumerate(self._ranks.tolist()):
             traces[rank] = RankTrace.of_tables(
                 origin,
@@ -248,20 +298,33 @@ class _Table:
             )
         run = RunTrace(origin, origin.stem, world_size, num_ranks, num_chunks, traces)
         if unknown:
-            listed = ", ".join(f"{word} ({count})" for word, count in unknown.most_common(8))
-            notes.append(f"operations of unknown kinds left out: {listed}")
+            listed = ", ".join(f"{name} ({count})" for name, count in unknown.most_common(8))
+            notes.append(f"operations of unknown kinds are left out: {listed}")
         return replace(run, caveats=tuple(notes))
 
-    def _rows(self, *words: str) -> Ints:
+    def _blocks(self, rows: Ints, spans: TraceTable) -> dict[int, dict[int, TraceTable]]:
+        """Returns spans by worker and iteration; ``rows`` are the rows of the table they are of."""
+        order = np.lexsort((spans.start_ns, spans.iteration, self._worker[rows]))
+        worker = self._worker[rows][order]
+        spans = spans.take(order)
+        changes = np.diff(worker, prepend=-1) | np.diff(spans.iteration, prepend=-1)
+        heads = np.flatnonzero(changes).tolist()
+        blocks: dict[int, dict[int, TraceTable]] = {}
+        for low, high in zip(heads, [*heads[1:], len(rows)], strict=True):
+            by_iteration = blocks.setdefault(int(worker[low]), {})
+            by_iteration[int(spans.iteration[low])] = spans.take(slice(low, high))
+        return blocks
+
+    def _rows(self, *names: str) -> Ints:
         """Returns rows of these kinds, ordered by step, rank and number."""
-        wanted = [place for place, word in enumerate(self._words) if word in words]
-        rows = np.flatnonzero(np.isin(self._kind, wanted))
+        kinds = [index for index, name in enumerate(self._kind_names) if name in names]
+        rows = np.flatnonzero(np.isin(self._kind, kinds))
         keys = (self._seq[rows], self._worker[rows], self._step[rows])
-        found: Ints = rows[np.lexsort(keys)]
-        return found
+        ordered: Ints = rows[np.lexsort(keys)]
+        return ordered
 
     def _placement(self, origin: Path, rows: Ints, num_ranks: int, num_chunks: int) -> Placement:
-        """Checks that chunks on ranks are the chunks of the model."""
+        """Returns the placement of stages, after a check that chunks and stages agree."""
         chunk = np.maximum(self._chunk[rows], 0)
         if (chunk * num_ranks + self._stage[rows] != self._model_chunk[rows]).any():
             raise TraceError(
@@ -271,99 +334,99 @@ class _Table:
         return Placement(num_ranks=num_ranks, num_chunks=num_chunks)
 
     def _check_once(self, origin: Path, computes: Ints) -> None:
+        """Raises a ``TraceError`` if a compute occurs twice."""
         keys = [key[computes] for key in (self._worker, self._step, self._kind, self._seq)]
         again = computes[find_rows(keys, keys) != np.arange(len(computes))]
         if len(again):
-            rank, word = self._ranks[self._worker[again[0]]], self._words[self._kind[again[0]]]
+            rank = self._ranks[self._worker[again[0]]]
+            kind = self._kind_names[self._kind[again[0]]]
             raise TraceError(
-                f"{origin} has {word} {self._seq[again[0]]} of rank {rank} in step "
+                f"{origin} has {kind} {self._seq[again[0]]} of rank {rank} in step "
                 f"{self._step[again[0]]} twice; keep the rows of one job"
             )
 
     def _check_microbatches(self, computes: Ints) -> None:
-        """Numbers the microbatches by their order where the table does not, or not clearly."""
+        """Numbers the microbatches by their order if the table does not, or not uniquely."""
         keys = [self._step, self._worker, self._kind, self._chunk]
-        found = find_rows(
-            [*(key[computes] for key in keys), self._microbatch[computes]],
-            [*(key[computes] for key in keys), self._microbatch[computes]],
-        )
-        if (self._microbatch[computes] >= 0).all() and (found == np.arange(len(computes))).all():
+        columns = [*(key[computes] for key in keys), self._microbatch[computes]]
+        is_unique = (find_rows(columns, columns) == np.arange(len(computes))).all()
+        if (self._microbatch[computes] >= 0).all() and is_unique:
             return
         order = computes[np.lexsort((self._seq[computes], *(key[computes] for key in keys)))]
         self._microbatch[order] = nth_of_equal([key[order] for key in keys])
 
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
-        """Returns rows of the table, and the span of each: some rows have two."""
+        """Returns rows of the table and the span of each; a received message has two spans."""
         parts: list[tuple[Ints, TraceTable]] = []
 
         def add(rows: Ints, kind: str, **columns: Any) -> None:
             times = {"start_ns": self._start[rows], "duration_ns": self._duration[rows], **columns}
             parts.append((rows, TraceTable.of_columns(self._step[rows], kind=KIND[kind], **times)))
 
-        for word, kind in _COMPUTES.items():
-            rows = self._rows(word)
+        for name, kind in _COMPUTES.items():
+            rows = self._rows(name)
             add(rows, kind, chunk=self._chunk[rows], microbatch=self._microbatch[rows])
-        for word, reason in _OPTIMIZERS.items():
-            add(self._rows(word), "optimizer", reason=REASON[reason])
-        low, high = 0, placement.num_stages - 1
-        for word in COLLECTIVES:
-            rows = self._rows(word)
+        for name, reason in _OPTIMIZERS.items():
+            add(self._rows(name), "optimizer", reason=REASON[reason])
+        for name in COLLECTIVES:
+            rows = self._rows(name)
             if len(rows):
-                peer = self._roots(word, rows)
-                add(rows, "collective", chunk=self._chunk[rows], peer=peer, reason=REASON[word])
-        place = [placement.locate(stage) for stage in range(placement.num_stages)]
-        rank_of, chunk_of = (np.array(side) for side in zip(*place, strict=True))
-        for way, (kind, step) in _MESSAGES.items():
-            made = self._rows(f"{way}-compute")
-            stage = self._model_chunk[made]
+                peer = self._roots(name, rows)
+                add(rows, "collective", chunk=self._chunk[rows], peer=peer, reason=REASON[name])
+        low = 0
+        high = placement.num_stages - 1
+        locations = [placement.locate(stage) for stage in range(placement.num_stages)]
+        rank_of, chunk_of = (np.array(side) for side in zip(*locations, strict=True))
+        for direction, (kind, step) in _MESSAGES.items():
+            computed = self._rows(f"{direction}-compute")
+            stage = self._model_chunk[computed]
             first, last = (low, high) if kind == "F" else (high, low)
             for end in ("recv", "send"):
-                needs = made[stage != (first if end == "recv" else last)]
-                rows, needs = self._paired(self._rows(f"{way}-{end}"), needs)
-                if end == "recv":
-                    here, there = self._model_chunk[needs], self._model_chunk[needs] - step
-                else:
-                    here = there = self._model_chunk[needs] + step
-                of = {
+                partners = computed[stage != (first if end == "recv" else last)]
+                rows, partners = self._paired(self._rows(f"{direction}-{end}"), partners)
+                receiver = self._model_chunk[partners] + (0 if end == "recv" else step)
+                peer_chunk = self._model_chunk[partners] + (-step if end == "recv" else step)
+                message = {
                     "of": KIND[kind],
-                    "chunk": chunk_of[here],
-                    "microbatch": self._microbatch[needs],
-                    "peer": self._global(self._worker[rows], rank_of[there]),
+                    "chunk": chunk_of[receiver],
+                    "microbatch": self._microbatch[partners],
+                    "peer": self._global(self._worker[rows], rank_of[peer_chunk]),
                 }
                 if end == "send":
-                    add(rows, "send", **of)
+                    add(rows, "send", **message)
                     continue
-                add(rows, "wait", reason=REASON["input"], **of)
+                add(rows, "wait", reason=REASON["input"], **message)
                 arrived = self._start[rows] + self._duration[rows]
-                taken = np.maximum(self._start[needs] - arrived, 0)
-                times = {"start_ns": arrived, "duration_ns": taken}
-                add(rows, "receive", reason=REASON["posted"], **of, **times)
-        at, spans = zip(*parts, strict=True)
-        return np.concatenate(at), TraceTable.concat(spans)
+                queued = np.maximum(self._start[partners] - arrived, 0)
+                times = {"start_ns": arrived, "duration_ns": queued}
+                add(rows, "receive", reason=REASON["posted"], **message, **times)
+        row_parts, span_parts = zip(*parts, strict=True)
+        return np.concatenate(row_parts), TraceTable.concat(span_parts)
 
     def _paired(self, messages: Ints, computes: Ints) -> tuple[Ints, Ints]:
         """Pairs the n-th message of a rank in a step with its n-th compute; both are ordered."""
         keys = [[self._step[rows], self._worker[rows]] for rows in (messages, computes)]
-        found = find_rows([*keys[1], nth_of_equal(keys[1])], [*keys[0], nth_of_equal(keys[0])])
-        return messages[found >= 0], computes[found[found >= 0]]
+        partner = find_rows([*keys[1], nth_of_equal(keys[1])], [*keys[0], nth_of_equal(keys[0])])
+        return messages[partner >= 0], computes[partner[partner >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """Returns the rank at a place of each worker's pipeline, -1 where it was not recorded."""
-        found = find_rows(
+        """Returns the global rank of a pipeline rank of each worker's pipeline, -1 if missing."""
+        index = find_rows(
             [self._pp_rank, self._dp_rank, self._tp_rank],
             [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],
         )
-        return np.where(found >= 0, self._ranks[found], -1)
+        return np.where(index >= 0, self._ranks[index], -1)
 
-    def _roots(self, word: str, rows: Ints) -> Ints:
-        """Returns the lowest rank of each one's group; -1 where only one was recorded."""
+    def _roots(self, name: str, rows: Ints) -> Ints:
+        """Returns the lowest rank of each collective's group, -1 if it is unknown."""
         worker = self._worker[rows]
-        pp_rank, dp_rank = self._pp_rank[worker], self._dp_rank[worker]
-        if word in ("params-all-gather", "grads-reduce-scatter"):
+        pp_rank = self._pp_rank[worker]
+        dp_rank = self._dp_rank[worker]
+        if name in ("params-all-gather", "grads-reduce-scatter"):
             key = pp_rank
-        elif word == "embedding-grads-all-reduce":
+        elif name == "embedding-grads-all-reduce":
             key = dp_rank
-        elif word == "optimizer-clip-main-grad":
+        elif name == "optimizer-clip-main-grad":
             key = np.zeros_like(dp_rank)
         else:
             return self._group[rows]
@@ -373,10 +436,10 @@ class _Table:
 
 
 def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
-    """Writes a run into a folder of its own, a file per rank.
+    """Writes a run into a folder without other traces, a file per rank.
 
     Raises:
-        TraceError: the folder holds traces, or cannot be written.
+        TraceError: If the folder contains traces, or cannot be written.
     """
     folder = Path(folder)
     if trace_files(folder):
@@ -389,11 +452,8 @@ def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
             file.write(header_line(trace.header))
             for iteration in trace.iterations:
                 table = trace.table([iteration])
-                columns = (getattr(table, name) for name in _ROW_COLUMNS)
-                rows = list(zip(*(column.tolist() for column in columns), strict=True))
+                columns = [getattr(table, name).tolist() for name in SpanRow._fields]
+                rows = [SpanRow(*values) for values in zip(*columns, strict=True)]
                 start_ns = int(table.start_ns.min())
                 count = trace.num_microbatches[iteration]
                 file.write(block_text(IterationStart(iteration, count, start_ns), rows))
-
-
-_ROW_COLUMNS = ["end_ns" if name == "duration_ns" else name for name in SPAN_COLUMNS]

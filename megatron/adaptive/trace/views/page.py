@@ -1,14 +1,14 @@
-"""A run as one self-contained page for the browser: ``.html``.
+"""Writes a run as one self-contained page for the browser: ``.html``.
 
-The page needs nothing but itself: plotly.js, its own script and the spans are in it. It has a
-timeline of a row per rank with what every rank waited for, arrows from sends to receives, the step
-as it would be with nobody slower than others, the activation bytes held, and a slider over
-iterations. So that it opens quickly after a run of any size, it holds some iterations and replicas
-of a large one, and says what it left out.
+The page contains plotly.js, its own scripts and the spans, and loads nothing else. Its timeline has
+a row per rank with actions and waits, and arrows from sends to receives. It can also show the ideal
+step, in which no rank is slower than others, and the bytes of activations. A slider selects the
+iteration. The page of a large run contains some of its iterations and replicas, so that it opens
+quickly, and lists what was left out.
 
-Level of detail: a page holds so many spans at most. Where there are more it has fewer iterations;
-of a step that is too large alone it leaves out the shortest spans. What is in view is drawn as bars
-or, of too many, as parts of time (``page_draw.js``).
+A page contains at most :data:`MAX_SPANS` spans. If there are more, it contains fewer iterations; if
+a single step has too many, its shortest spans are left out. The visible part is drawn as bars, or
+as shares of time if there are too many (``page_draw.js``).
 """
 
 from __future__ import annotations
@@ -47,16 +47,22 @@ from megatron.adaptive.trace.views.palette import IDLE, categories, text_color
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 1_000_000
-"""Spans of all iterations and replicas of a page; with them it stays below 30 MB."""
+"""Maximum number of spans in a page, which then stays below 30 MB."""
 MAX_ACTIONS = 40_000
-"""Steps of more actions are drawn without the ideal one: a page has so many bars of it at most."""
+"""Maximum number of actions in a step that is drawn together with its ideal step."""
 
 SCRIPTS = ("page_data.js", "page_draw.js", "page.js")
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Selects what the page shows at a time: a replica, or all ranks."""
+    """Contains the rows that the page shows at a time: a replica, or all ranks.
+
+    Attributes:
+        name: Name of the group.
+        labels: Label of each row.
+        traces: Trace of each row's rank, ``None`` if it was not recorded.
+    """
 
     name: str
     labels: list[str]
@@ -73,22 +79,22 @@ def write_page(
     labels: Mapping[int, str] | None = None,
     nodes: Mapping[str, Sequence[int]] | None = None,
 ) -> list[str]:
-    """Write the page, replacing the file.
+    """Writes the page, replacing the file.
 
     Args:
-        run: the run.
-        target: the file, ``.html``.
-        iterations: those that the page may show; of many it shows some.
-        dp_rank: only this data-parallel replica; ``None`` for some of them.
-        figures: of these iterations of all ranks, where they are known.
-        labels: of the global ranks; where given, all of them are one chart in place of replicas.
-        nodes: rows of that chart by the name of their node; the reader may choose one of them.
+        run: Trace of the run.
+        target: Path of the ``.html`` file.
+        iterations: Numbers of the iterations to choose from.
+        dp_rank: Data-parallel replica to show; ``None`` for some of them.
+        figures: Figures of these iterations of all ranks; computed if missing.
+        labels: Labels by global rank. If present, one chart shows all these ranks, not replicas.
+        nodes: Rows of that chart by node name; the reader may choose one node.
 
     Returns:
-        What was merged or left out, a line each.
+        Notes on what was left out, one line each.
 
     Raises:
-        TraceError: there is no such iteration or replica, nothing is recorded of them, or the file
+        TraceError: If an iteration or the replica does not exist or has no records, or the file
             cannot be written.
     """
     for iteration in iterations:
@@ -100,14 +106,13 @@ def write_page(
     def blocks() -> Iterator[tuple[str, Any]]:
         yield from _blocks(run, figures, shown, groups, notes)
         head = _head(run, shown, groups)
-        said = [*run.notes(), *notes]
-        yield "page", {**head, "nodes": nodes or {}, "notes": said}
+        yield "page", {**head, "nodes": nodes or {}, "notes": [*run.notes(), *notes]}
 
     write_html(target, f"Trace of {run.run}", __package__, "page", blocks(), SCRIPTS)
     return notes
 
 
-# Escapes in JSON of what printable() writes out.
+# JSON escapes of unprintable characters; one more backslash makes the page show the escape itself.
 _UNPRINTABLE = re.compile(
     r"(?<!\\)((?:\\\\)*)\\(u(?:00[01]|00[89]|007(?=f)|061(?=c)|200(?=[ef])|202(?=[89a-e])|206(?=[6-9])).)"
 )
@@ -121,18 +126,19 @@ def write_html(
     blocks: Iterable[tuple[str, Any]],
     scripts: Sequence[str],
 ) -> None:
-    """Writes a page that needs nothing but itself, replacing the file.
+    """Writes a self-contained page, replacing the file.
 
     Args:
-        target: the file, ``.html``.
-        title: of its window.
-        package: has a folder ``assets`` with ``NAME.html``, ``NAME.css`` and the scripts.
-        name: of the template, whose ``{{blocks}}`` gives way to data and scripts.
-        blocks: id and content of each block of data, for JSON.
-        scripts: run in this order after plotly.js.
+        target: Path of the ``.html`` file.
+        title: Title of the window.
+        package: Package with a folder ``assets`` that contains ``NAME.html``, ``NAME.css`` and the
+            scripts.
+        name: Name of the template, whose ``{{blocks}}`` is replaced by data and scripts.
+        blocks: Id and content of each block of data, written as JSON.
+        scripts: Names of the scripts, run in this order after plotly.js.
 
     Raises:
-        TraceError: the file cannot be written.
+        TraceError: If the file cannot be written.
     """
 
     def asset(file_name: str) -> str:
@@ -153,7 +159,7 @@ def write_html(
 
 
 def plotly_js() -> str:
-    """Return the code of plotly.js, as it stands in a page."""
+    """Returns the code of plotly.js, escaped for a ``<script>`` element."""
     text: str = get_plotlyjs().replace("</script", "<\\/script")
     return text
 
@@ -182,8 +188,8 @@ def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) ->
         "kinds": KINDS,
         "reasons": REASONS,
         "categories": [
-            {**asdict(one), "ink": f"#{text_color(one.color[1:])}"}
-            for one in categories(run.num_chunks)
+            {**asdict(category), "ink": f"#{text_color(category.color[1:])}"}
+            for category in categories(run.num_chunks)
         ],
         "groups": [{"name": group.name, "rows": group.labels} for group in groups],
         "iterations": iterations,
@@ -197,41 +203,42 @@ def _blocks(
     groups: Sequence[_Group],
     notes: list[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and content of the blocks of all groups and iterations; adds to the notes."""
-    short, unsimulated = 0, 0
-    for place, iteration in enumerate(iterations):
+    """Yields name and content of the blocks of all groups and iterations; adds to the notes."""
+    num_short = 0
+    num_unsimulated = 0
+    for index, iteration in enumerate(iterations):
         idle = figures.bubble_fraction[np.searchsorted(figures.iterations, iteration)]
         for number, group in enumerate(groups):
             ranks = [trace.header.rank for trace in group.traces if trace]
-            mine = idle[np.isin(figures.ranks, ranks) & ~np.isnan(idle)]
-            bubble = float(mine.mean()) if len(mine) else 0.0
+            group_idle = idle[np.isin(figures.ranks, ranks) & ~np.isnan(idle)]
+            bubble = float(group_idle.mean()) if len(group_idle) else 0.0
             block = _block(run, iteration, group, MAX_SPANS // len(groups), bubble)
-            short += block["left_out"]
-            unsimulated += not block["simulated_ms"]
-            yield f"block-{number}-{place}", block
-    if short:
-        notes.append(f"{short:,} of the shortest spans of large steps are left out")
-    if unsimulated:
-        notes.append(f"{unsimulated} steps, incomplete or very large, are not simulated")
+            num_short += block["left_out"]
+            num_unsimulated += not block["simulated_ms"]
+            yield f"block-{number}-{index}", block
+    if num_short:
+        notes.append(f"{num_short:,} of the shortest spans of large steps are left out")
+    if num_unsimulated:
+        notes.append(f"{num_unsimulated} steps, incomplete or very large, are not simulated")
 
 
 def _block(
     run: RunTrace, iteration: int, group: _Group, budget: int, bubble: float
 ) -> dict[str, Any]:
-    """One iteration of one group.
+    """Returns the data of one iteration of one group.
 
     Args:
-        run: the run.
-        iteration: its number.
-        group: its ranks.
-        budget: bars that the block may have.
-        bubble: idle part of the step, mean over the group's ranks.
+        run: Trace of the run.
+        iteration: Number of the iteration.
+        group: Ranks to show.
+        budget: Maximum number of bars.
+        bubble: Idle share of the step, mean over the group's ranks.
     """
     nothing = TraceTable.concat([])
     tables = [trace.table([iteration]) if trace else nothing for trace in group.traces]
     rows, left_out = _longest(rows_of(tables, run.num_chunks), budget)
     start_ns, end_ns, step_ns = _extent(tables, rows)
-    # What the page shows at first is the step and the update after it.
+    # The page first shows the step and the optimizer update after it.
     updates = [table.of_kind("reduce", "optimizer").end_ns for table in tables]
     updated_ns = [int(end.max()) - start_ns for end in updates if len(end)]
     head = {
@@ -243,13 +250,15 @@ def _block(
     present = {trace.header.rank: row for row, trace in enumerate(group.traces) if trace}
     messages = match_messages({rank: tables[row] for rank, row in present.items()})
     actions = sum(int(table.where(*DRAWN_ACTIONS).sum()) for table in tables)
-    found = None
+    ideal_tables = None
     if 0 < actions <= MAX_ACTIONS and len(present) == len(tables):
-        found = ideal_steps(run, list(present), [iteration])
-    ideal = TraceTable.concat(list((found or {}).values()))
-    first_ns, last_ns = (int(ideal.start_ns.min()), int(ideal.end_ns.max())) if found else (0, 0)
+        ideal_tables = ideal_steps(run, list(present), [iteration])
+    ideal = TraceTable.concat(list((ideal_tables or {}).values()))
+    first_ns = int(ideal.start_ns.min()) if ideal_tables else 0
+    last_ns = int(ideal.end_ns.max()) if ideal_tables else 0
+    # Times of the page are multiples of this unit, so that they fit into 32 bits.
     unit_ns = 1 + (end_ns - start_ns) // (2**31 - 1)
-    lower = rows_of([(found or {}).get(rank, nothing) for rank in present], run.num_chunks)
+    lower = rows_of([(ideal_tables or {}).get(rank, nothing) for rank in present], run.num_chunks)
     bars = span_columns(lower, len(tables), first_ns, unit_ns)
     columns = {
         **span_columns(rows, len(tables), start_ns, unit_ns),
@@ -266,7 +275,12 @@ def _block(
 
 
 def _extent(tables: list[TraceTable], rows: Mapping[str, Ints]) -> tuple[int, int, int]:
-    """Start of the first action, end of the last bar, and length from there to the last action."""
+    """Returns the extent of an iteration, in nanoseconds.
+
+    Returns:
+        Start of the first action, end of the last bar, and time from the first action's start to
+        the last action's end.
+    """
     drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
     bars = rows["start"]
     if not len(drawn):
@@ -277,10 +291,11 @@ def _extent(tables: list[TraceTable], rows: Mapping[str, Ints]) -> tuple[int, in
 
 
 MAX_ITERATIONS = 20
+"""Maximum number of iterations in a page."""
 SLOWEST = 4
-"""Iterations that are included because they took longest."""
+"""Number of iterations that are included because they took longest."""
 MAX_REPLICAS = 4
-"""Up to so many replicas all are drawn; of more, the first and the slowest."""
+"""Number of replicas up to which all are drawn; otherwise the first and the slowest are."""
 
 
 def choose(
@@ -290,20 +305,20 @@ def choose(
     dp_rank: int | None,
     labels: Mapping[int, str] | None,
 ) -> tuple[list[int], list[_Group], list[str]]:
-    """Choose what a page holds.
+    """Chooses the iterations and replicas of a page.
 
     Args:
-        run: the run.
-        figures: of it.
-        iterations: those that may be shown.
-        dp_rank: the only replica, ``None`` for any.
-        labels: see :func:`write_page`.
+        run: Trace of the run.
+        figures: Figures of the run.
+        iterations: Numbers of the iterations to choose from.
+        dp_rank: Replica to show, ``None`` for some of them.
+        labels: Labels by global rank, see :func:`write_page`.
 
     Returns:
-        Iterations, ascending; replicas, or all ranks as one; what is left out, a line each.
+        Iterations in ascending order; groups of ranks; notes on what was left out, one line each.
 
     Raises:
-        TraceError: nothing was recorded in these iterations.
+        TraceError: If nothing was recorded in these iterations.
     """
     recorded = set(figures.iterations[figures.num_actions.any(axis=1)].tolist())
     asked = sorted(set(iterations) & recorded)
@@ -326,7 +341,7 @@ def choose(
 def _groups(
     run: RunTrace, figures: RunFigures, dp_rank: int | None, labels: Mapping[int, str] | None
 ) -> tuple[list[_Group], list[str]]:
-    """Returns what is shown at a time, and what is left out."""
+    """Returns the groups of ranks of a page, and notes on what was left out."""
     if labels is not None:
         every = [run.ranks[rank] for rank in labels]
         return [_Group("all ranks", list(labels.values()), every)], []
@@ -338,7 +353,7 @@ def _groups(
         notes.append(f"{len(replicas)} of {len(present)} replicas (the first and the slowest)")
     if len(tensor) > 1:
         notes.append(
-            f"of every tensor-parallel group rank {tensor[0]}, not {describe_numbers(tensor[1:])}"
+            f"rank {tensor[0]} of every tensor-parallel group, not {describe_numbers(tensor[1:])}"
         )
     groups = []
     for replica in replicas:
@@ -349,15 +364,17 @@ def _groups(
 
 
 def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[int]:
+    """Returns up to ``most`` iterations: the slowest, and evenly spaced ones."""
     if len(asked) <= most:
         return list(asked)
     step_ns = figures.step_ns.max(axis=1)[np.searchsorted(figures.iterations, asked)]
     slowest = np.argsort(-step_ns, kind="stable")[: min(SLOWEST, most // 2)]
     spaced = np.linspace(len(asked) - 1, 0, most - len(slowest)).round().astype(int)
-    return [asked[place] for place in np.union1d(slowest, spaced).tolist()]
+    return [asked[index] for index in np.union1d(slowest, spaced).tolist()]
 
 
 def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
+    """Returns all replicas, or the first and the slowest of many."""
     if len(present) <= MAX_REPLICAS:
         return tuple(present)
     steps = [figures.step_ns[:, figures.dp_rank == d].max(axis=1).mean() for d in present]
@@ -365,19 +382,19 @@ def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
 
 
 def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
-    """A block.
+    """Returns a block of data: compressed columns, and values that are written as JSON.
 
     Args:
-        columns: whole numbers below 2^53.
-        head: other data of the page, as JSON.
+        columns: Columns of whole numbers below 2^53.
+        head: Other data of the block.
     """
     most = np.iinfo("int32").max
-    found = {
+    typed = {
         name: column.astype("float64" if np.abs(column).max(initial=0) > most else "int32")
         for name, column in columns.items()
     }
-    # Wide ones first, so that each begins at a multiple of its width.
-    ordered = sorted(found.items(), key=lambda pair: -pair[1].itemsize)
+    # Wide columns come first, so that each begins at a multiple of its width.
+    ordered = sorted(typed.items(), key=lambda pair: -pair[1].itemsize)
     listed = [[name, column.dtype.name, len(column)] for name, column in ordered]
     packed = gzip.compress(b"".join(column.tobytes() for _, column in ordered), 6, mtime=0)
     return {**head, "columns": listed, "data": base64.b64encode(packed).decode("ascii")}
@@ -386,13 +403,13 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
 def span_columns(
     rows: Mapping[str, Ints], num_rows: int, start_ns: int, unit_ns: int
 ) -> dict[str, Ints]:
-    """Columns of bars; ``offset`` says where each row begins.
+    """Returns the columns of bars; ``offset`` is the index of each row's first bar.
 
     Args:
-        rows: the bars.
-        num_rows: how many rows there are.
-        start_ns: time 0 of the page.
-        unit_ns: of all times.
+        rows: Columns from :func:`rows_of`.
+        num_rows: Number of rows.
+        start_ns: Time 0 of the page, in nanoseconds.
+        unit_ns: Unit of all times of the page, in nanoseconds.
     """
     columns = {name: column for name, column in rows.items() if name != "row"}
     columns["offset"] = np.searchsorted(rows["row"], np.arange(num_rows + 1))
@@ -406,13 +423,13 @@ def span_columns(
 def message_columns(
     messages: Messages, row_of: Mapping[int, int], start_ns: int, unit_ns: int
 ) -> dict[str, Ints]:
-    """Columns of the messages between rows, ordered by sending.
+    """Returns the columns of the messages between rows, ordered by the time of sending.
 
     Args:
-        messages: of one iteration.
-        row_of: rows by global rank.
-        start_ns: time 0 of the page.
-        unit_ns: of all times.
+        messages: Messages of one iteration.
+        row_of: Row by global rank.
+        start_ns: Time 0 of the page, in nanoseconds.
+        unit_ns: Unit of all times of the page, in nanoseconds.
     """
     order = np.argsort(messages.sent_ns, kind="stable")
     rows = np.full(max(row_of, default=0) + 1, -1, dtype=np.int64)
@@ -428,21 +445,28 @@ def message_columns(
 
 _IDEAL_COLUMNS = ("start", "length", "category", "chunk", "microbatch", "piece")
 _SPAN_COLUMNS = (
-    *("chunk", "microbatch", "reason", "bytes", "in_flight_bytes"),
-    *("queue_depth", "peer", "piece", "of"),
+    "chunk",
+    "microbatch",
+    "reason",
+    "bytes",
+    "in_flight_bytes",
+    "queue_depth",
+    "peer",
+    "piece",
+    "of",
 )
 
 
 def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
-    """Returns the bars of some ranks' spans; messages and the step as a whole are none.
+    """Returns the bars of some ranks' spans; messages and whole steps have no bar.
 
     Args:
-        tables: spans of one iteration by row.
-        num_chunks: chunks per rank.
+        tables: Spans of one iteration, a table per row.
+        num_chunks: Number of chunks per rank.
 
     Returns:
-        Columns of bars by row and start: ``row``, ``start`` (ns, absolute), ``length`` (ns),
-        ``category`` and others of a table by name.
+        Columns of bars, ordered by row and start: ``row``, ``start`` (ns, absolute), ``length``
+        (ns), ``category``, and columns of the tables by name.
     """
     rows = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     table = TraceTable.concat(tables)
@@ -461,24 +485,25 @@ def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
 
 
 def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints], int]:
-    """Returns at most so many bars, the longest, and how many are left out."""
+    """Returns the longest bars, ``budget`` at most, and the number of bars left out."""
     left_out = max(0, len(rows["row"]) - budget)
     kept = np.sort(np.argsort(rows["length"], kind="stable")[left_out:])
     return {name: column[kept] for name, column in rows.items()}, left_out
 
 
 def _category_of(table: TraceTable, num_chunks: int) -> Ints:
-    """``[spans] int64``: places in :func:`categories`, -1 for what is no bar."""
-    known = {
-        (one.kind, one.chunk, one.cause): place for place, one in enumerate(categories(num_chunks))
+    """Returns ``[spans] int64``: indices into :func:`categories`, -1 for spans without a bar."""
+    index_of = {
+        (category.kind, category.chunk, category.cause): index
+        for index, category in enumerate(categories(num_chunks))
     }
     by_kind = np.full((OTHER + 1, num_chunks), -1, dtype=np.int64)
-    by_cause = np.full(len(REASON), known["wait", -1, ""], dtype=np.int64)
-    for (kind, chunk, cause), place in known.items():
+    by_cause = np.full(len(REASON), index_of["wait", -1, ""], dtype=np.int64)
+    for (kind, chunk, cause), index in index_of.items():
         if kind != "wait":
-            by_kind[KIND.get(kind, OTHER), slice(None) if chunk < 0 else chunk] = place
+            by_kind[KIND.get(kind, OTHER), slice(None) if chunk < 0 else chunk] = index
         elif cause:
-            by_cause[REASON[cause]] = place
+            by_cause[REASON[cause]] = index
     category: Ints = by_kind[table.kind, np.clip(table.chunk, 0, num_chunks - 1)]
     idle = table.where("wait")
     category[idle] = by_cause[table.reason[idle]]

@@ -1,8 +1,8 @@
-"""Colours of the views: forward blue, backward green, weight orange, idle grey, waits pale.
+"""Defines the colours of the views: forward blue, backward green, weight orange, idle grey.
 
-The chunk sets the lightness, from dark (chunk 0) to light. The hues were chosen to stay apart for
-the common kinds of colour blindness, where blue keeps its hue and this green turns yellow-brown.
-A wait has the tint of its cause, lighter than any action; idle time that no wait explains is grey.
+The chunk sets the lightness, from dark (chunk 0) to light. The hues stay distinct under the common
+kinds of colour blindness, where blue keeps its hue and this green turns yellow-brown. A wait has
+the tint of its cause, lighter than any action; idle time without a recorded wait is grey.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAIT_NAMES = {
     "group": "wait for group",
     "": "wait, cause unknown",
 }
-"""By the cause of a wait, as ``Span.reason`` has it; it may be unknown to this program."""
+"""Legend text by the cause of a wait (``Span.reason``); empty for a cause unknown here."""
 WAIT_COLORS = {
     "input": "F6C9C9",
     "memory": "D6C4EE",
@@ -30,7 +30,7 @@ WAIT_COLORS = {
     "group": "B5E3DF",
     "": "CACACF",
 }
-"""By the cause of a wait, the fill as ``RRGGBB``."""
+"""Fill as ``RRGGBB`` by the cause of a wait."""
 
 OTHER_COLORS = {
     "data": "#B4477E",
@@ -43,14 +43,14 @@ OTHER_COLORS = {
 }
 OTHER_NAMES = {"data": "reading data", "reduce": "gradient reduction"}
 LEGEND_CHUNKS = 4
-"""Up to so many chunks the legend names each; beyond, some of them, evenly spaced."""
+"""Number of chunks up to which the legend lists all; of more it lists some, evenly spaced."""
 
 _HUES = {"F": (0.585, 0.72), "B": (0.350, 0.52), "W": (0.095, 0.85)}
 _DARK, _LIGHT, _SINGLE = 0.33, 0.78, 0.44
 
 
 def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
-    """The fill of a cell as ``RRGGBB``; distinct for every chunk of up to some hundred."""
+    """Returns the fill of an action as ``RRGGBB``, distinct for up to about a hundred chunks."""
     hue, saturation = _HUES[action]
     if num_chunks <= 1:
         lightness = _SINGLE
@@ -63,7 +63,7 @@ def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
 
 
 def cause_of(wait: Span) -> str:
-    """Returns the cause of a wait, empty for one that is unknown here."""
+    """Returns the cause of a wait, empty for a cause without a colour here."""
     return wait.reason if wait.reason in WAIT_NAMES else ""
 
 
@@ -77,7 +77,7 @@ def fill_of(span: Span | None, num_chunks: int) -> str:
 
 
 def text_color(fill: str) -> str:
-    """``FFFFFF`` or a near black, whichever has the higher contrast on a fill ``RRGGBB``."""
+    """Returns ``FFFFFF`` or a near black, the one with the higher contrast on ``fill``."""
     channels = [int(fill[i : i + 2], 16) / 255 for i in (0, 2, 4)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -86,15 +86,15 @@ def text_color(fill: str) -> str:
 
 @dataclass(frozen=True)
 class Category:
-    """Describes a category of spans with a colour of its own.
+    """Describes a category of spans that share a colour.
 
     Attributes:
-        name: in the legend.
-        color: CSS.
-        kind: one of ``event.KINDS``, or ``other``.
-        chunk: of an action, -1 for what is none.
-        cause: of a wait.
-        in_legend: whether the legend names it.
+        name: Name in the legend.
+        color: Colour as in CSS.
+        kind: Kind of span from ``trace_format.KINDS``, or ``other``.
+        chunk: Chunk of an action, -1 for other spans.
+        cause: Cause of a wait, empty for other spans.
+        in_legend: Whether the legend lists it.
     """
 
     name: str
@@ -106,9 +106,9 @@ class Category:
 
 
 def categories(num_chunks: int) -> list[Category]:
-    """Everything that can have a colour, in the order of a legend."""
+    """Returns all categories of spans, in the order of the legend."""
     shown = {round(i * (num_chunks - 1) / (LEGEND_CHUNKS - 1)) for i in range(LEGEND_CHUNKS)}
-    found = [
+    listed = [
         Category(
             f"{ACTION_NAMES[kind]} {chunk}" if num_chunks > 1 else ACTION_NAMES[kind],
             f"#{chunk_color(kind, chunk, num_chunks)}",
@@ -121,7 +121,7 @@ def categories(num_chunks: int) -> list[Category]:
     ]
     for cause in (*CAUSES, ""):
         color = f"#{WAIT_COLORS[cause]}"
-        found.append(Category(WAIT_NAMES[cause], color, "wait", cause=cause))
+        listed.append(Category(WAIT_NAMES[cause], color, "wait", cause=cause))
     for kind, color in OTHER_COLORS.items():
-        found.append(Category(OTHER_NAMES.get(kind, kind), color, kind))
-    return found
+        listed.append(Category(OTHER_NAMES.get(kind, kind), color, kind))
+    return listed

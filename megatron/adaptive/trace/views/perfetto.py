@@ -1,14 +1,14 @@
-"""The spans of a run in the trace event format, for https://ui.perfetto.dev and chrome://tracing.
+"""Writes spans in the trace event format, for https://ui.perfetto.dev and chrome://tracing.
 
-One process per rank with threads for compute, waits, sends, inputs, data and the step; a flow from
-each send to the input it became; on a last thread the computes of a step in which nobody is slower
-than others; counters of activation bytes, microbatches in flight and inputs
-queued. Times are microseconds on the run's common clock, from the first span on.
+Each rank is a process with threads for compute, waits, sends, inputs, data and the step. A flow
+connects each send with the input that it became. The last thread shows the computes of the ideal
+step, in which no rank is slower than others. Counters show activation bytes, microbatches in flight
+and queued inputs. Times are microseconds on the run's common clock, from the first span on.
 
-Rules of the format that shape this file: slices of a thread must nest, so spans that overlap
-otherwise lie on further threads of the same name; an end of a flow is bound to the slice that is
-open on its thread at its time, so a slice lasts at least a nanosecond and stands before its flow;
-process and thread ids are above 0, which stands for the idle process.
+These rules of the format shape the file: slices of a thread must nest, so spans that overlap
+otherwise are on further threads of the same name. The end of a flow is bound to the slice that is
+open on its thread at its time. So a slice lasts at least a nanosecond and precedes its flow.
+Process and thread ids are above 0, which is the idle process.
 
 Source: "Trace Event Format" of the Chromium project.
 """
@@ -35,7 +35,7 @@ from megatron.adaptive.trace.views.palette import ACTION_NAMES
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 1_500_000
-"""Viewers in a browser still open a file of so many spans."""
+"""Maximum number of spans in a file, so that viewers in a browser can open it."""
 
 NS_PER_US = 1000
 THREADS: dict[str, tuple[str, ...]] = {
@@ -47,9 +47,9 @@ THREADS: dict[str, tuple[str, ...]] = {
     "inputs": ("receive",),
     "sends": ("send",),
 }
-"""Kinds of span by thread, from the top of a process."""
+"""Kinds of span of each thread, in the order of display."""
 LANES = 10_000
-"""Thread ids of one kind of a rank."""
+"""Number of thread ids reserved for each entry of :data:`THREADS` and rank."""
 
 
 Event = dict[str, Any]
@@ -61,20 +61,20 @@ def write_perfetto(
     iterations: Sequence[int],
     dp_rank: int | None = None,
 ) -> list[str]:
-    """Write some iterations, replacing the file; compressed where its name ends in ``.gz``.
+    """Writes some iterations, replacing the file; compresses it if its name ends in ``.gz``.
 
     Args:
-        run: the run.
-        target: the file, ``.json.gz`` or ``.json``.
-        iterations: their numbers.
-        dp_rank: only the ranks of this data-parallel replica; ``None`` for all.
+        run: Trace of the run.
+        target: Path of the file, ``.json.gz`` or ``.json``.
+        iterations: Numbers of the iterations.
+        dp_rank: Data-parallel replica whose ranks are written; ``None`` for all.
 
     Returns:
-        What was left out because it would have been more than :data:`MAX_SPANS`, a line each.
+        Notes on what was left out to stay below :data:`MAX_SPANS`, one line each.
 
     Raises:
-        TraceError: an iteration or the replica does not exist, it holds nothing to write, or the
-            file cannot be written.
+        TraceError: If an iteration or the replica does not exist or has no spans, or the file
+            cannot be written.
     """
     chosen, ranks, notes = _within_limit(run, iterations, dp_rank)
     with replaced(target) as temporary:
@@ -88,25 +88,25 @@ def write_perfetto(
 def perfetto_events(
     run: RunTrace, iterations: Sequence[int], ranks: Iterable[int] | None = None
 ) -> Iterator[Event]:
-    """The events of some iterations.
+    """Yields the events of some iterations.
 
     Args:
-        run: the run.
-        iterations: their numbers.
-        ranks: global ranks, ``None`` for all.
+        run: Trace of the run.
+        iterations: Numbers of the iterations.
+        ranks: Global ranks, ``None`` for all.
 
     Yields:
-        Events; those of a thread are ordered by time, a slice before what lies in it.
+        Events. Those of a thread are ordered by time, a slice before the slices within it.
     """
-    wanted = sorted(run.ranks if ranks is None else ranks)
-    starts = [run.ranks[rank].table([min(iterations)]).start_ns for rank in wanted]
+    chosen_ranks = sorted(run.ranks if ranks is None else ranks)
+    starts = [run.ranks[rank].table([min(iterations)]).start_ns for rank in chosen_ranks]
     origin_ns = min((int(start.min()) for start in starts if len(start)), default=0)
-    tables = {rank: run.ranks[rank].table(iterations) for rank in wanted}
+    tables = {rank: run.ranks[rank].table(iterations) for rank in chosen_ranks}
     flows = _flows(match_messages(tables))
-    ideal = ideal_steps(run, wanted, iterations) or {}
-    for place, rank in enumerate(wanted):
+    ideal = ideal_steps(run, chosen_ranks, iterations) or {}
+    for index, rank in enumerate(chosen_ranks):
         trace = run.ranks[rank]
-        yield from _names_of(run, trace, place)
+        yield from _names_of(run, trace, index)
         lengths = {iteration: trace.lengths(iteration) for iteration in iterations}
         every = _by_start(tables.pop(rank))
         for number, (name, kinds) in enumerate(THREADS.items()):
@@ -118,16 +118,18 @@ def perfetto_events(
             yield from _thread(rank, number, name, slices, origin_ns, flows)
         slices = [(span, _ideal(span)) for span in _by_start(ideal.get(rank))]
         yield from _thread(rank, len(THREADS), _IDEAL, slices, origin_ns, flows)
-        yield from _counters(rank, [one for one in every if one.action in DRAWN_ACTIONS], origin_ns)
+        actions = [span for span in every if span.action in DRAWN_ACTIONS]
+        yield from _counters(rank, actions, origin_ns)
 
 
 def _by_start(table: TraceTable | None) -> list[Span]:
-    """Returns spans in the order of slices: a longer one before what begins with it."""
+    """Returns spans ordered by start; of those that start together the longest is first."""
     spans = () if table is None else table.spans()
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
 
 
 def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> None:
+    """Writes the JSON of a file, an event per line."""
     about = {
         "run": run.run,
         "iterations": describe_numbers(iterations),
@@ -147,10 +149,12 @@ def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequen
 def _within_limit(
     run: RunTrace, iterations: Sequence[int], dp_rank: int | None
 ) -> tuple[list[int], list[int], list[str]]:
-    """Iterations and ranks whose spans are few enough, and what that left out."""
+    """Returns iterations and ranks with few enough spans, and notes on what was left out."""
     for iteration in iterations:
         run.require_iteration(iteration)
-    chosen, ranks, notes = sorted(set(iterations)), sorted(run.ranks), []
+    chosen = sorted(set(iterations))
+    ranks = sorted(run.ranks)
+    notes = []
     if dp_rank is not None:
         run.replica(dp_rank)
         ranks = [r for r in ranks if run.ranks[r].header.dp_rank == dp_rank]
@@ -170,19 +174,20 @@ def _within_limit(
     return chosen, ranks, notes
 
 
-def _names_of(run: RunTrace, trace: RankTrace, place: int) -> Iterator[Event]:
+def _names_of(run: RunTrace, trace: RankTrace, index: int) -> Iterator[Event]:
+    """Yields the events that name a rank's process and sort it by ``index``."""
     header = trace.header
     name = f"rank {header.rank}: {stages_text(header, header.pp_rank)}"
     if any(t.header.dp_rank for t in run.ranks.values()):
         name += f", replica {header.dp_rank}"
     yield _metadata("process_name", header.rank, 0, name=name)
     yield _metadata("process_labels", header.rank, 0, labels=f"{header.host} pid {header.pid}")
-    yield _metadata("process_sort_index", header.rank, 0, sort_index=place)
+    yield _metadata("process_sort_index", header.rank, 0, sort_index=index)
 
 
-def _metadata(what: str, rank: int, tid: int, **arguments: Any) -> Event:
+def _metadata(event_name: str, rank: int, tid: int, **arguments: Any) -> Event:
     return {
-        "name": what,
+        "name": event_name,
         "ph": "M",
         "pid": rank + 1,
         "tid": tid or _tid(rank, 0),
@@ -191,13 +196,13 @@ def _metadata(what: str, rank: int, tid: int, **arguments: Any) -> Event:
 
 
 def _tid(rank: int, number: int) -> int:
-    """Thread ids are unique over all processes and never a process id of the same rank."""
+    """Returns a thread id that is unique over all processes and is never a process id."""
     return (rank + 1) * (len(THREADS) + 1) * LANES + number
 
 
 _IDEAL = "ideal: nobody slower than others"
 _SIDE_BY_SIDE = ("inputs", "sends", _IDEAL)
-"""Threads whose spans have nothing to do with those around them."""
+"""Threads whose overlapping spans are independent, so that they are not nested."""
 
 
 def _thread(
@@ -208,15 +213,15 @@ def _thread(
     origin_ns: int,
     flows: dict[tuple[Any, ...], Event],
 ) -> Iterator[Event]:
-    """Yields the slices of a thread, of several where they overlap, with their flows.
+    """Yields the slices of a thread with their flows; slices that overlap are on further threads.
 
     Args:
-        rank: global rank.
-        number: of the thread.
-        name: of the thread.
-        slices: spans, in the order of slices, with name, category and arguments.
-        origin_ns: time 0.
-        flows: those to come, of which what is yielded is taken out.
+        rank: Global rank.
+        number: Number of the thread, as in :data:`THREADS`.
+        name: Name of the thread.
+        slices: Spans as ordered by :func:`_by_start`, each with name, category and arguments.
+        origin_ns: Time 0, in nanoseconds.
+        flows: Flows that are not yielded yet; those yielded here are removed.
     """
     spans = [span for span, _ in slices]
     lanes = _lanes(spans, may_nest=name not in _SIDE_BY_SIDE)
@@ -228,71 +233,73 @@ def _thread(
     starts = _microseconds([span.start_ns - origin_ns for span in spans])
     lengths = _microseconds([max(span.duration_ns, 1) for span in spans])
     for (span, event), lane, start, length in zip(slices, lanes, starts, lengths, strict=True):
-        where = {"pid": rank + 1, "tid": _tid(rank, number * LANES + lane), "ts": start}
-        yield {**event, "ph": "X", **where, "dur": length}
-        what = (span.iteration, span.chunk, span.microbatch, span.of)
-        if flow := flows.pop((rank, span.action, span.peer, *what), None):
-            yield {"name": "message", "cat": "message", **flow, **where}
+        position = {"pid": rank + 1, "tid": _tid(rank, number * LANES + lane), "ts": start}
+        yield {**event, "ph": "X", **position, "dur": length}
+        message = (span.iteration, span.chunk, span.microbatch, span.of)
+        if flow := flows.pop((rank, span.action, span.peer, *message), None):
+            yield {"name": "message", "cat": "message", **flow, **position}
 
 
 def _ideal(span: Span) -> Event:
-    where = {name: getattr(span, name) for name in ("iteration", "chunk", "microbatch")}
-    return {"name": _name(span), "cat": "ideal", "args": where}
+    arguments = {name: getattr(span, name) for name in ("iteration", "chunk", "microbatch")}
+    return {"name": _name(span), "cat": "ideal", "args": arguments}
 
 
 def _slice(span: Span, lengths: Lengths) -> Event:
     """Returns name, category and arguments of a span.
 
     Args:
-        span: the span.
-        lengths: what the microbatches of its iteration hold, empty where they are alike.
+        span: Span.
+        lengths: Lengths of the microbatches of its iteration, empty if all are equal.
     """
-    word = span.action
+    kind = span.action
     arguments: dict[str, Any] = {"iteration": span.iteration}
     for name in ("chunk", "microbatch", "peer"):
         if getattr(span, name) >= 0:
             arguments[name] = getattr(span, name)
-    if word in DRAWN_ACTIONS:
+    if kind in DRAWN_ACTIONS:
         arguments["wait_us"] = span.wait_ns / NS_PER_US
         arguments.update(in_flight_bytes=span.in_flight_bytes, queue_depth=span.queue_depth)
-    if word == "W":
+    if kind == "W":
         arguments["piece"] = span.piece
     if span.of:
         arguments["of"] = span.of
     if span.bytes:
         arguments["bytes"] = span.bytes
     if span.reason:
-        arguments["cause" if word == "wait" else "reason"] = span.reason
-    if word in (*DRAWN_ACTIONS, "data") and 0 <= span.microbatch < len(lengths):
+        arguments["cause" if kind == "wait" else "reason"] = span.reason
+    if kind in (*DRAWN_ACTIONS, "data") and 0 <= span.microbatch < len(lengths):
         positions, *documents = lengths[span.microbatch]
         tokens = sum(documents)
         arguments.update(tokens=tokens, padding=positions - tokens, lengths=documents)
-    return {"name": _name(span), "cat": ACTION_NAMES.get(word, word), "args": arguments}
+    return {"name": _name(span), "cat": ACTION_NAMES.get(kind, kind), "args": arguments}
 
 
 def _name(span: Span) -> str:
-    word, place = span.action, f"{span.chunk}-{span.microbatch}"
-    if word in ACTION_NAMES:
-        return f"{ACTION_NAMES[word]} {place}"
+    kind = span.action
+    numbers = f"{span.chunk}-{span.microbatch}"
+    if kind in ACTION_NAMES:
+        return f"{ACTION_NAMES[kind]} {numbers}"
     return {
         "step": f"iteration {span.iteration}",
         "wait": f"wait: {span.reason or 'unknown'}",
-        "collective": span.reason or word,
-        "send": f"send {span.of}{place}",
-        "receive": f"receive {span.of}{place}",
+        "collective": span.reason or kind,
+        "send": f"send {span.of}{numbers}",
+        "receive": f"receive {span.of}{numbers}",
         "data": f"data {span.microbatch}",
-    }.get(word, word)
+    }.get(kind, kind)
 
 
 def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
-    """Returns the lane of each span, the first where it overlaps none but what it lies within.
+    """Returns the lane of each span: the first in which it overlaps no span or is nested in one.
 
     Args:
-        spans: by start; of equal ones the longest first.
-        may_nest: whether a span may lie within another of its lane.
+        spans: Spans ordered by start; of those that start together the longest is first.
+        may_nest: Whether a span may be nested in another of its lane.
     """
     lanes: list[int] = []
-    ends_of: list[list[int]] = []  # per lane, where its open spans end, the innermost last
+    # Ends of the open spans of each lane, the innermost last.
+    ends_of: list[list[int]] = []
     for span in spans:
         stop = max(span.end_ns, span.start_ns + 1)
         lane = 0
@@ -310,49 +317,52 @@ def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
 
 
 def _microseconds(times_ns: Sequence[int]) -> list[float]:
-    """Microseconds that become the same nanoseconds again whether a reader rounds or cuts off.
+    """Converts nanoseconds to microseconds that a reader may round or truncate back.
 
-    A thousandth of a number may lie a trace below it, and a slice that begins a nanosecond early
-    overlaps the one before it, which readers drop.
+    A quotient by 1000 may be slightly too small as a float. If a reader truncates it, the slice
+    begins a nanosecond early and overlaps the one before it, and readers drop such slices.
     """
     ns = np.array(times_ns, dtype=np.int64)
     values = ns / NS_PER_US
     early = np.floor(values * NS_PER_US) < ns
     values[early] = np.nextafter(values[early], np.inf)
-    found: list[float] = values.tolist()
-    return found
+    microseconds: list[float] = values.tolist()
+    return microseconds
 
 
 def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
-    """Returns begin and end of each message's flow, by rank, kind of span and message."""
+    """Returns the two ends of each message's flow, by rank, kind of span and message."""
     ends: dict[tuple[Any, ...], Event] = {}
     names = ("source", "target", "iteration", "chunk", "microbatch", "of")
     columns = [getattr(messages, name).tolist() for name in names]
-    words = (*KINDS, "other")
-    for number, (source, target, *what, of) in enumerate(zip(*columns, strict=True), start=1):
-        message = (*what, words[of])
-        begin, end = (source, "send", target, *message), (target, "receive", source, *message)
+    kinds = (*KINDS, "other")
+    for number, (source, target, *numbers, of) in enumerate(zip(*columns, strict=True), start=1):
+        message = (*numbers, kinds[of])
+        begin = (source, "send", target, *message)
+        end = (target, "receive", source, *message)
         ends[begin] = {"id": number, "ph": "s"}
         ends[end] = {"id": number, "ph": "f", "bp": "e"}
     return ends
 
 
 def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Event]:
-    """Returns counters of memory held and inputs queued, whenever an action begins."""
+    """Yields counters of memory in use and inputs queued, at the start of each action."""
     last: dict[str, int] = {}
-    iteration, inside = -1, 0
+    iteration = -1
+    in_flight = 0
     times = _microseconds([action.start_ns - origin_ns for action in actions])
     for action, time in zip(actions, times, strict=True):
         if action.iteration != iteration:
-            # Every iteration starts with none: an interrupted one may have left forwards behind.
-            iteration, inside = action.iteration, 0
-        inside = max(0, inside + {"F": 1, "B": -1}.get(action.action, 0))
+            # An interrupted iteration leaves forwards without a backward, so each starts from 0.
+            iteration = action.iteration
+            in_flight = 0
+        in_flight = max(0, in_flight + {"F": 1, "B": -1}.get(action.action, 0))
         for name, unit, value in (
             ("activation bytes in flight", "bytes", action.in_flight_bytes),
-            ("microbatches in flight", "count", inside),
+            ("microbatches in flight", "count", in_flight),
             ("inputs queued", "count", action.queue_depth),
         ):
             if last.get(name) != value:
                 last[name] = value
-                where = {"pid": rank + 1, "tid": _tid(rank, 0), "ts": time}
-                yield {"name": name, "ph": "C", **where, "args": {unit: value}}
+                position = {"pid": rank + 1, "tid": _tid(rank, 0), "ts": time}
+                yield {"name": name, "ph": "C", **position, "args": {unit: value}}

@@ -1,4 +1,4 @@
-"""The chart of a step as a picture, time to the right, a row per stage; and maps of slow ranks.
+"""Draws a step as a picture with time to the right and a row per stage, and maps of slow ranks.
 
 Waits have the tint of their cause, other idle time is grey.
 """
@@ -35,30 +35,43 @@ if TYPE_CHECKING:
     from megatron.adaptive.trace.whatif.answers import WhatIf
 
 DPI = 150
-WIDTH_IN, MAX_WIDTH_IN, FORWARD_IN = 14.0, 22.0, 0.13
-"""The picture grows from the first width to the second, so that a short action is this wide."""
+WIDTH_IN = 14.0
+MAX_WIDTH_IN = 22.0
+FORWARD_IN = 0.13
+"""Width of a short action, in inches; the picture grows for it, up to ``MAX_WIDTH_IN``."""
 AROUND_IN = 1.5
-"""Height of all that lies above and below the rows."""
-ROW_IN_FEW, ROW_IN_MANY, MANY_ROWS = 0.62, 0.36, 8
+"""Height of the parts above and below the rows, in inches."""
+ROW_IN_FEW = 0.62
+ROW_IN_MANY = 0.36
+MANY_ROWS = 8
+"""Number of rows up to which a row is ``ROW_IN_FEW`` inches high."""
 MAX_ROWS_IN = 100.0
-"""All rows together are not higher: readers of pictures end at 65,536 pixels."""
+"""Maximum height of all rows, in inches: picture viewers are limited to 65,536 pixels."""
 BAR = 0.80
-"""Height of a bar; the rest of a row's unit is the gap to the next."""
-INK, FAINT = "#1F2328", "#6B6B70"
+"""Height of a bar as a share of its row; the rest is the gap to the next bar."""
+INK = "#1F2328"
+FAINT = "#6B6B70"
 DIGIT_EM = 0.64
 """Width of a digit, in font sizes."""
 DIGIT_HEIGHT_EM = 1.15
-SMALLEST_PT, UPRIGHT_BELOW_PT = 4.5, 5.5
+SMALLEST_PT = 4.5
+"""Smallest font size of a bar's text, in points; smaller texts are left out."""
+UPRIGHT_BELOW_PT = 5.5
+"""Font size below which texts are turned upright, in points."""
 POINTS_PER_IN = 72
 VISIBLE = 2000
-"""A wait of so small a part of the step is less than a dot: the legend does not name its cause."""
+"""The legend leaves out causes of waits that are shorter than the step divided by this."""
 
 
 def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
-    """Write a step as ``.png`` (or what else the ending asks of matplotlib), replacing the file.
+    """Writes a step as ``.png`` or another format of matplotlib's, replacing the file.
+
+    Args:
+        step: Step to draw.
+        path: Path of the file, whose ending chooses the format.
 
     Raises:
-        TraceError: the file cannot be written.
+        TraceError: If the file cannot be written.
     """
     row_in = ROW_IN_FEW if step.num_ranks <= MANY_ROWS else ROW_IN_MANY
     row_in = min(row_in, MAX_ROWS_IN / step.num_ranks)
@@ -74,7 +87,8 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     causes = {cause_of(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
     _draw_legend(figure, step.num_chunks, step.actions, causes)
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # what is drawn within the axes moves nothing
+    # Bars and texts within the axes do not change the layout.
+    figure.set_layout_engine("none")
     points = axes.get_window_extent().width / DPI * POINTS_PER_IN
     points_per_ns = points / max(step.step_ns, 1)
     # A wider edge would hide the bars of a dense chart.
@@ -99,10 +113,10 @@ def _set_axes(axes: Axes, step: PipelineStep, text_pt: float) -> None:
     busy = axes.secondary_yaxis("right")
     shares = {rank: f"{1 - bubble:.0%} busy" for rank, bubble in step.bubble_fractions.items()}
     busy.set_yticks(list(shares), list(shares.values()), fontsize=text_pt, color=FAINT)
-    for one in (axes, busy):
-        one.tick_params(axis="y", length=0, pad=6)
-        for side in one.spines.values():
-            side.set_visible(False)
+    for sided_axes in (axes, busy):
+        sided_axes.tick_params(axis="y", length=0, pad=6)
+        for spine in sided_axes.spines.values():
+            spine.set_visible(False)
     axes.tick_params(axis="x", length=3, color=FAINT, labelcolor=FAINT, labelsize=8.5)
     axes.set_xlabel("time in the step (ms)", fontsize=9, color=FAINT, labelpad=3)
 
@@ -132,7 +146,7 @@ def _draw_rows(axes: Axes, step: PipelineStep, edge_pt: float) -> None:
 def _draw_bars(
     axes: Axes, row: int, bars: Sequence[tuple[float, float, str]], edge_pt: float = 0
 ) -> None:
-    """Draw bars in a row: start, length and colour ``RRGGBB`` of each, white edges around them."""
+    """Draws bars with white edges in a row; each has a start, a length and a colour ``RRGGBB``."""
     axes.broken_barh(
         [(start, length) for start, length, _ in bars],
         (row - BAR / 2, BAR),
@@ -145,9 +159,9 @@ def _draw_bars(
 def _write_texts(
     axes: Axes, step: PipelineStep, points_per_ns: float, row_in: float, largest: float
 ) -> None:
-    """Write ``chunk-microbatch`` into the bars wide enough.
+    """Writes ``chunk-microbatch`` into the bars that are wide enough.
 
-    All bars of a kind of action get one size and one direction: upright where the text would be
+    All bars of a kind of action have one font size and one direction: upright if the text would be
     too small along the bar.
     """
     height_pt = row_in * BAR * POINTS_PER_IN
@@ -158,7 +172,7 @@ def _write_texts(
         letters = DIGIT_EM * np.array(list(map(len, texts)))
         along = 0.88 * widths / letters
         upright = np.minimum(0.95 * widths / DIGIT_HEIGHT_EM, 0.88 * height_pt / letters)
-        # What nine tenths of the bars have room for.
+        # The common size fits into nine tenths of the bars.
         turned = min(largest, np.sort(along)[len(bars) // 10]) < UPRIGHT_BELOW_PT
         sizes = upright if turned else along
         common = max(min(largest, np.sort(sizes)[len(bars) // 10]), SMALLEST_PT)
@@ -193,11 +207,12 @@ def _write_title(figure: Figure, axes: Axes, step: PipelineStep) -> None:
 def _draw_legend(
     figure: Figure, num_chunks: int, actions: Collection[str], causes: Collection[str]
 ) -> None:
-    """Draws samples of the colours of actions by chunk, of causes of waits, and of idle time."""
+    """Draws the legend: colours of actions by chunk, of causes of waits, and of idle time."""
     patches = [
-        Patch(color=one.color, label=one.name)
-        for one in categories(num_chunks)
-        if one.in_legend and (one.cause in causes if one.kind == "wait" else one.kind in actions)
+        Patch(color=category.color, label=category.name)
+        for category in categories(num_chunks)
+        if category.in_legend
+        and (category.cause in causes if category.kind == "wait" else category.kind in actions)
     ]
     patches.append(Patch(color=f"#{IDLE}", label="idle"))
     figure.legend(handles=patches, loc="outside lower center", ncols=9, fontsize=8.5, frameon=False)
@@ -207,20 +222,21 @@ PANEL_ROW_IN, PANEL_TITLE_IN = 0.16, 0.42
 
 
 def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.PathLike[str]) -> None:
-    """Write a picture (its format by the ending), replacing the file.
+    """Writes simulated steps as a picture with a panel each, replacing the file.
 
     Args:
-        steps: title and simulated step of each panel, from the top.
-        path: the file.
+        steps: Title and simulated step of each panel, from the top.
+        path: Path of the file, whose ending chooses the format.
 
     Raises:
-        TraceError: the file cannot be written.
+        TraceError: If the file cannot be written.
     """
     heights = [PANEL_ROW_IN * result.placement.num_ranks + PANEL_TITLE_IN for _, result in steps]
     figure = _figure(WIDTH_IN, sum(heights) + 0.7, 110)
     panels = figure.subplots(len(steps), 1, sharex=True, squeeze=False, height_ratios=heights)
     for (title, result), axes in zip(steps, panels[:, 0], strict=True):
-        chunks, last = result.placement.num_chunks, result.placement.num_ranks - 1
+        chunks = result.placement.num_chunks
+        last = result.placement.num_ranks - 1
         for rank, spans in enumerate(result.spans):
             bars = [(0.0, result.makespan_s, IDLE)]
             for span in spans:
@@ -241,28 +257,29 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
 
 
 MAX_HEAT_ROWS = 64
-"""Of more ranks the slowest are drawn."""
+"""Maximum number of ranks that are drawn; of more, the slowest are."""
 
 
 def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> None:
-    """Write where time is lost as ``.png``: ranks by steps, and replicas by stages.
+    """Writes a picture of the lost time: ranks by steps, and replicas by stages.
 
     Args:
-        run: the run.
-        answers: of it.
-        path: the file, which is replaced.
+        run: Trace of the run.
+        answers: Analysis by ``what_if`` of the run.
+        path: Path of the ``.png`` file, which is replaced.
 
     Raises:
-        TraceError: the file cannot be written.
+        TraceError: If the file cannot be written.
     """
-    where, steps = answers.where, answers.iterations.tolist()
+    where = answers.where
+    steps = answers.iterations.tolist()
     ranks, stages = run_figures(run, steps, ranks=where.ranks.tolist()).heat(where.stages)
     shown = np.sort(np.argsort(-np.nanmean(ranks, axis=1), kind="stable")[:MAX_HEAT_ROWS])
     height = 1.9 + 0.24 * max(len(shown), len(stages), 4)
     figure = _figure(WIDTH_IN * 0.8, height, DPI * 2 // 3)
     whole, part = figure.subplots(1, 2, width_ratios=(3, 1))
     for axes, values in ((whole, ranks[shown]), (part, stages)):
-        # Times of work over the usual ones: white as usual, red slower, blue quicker.
+        # Values are durations over the usual ones: white is usual, red slower, blue faster.
         image = axes.imshow(
             values, aspect="auto", cmap="RdBu_r", vmin=0.5, vmax=1.5, interpolation="nearest"
         )

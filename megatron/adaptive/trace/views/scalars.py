@@ -1,12 +1,12 @@
-"""A trace as curves in TensorBoard: one run per rank, so that a figure's ranks share a chart.
+"""Writes a trace as curves for TensorBoard: one run per rank, so that ranks share a chart.
 
 ::
 
     <folder>/mean/events.out.tfevents.trace          mean over the ranks
     <folder>/rank 00003/events.out.tfevents.trace    one rank: its part of each step
 
-Every iteration is a point, at the time it happened. The files are written with TensorBoard's own
-writer, whole or not at all; writing again replaces them.
+Every iteration is a point at the time at which it ran. TensorBoard's own writer makes the files,
+each appears only when it is complete, and writing again replaces them.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from megatron.adaptive.trace.read import RunTrace
 
 FILE_NAME = "events.out.tfevents.trace"
 MEAN = "mean"
-"""The folder of the curves that are means over the ranks."""
+"""Name of the folder with the means over ranks."""
 
 
 def write_scalars(
     run: RunTrace, figures: RunFigures, folder: str | os.PathLike[str]
 ) -> tuple[str, ...]:
-    """Write curves of bubble fraction, step time and what the step's time went into.
+    """Writes curves of the bubble fraction, the step time and the parts of the step.
 
     Args:
-        run: what the figures are of.
-        figures: of the ranks to show.
-        folder: for TensorBoard's ``--logdir``; files of an earlier call are replaced.
+        run: Trace of the run.
+        figures: Figures of the ranks to show.
+        folder: Folder for TensorBoard's ``--logdir``; files of an earlier call are replaced.
 
     Returns:
-        The names of the curves.
+        Names of the curves.
 
     Raises:
-        TraceError: a file cannot be written.
+        TraceError: If a file cannot be written.
     """
-    # Not at the top: slow to import, and nobody else in here needs it.
+    # TensorBoard is slow to import, and only this function needs it.
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     curves = {f"{tag}{run.bubble_note}": values for tag, values in _curves(figures)}
-    known = figures.num_actions > 0
+    is_recorded = figures.num_actions > 0
     header = next(iter(run.ranks.values())).header
-    # A run on several clocks is on the time of day of one of them already.
+    # Times of a run with several clocks are already times of day of one of them.
     is_monotonic = len(run.alignment.clocks) == 1
     lead_ns = header.unix_ns - header.monotonic_ns if is_monotonic else 0
     moments_s = (figures.step_start_ns.max(axis=1) + lead_ns) / 1e9
@@ -61,8 +61,8 @@ def write_scalars(
             start_s = float(moments_s[0])
             writer.write(Event(wall_time=start_s, file_version="brain.Event:2").SerializeToString())
             for row, iteration in enumerate(figures.iterations.tolist()):
-                columns = np.flatnonzero(known[row]) if column is None else [column]
-                if not len(columns) or not known[row, columns].all():
+                columns = np.flatnonzero(is_recorded[row]) if column is None else [column]
+                if not len(columns) or not is_recorded[row, columns].all():
                     continue
                 values = [
                     Summary.Value(tag=tag, simple_value=float(curve[row, columns].mean()))
@@ -77,7 +77,7 @@ def write_scalars(
 
 
 def _curves(figures: RunFigures) -> Iterator[tuple[str, Floats]]:
-    """Names and values, ``[iterations, ranks]``."""
+    """Yields name and values, ``[iterations, ranks]``, of each curve."""
     yield "pipeline/bubble fraction", figures.bubble_fraction
     yield "pipeline/step time ms", figures.step_ns / NS_PER_MS
     for number, part in enumerate(PARTS.values()):

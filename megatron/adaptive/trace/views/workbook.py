@@ -1,15 +1,14 @@
-"""A run's pipeline as an Excel workbook.
+"""Writes a run's pipeline as an Excel workbook.
 
 - *order*       the actions of one iteration in executed order, wide enough to read
-- *time*        the same on a scale of time
-- *summary*     per rank: busy, waits by cause, bubble, lengths of actions, peaks, bytes; first for
-                the iteration that is drawn, then the mean over all that the workbook covers
+- *time*        the same on a time scale
+- *summary*     per rank: busy time, waits by cause, bubble, durations of actions, peaks, bytes;
+                first for the drawn iteration, then the mean over all iterations of the workbook
 - *iterations*  per iteration: step time, bubble, waits
-- *charts*      Excel's own charts of columns of the last two, so that they follow when someone
-                changes these
+- *charts*      Excel's own charts of the last two sheets, which follow changes of their cells
 
-It shows one replica, and says which where there are several. Columns are set, cells are merged and
-styles are made in the ways that stay quick for charts of hundred thousands of cells.
+The workbook shows one replica, and names it if there are several. It sets columns, merges cells and
+makes styles in ways that stay fast for charts of hundreds of thousands of cells.
 """
 
 from __future__ import annotations
@@ -47,15 +46,17 @@ from megatron.adaptive.trace.views.palette import (
 )
 
 LABEL_COLUMNS = 1
-TITLE_ROW, TIME_ROW, FIRST_ROW = 1, 2, 3
+TITLE_ROW = 1
+TIME_ROW = 2
+FIRST_ROW = 3
 PATCH_COLUMNS = 8
-"""Width of a sample of a colour in the legend."""
+"""Number of columns of a colour sample in the legend."""
 MAX_COLUMNS = 16_384
 GRID_COLUMNS = MAX_COLUMNS - LABEL_COLUMNS
 FORWARD_COLUMNS = 4
-"""Columns of the sheet *order* that a short action gets, so that its text fits."""
+"""Number of columns of a short action in the sheet *order*, so that its text fits."""
 MAX_BINS = 600
-"""Columns of the sheet *time*."""
+"""Maximum number of columns of the sheet *time*."""
 
 CENTRE = Alignment(horizontal="center", vertical="center", shrink_to_fit=True)
 LEFT = Alignment(horizontal="left", vertical="center")
@@ -63,14 +64,16 @@ SEPARATOR = Border(left=Side(style="thin", color="FFFFFF"))
 _FAINT = Font(size=8, color="6B6B70")
 BOLD = Font(bold=True)
 MAX_ITERATIONS = 20_000
-"""Rows of the sheet *iterations*; of a longer run it has every so many rows one."""
+"""Maximum number of rows of the sheet *iterations*; a longer run shows one in every few."""
 MAX_RANK_COLUMNS = 256
-"""Ranks with a column of their own there."""
+"""Maximum number of ranks in the sheet *iterations*, each in its column."""
 
-MS, COUNT, SHARE = "0.000", "#,##0", "0.0%"
+MS = "0.000"
+COUNT = "#,##0"
+SHARE = "0.0%"
 HEAD_ROW = 2
 HEAD_HEIGHT = 44
-"""Of a row of heads, in points: three lines."""
+"""Height of a head row, in points: three lines."""
 PART_COLUMN = 5
 """First column of the parts of the step in *summary*."""
 
@@ -83,17 +86,17 @@ PART_COLORS = {
 }
 
 _Column = tuple[str, str, Floats]
-"""A column of *summary*: its head, its number format, its values by rank."""
+"""Column of *summary*: head, number format, values by rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChartCell:
-    """A run of columns in a row that shows one thing.
+    """Describes adjacent columns of a row that show one action, wait or idle time.
 
     Attributes:
-        start: first column of time, from 0.
-        end: column behind the last.
-        span: the action or wait, ``None`` for other idle time.
+        start: First column, from 0 in the time columns.
+        end: Column after the last one.
+        span: Action or wait, ``None`` for other idle time.
     """
 
     start: int
@@ -103,12 +106,12 @@ class ChartCell:
 
 @dataclass(frozen=True)
 class Chart:
-    """A step on columns of equal time.
+    """Contains a step on columns of equal time.
 
     Attributes:
-        unit_ns: time per column.
-        num_columns: columns of the longest row; every known row is filled up to it.
-        rows: per pipeline rank its cells, gapless; empty where nothing is known.
+        unit_ns: Time per column, in nanoseconds.
+        num_columns: Number of columns of the longest row; other recorded rows are filled up to it.
+        rows: Cells of each pipeline rank, without gaps; empty for a rank without a trace.
     """
 
     unit_ns: int
@@ -119,17 +122,17 @@ class Chart:
 def write_workbook(
     run: RunTrace, step: PipelineStep, figures: RunFigures, target: str | os.PathLike[str]
 ) -> None:
-    """Write a workbook (``.xlsx``), replacing the file.
+    """Writes a workbook, replacing the file.
 
     Args:
-        run: where both come from; what is wrong with it is said below the summary.
-        step: the iteration to draw.
-        figures: of the ranks of its pipeline, over the iterations to cover; ``step.iteration`` is
-            one of them.
-        target: the file.
+        run: Trace of the run; its notes are printed below the summary.
+        step: Iteration to draw.
+        figures: Figures of the ranks of its pipeline over the iterations to cover, which contain
+            ``step.iteration``.
+        target: Path of the ``.xlsx`` file.
 
     Raises:
-        TraceError: the file cannot be written.
+        TraceError: If the file cannot be written.
     """
     workbook = Workbook()
     title = (
@@ -154,10 +157,10 @@ def write_workbook(
 
 
 def lay_out(step: PipelineStep) -> Chart:
-    """Lay a step on a grid.
+    """Places a step on a grid of columns.
 
-    A tenth of the actions may be shorter than four columns. Rows drift to the right of their true
-    time only where actions shorter than a column crowd.
+    A tenth of the actions may be shorter than :data:`FORWARD_COLUMNS` columns. Each action has at
+    least one column, so a row drifts to the right of its true time if many actions are shorter.
     """
     durations = sorted(span.duration_ns for row in step.rows for span in row)
     short_ns = durations[len(durations) // 10]
@@ -166,9 +169,9 @@ def lay_out(step: PipelineStep) -> Chart:
 
 
 def fill_bins(step: PipelineStep) -> Chart:
-    """Cut a step into at most :data:`MAX_BINS` columns of 1, 2 or 5 times a power of ten ns.
+    """Cuts a step into at most :data:`MAX_BINS` columns of 1, 2 or 5 times a power of ten ns.
 
-    A column shows what goes on at its middle.
+    A column shows the action or wait at its middle.
     """
     powers = (10**power for power in range(19))
     units = (factor * power for power in powers for factor in (1, 2, 5))
@@ -182,31 +185,39 @@ def fill_bins(step: PipelineStep) -> Chart:
 
 
 def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least: int) -> Chart:
-    """Lays spans on columns; each gets so many at least, and so many there are at least."""
-    laid = [list(_cells(row, unit_ns, least)) for row in rows]
-    num_columns = max(num_columns, *(row[-1].end for row in laid if row), 0)
-    for row, cells in zip(rows, laid, strict=True):
+    """Places spans on columns.
+
+    Args:
+        rows: Spans of each rank, ordered by start.
+        unit_ns: Time per column, in nanoseconds.
+        num_columns: Minimum number of columns.
+        least: Minimum number of columns of a span.
+    """
+    cells_of = [list(_cells(row, unit_ns, least)) for row in rows]
+    num_columns = max(num_columns, *(row[-1].end for row in cells_of if row), 0)
+    for row, cells in zip(rows, cells_of, strict=True):
         end = cells[-1].end if cells else 0
         if row and end < num_columns:
             cells.append(ChartCell(end, num_columns, None))
-    return Chart(unit_ns, num_columns, tuple(map(tuple, laid)))
+    return Chart(unit_ns, num_columns, tuple(map(tuple, cells_of)))
 
 
 def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]:
-    at = 0
+    """Yields the cells of a row, with idle cells between its spans."""
+    column = 0
     for span in row:
-        start = max(at, round(span.start_ns / unit_ns))
+        start = max(column, round(span.start_ns / unit_ns))
         end = max(start + least, round(span.end_ns / unit_ns))
         if start == end:
             continue
-        if start > at:
-            yield ChartCell(at, start, None)
+        if start > column:
+            yield ChartCell(column, start, None)
         yield ChartCell(start, end, span)
-        at = end
+        column = end
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
-    """Add the sheet *order*, as far as a sheet has columns."""
+    """Adds the sheet *order*, cut off at the maximum number of columns of a sheet."""
     chart = lay_out(step)
     about = "cells read chunk-microbatch, width is time"
     if chart.num_columns > GRID_COLUMNS:
@@ -220,7 +231,7 @@ def _add_time(workbook: Workbook, step: PipelineStep, title: str) -> None:
     chart = fill_bins(step)
     sheet = workbook.create_sheet("time")
     unit = f"{chart.unit_ns / NS_PER_MS:g} ms"
-    about = f"a column is {unit} and shows what goes on at its middle, as chunk-microbatch"
+    about = f"a column is {unit} and shows the action at its middle, as chunk-microbatch"
     last = _draw(sheet, step, chart, f"{title}; one column is {unit}", about, 0.9, 20)
     spans = [cell.span for row in chart.rows for cell in row if cell.span is not None]
     causes = {cause_of(span) for span in spans if span.action == "wait"}
@@ -239,25 +250,25 @@ def _draw(
     column_width: float,
     tick: int,
 ) -> int:
-    """Draw a sheet that has a row per rank and time to the right.
+    """Draws a sheet with a row per rank and time to the right.
 
     Args:
-        sheet: to be filled.
-        step: whose ranks the rows are.
-        chart: its cells.
-        title: above all.
-        about: the legend's first line.
-        column_width: of each column of time, in characters.
-        tick: a time is written above every so many columns.
+        sheet: Sheet to fill.
+        step: Step of the chart.
+        chart: Cells of the step.
+        title: Title of the sheet.
+        about: First line of the legend.
+        column_width: Width of a time column, in characters.
+        tick: Number of columns between the times in the head.
 
     Returns:
-        The row behind the legend of actions.
+        Row below the legend of actions.
     """
     width = min(GRID_COLUMNS, chart.num_columns)
     sheet.sheet_view.showGridLines = False
     sheet.freeze_panes = f"B{FIRST_ROW}"
     sheet.column_dimensions["A"].width = max(12, *map(len, map(step.label, range(step.num_ranks))))
-    # One dimension for the whole range: column by column it would be 16,384 records.
+    # One record sets the width of the whole range; column by column it would be 16,384 records.
     columns = sheet.column_dimensions["B"]
     columns.min, columns.max, columns.width = 2, LABEL_COLUMNS + width, column_width
     sheet.cell(TITLE_ROW, 1, title).font = Font(bold=True, size=12)
@@ -265,24 +276,27 @@ def _draw(
         _merge(sheet, TIME_ROW, start, min(start + tick, width))
         text = f"{start * chart.unit_ns / NS_PER_MS:.4g} ms"
         cell = sheet.cell(TIME_ROW, LABEL_COLUMNS + 1 + start, text)
-        cell.font, cell.alignment = _FAINT, LEFT
+        cell.font = _FAINT
+        cell.alignment = LEFT
     for pp_rank, cells in enumerate(chart.rows):
         row = FIRST_ROW + pp_rank
         sheet.row_dimensions[row].height = 20
         label = sheet.cell(row, 1, step.label(pp_rank))
-        label.font, label.alignment = BOLD, LEFT
+        label.font = BOLD
+        label.alignment = LEFT
         if pp_rank in step.missing:
             sheet.cell(row, LABEL_COLUMNS + 1, "no trace of this rank").font = Font(italic=True)
-        for one in cells:
-            if one.start < width:
-                _fill_cell(sheet, row, one, min(one.end, width), step.num_chunks)
+        for chart_cell in cells:
+            if chart_cell.start < width:
+                end = min(chart_cell.end, width)
+                _fill_cell(sheet, row, chart_cell, end, step.num_chunks)
     row = FIRST_ROW + step.num_ranks + 1
     sheet.cell(row, 1, "legend").font = BOLD
     sheet.cell(row, LABEL_COLUMNS + 1, about)
     for chunk in range(step.num_chunks):
-        for place, action in enumerate(step.actions):
+        for index, action in enumerate(step.actions):
             color = chunk_color(action, chunk, step.num_chunks)
-            start = place * (PATCH_COLUMNS + 1)
+            start = index * (PATCH_COLUMNS + 1)
             _patch(sheet, row + 1 + chunk, start, color, f"chunk {chunk}", ACTION_NAMES[action])
     return row + 1 + step.num_chunks
 
@@ -290,28 +304,33 @@ def _draw(
 def _fill_cell(sheet: Worksheet, row: int, shown: ChartCell, end: int, num_chunks: int) -> None:
     _merge(sheet, row, shown.start, end)
     cell = sheet.cell(row, LABEL_COLUMNS + 1 + shown.start)
-    span, color = shown.span, fill_of(shown.span, num_chunks)
+    span = shown.span
+    color = fill_of(span, num_chunks)
     cell.fill = _fill(color)
     if span is not None and span.action != "wait":
-        cell.value, cell.border = f"{span.chunk}-{span.microbatch}", SEPARATOR
-        cell.font, cell.alignment = _font(text_color(color)), CENTRE
+        cell.value = f"{span.chunk}-{span.microbatch}"
+        cell.border = SEPARATOR
+        cell.font = _font(text_color(color))
+        cell.alignment = CENTRE
 
 
 def _patch(
     sheet: Worksheet, row: int, start: int, color: str, label: str, text: str | None = None
 ) -> None:
-    """Draw a labelled sample of a colour from column ``start`` of the time on."""
+    """Draws a labelled colour sample that begins at time column ``start``."""
     sheet.cell(row, 1, label)
     _merge(sheet, row, start, start + PATCH_COLUMNS)
     cell = sheet.cell(row, LABEL_COLUMNS + 1 + start, text)
-    cell.fill, cell.font, cell.alignment = _fill(color), _font(text_color(color)), CENTRE
+    cell.fill = _fill(color)
+    cell.font = _font(text_color(color))
+    cell.alignment = CENTRE
 
 
 def _merge(sheet: Worksheet, row: int, start: int, end: int) -> None:
-    """Merge columns ``start .. end - 1`` of a row.
+    """Merges columns ``start .. end - 1`` of a row.
 
-    Goes into the set of ranges directly: the sheet's own method makes an object for each covered
-    cell and compares every pair of ranges, which takes minutes for a wide chart.
+    The range is added to the sheet's set directly: the sheet's own method makes an object for each
+    covered cell and compares every pair of ranges, which takes minutes for a wide chart.
     """
     if end - start > 1:
         first, last = LABEL_COLUMNS + 1 + start, LABEL_COLUMNS + end
@@ -333,12 +352,12 @@ def _add_summary(workbook: Workbook, step: PipelineStep, figures: RunFigures) ->
     row = int(np.searchsorted(figures.iterations, step.iteration))
     drawn = _columns(figures, [row])
     title = f"iteration {step.iteration}{step.replica}"
-    behind = _block(sheet, TITLE_ROW, title, step, figures, drawn)
+    next_row = _block(sheet, TITLE_ROW, title, step, figures, drawn)
     if len(figures.iterations) > 1:
         numbers = figures.iterations.tolist()
         title = f"mean of {len(numbers)} iterations ({describe_numbers(numbers)}){step.replica}"
         every = _columns(figures, list(range(len(numbers))))
-        _block(sheet, behind + 1, f"{title}; peaks are the highest", step, figures, every)
+        _block(sheet, next_row + 1, f"{title}; peaks are the highest", step, figures, every)
     for number, (name, _, _) in enumerate(drawn, start=2):
         width = max(10, min(15, len(name) + 2))
         sheet.column_dimensions[get_column_letter(number)].width = width
@@ -349,7 +368,7 @@ def _add_summary(workbook: Workbook, step: PipelineStep, figures: RunFigures) ->
 
 
 def _add_iterations(workbook: Workbook, step: PipelineStep, figures: RunFigures) -> int:
-    """Returns how many iterations the sheet has."""
+    """Adds the sheet *iterations* and returns its number of iterations."""
     sheet = workbook.create_sheet("iterations")
     total = len(figures.iterations)
     stride = -(-total // MAX_ITERATIONS)
@@ -388,16 +407,20 @@ def _add_charts(workbook: Workbook, step: PipelineStep, num_iterations: int) -> 
     bars = _bars(workbook["summary"], step)
     sheet.add_chart(bars, "B2")
     if num_iterations > 1:
-        below = 4 + int(bars.height / 0.5)  # a row is about half a centimetre high
-        sheet.add_chart(_curves(workbook["iterations"], num_iterations), f"B{below}")
+        # A row is about half a centimetre high.
+        row = 4 + int(bars.height / 0.5)
+        sheet.add_chart(_curves(workbook["iterations"], num_iterations), f"B{row}")
 
 
 def _bars(sheet: Worksheet, step: PipelineStep) -> BarChart:
     chart = BarChart()
-    chart.type, chart.grouping, chart.overlap = "bar", "stacked", 100
+    chart.type = "bar"
+    chart.grouping = "stacked"
+    chart.overlap = 100
     chart.title = f"where the time of iteration {step.iteration} went (ms)"
     chart.gapWidth = 40
-    chart.width, chart.height = 26, min(40, max(8, 3.5 + 0.8 * step.num_ranks))
+    chart.width = 26
+    chart.height = min(40, max(8, 3.5 + 0.8 * step.num_ranks))
     last = HEAD_ROW + step.num_ranks
     for column, part in enumerate(PARTS, start=PART_COLUMN):
         values = [sheet.cell(row, column).value for row in range(HEAD_ROW + 1, last + 1)]
@@ -408,16 +431,19 @@ def _bars(sheet: Worksheet, step: PipelineStep) -> BarChart:
         chart.series[-1].graphicalProperties.solidFill = PART_COLORS[part]
         chart.series[-1].graphicalProperties.line.solidFill = "FFFFFF"
     chart.set_categories(Reference(sheet, min_col=1, min_row=HEAD_ROW + 1, max_row=last))
-    chart.x_axis.scaling.orientation = "maxMin"  # the first rank on top
+    # The first rank is on top.
+    chart.x_axis.scaling.orientation = "maxMin"
     chart.x_axis.delete = chart.y_axis.delete = False
-    chart.y_axis.number_format, chart.y_axis.crosses = "0", "max"
+    chart.y_axis.number_format = "0"
+    chart.y_axis.crosses = "max"
     chart.legend = Legend(legendPos="b")
     return chart
 
 
 def _curves(sheet: Worksheet, num_iterations: int) -> LineChart:
     last = HEAD_ROW + num_iterations
-    steps, bubbles = LineChart(), LineChart()
+    steps = LineChart()
+    bubbles = LineChart()
     for chart, column, color in ((steps, 2, chunk_color("F", 0, 1)), (bubbles, 3, "C0504D")):
         data = Reference(sheet, min_col=column, min_row=HEAD_ROW, max_row=last)
         chart.add_data(data, titles_from_data=True)
@@ -427,14 +453,18 @@ def _curves(sheet: Worksheet, num_iterations: int) -> LineChart:
         chart.series[0].smooth = False
         chart.x_axis.delete = chart.y_axis.delete = False
     steps.title = "step time and bubble by iteration"
-    steps.width, steps.height = 26, 10
-    steps.y_axis.title, steps.y_axis.number_format = "step ms", "0"
+    steps.width = 26
+    steps.height = 10
+    steps.y_axis.title = "step ms"
+    steps.y_axis.number_format = "0"
     assert isinstance(steps.x_axis, TextAxis)
     steps.x_axis.tickLblSkip = steps.x_axis.tickMarkSkip = max(1, num_iterations // 20)
     steps.x_axis.number_format = "0"
     steps.y_axis.scaling.min = 0
-    bubbles.y_axis.axId, bubbles.y_axis.crosses = 200, "max"
-    bubbles.y_axis.title, bubbles.y_axis.number_format = "bubble", "0%"
+    bubbles.y_axis.axId = 200
+    bubbles.y_axis.crosses = "max"
+    bubbles.y_axis.title = "bubble"
+    bubbles.y_axis.number_format = "0%"
     bubbles.y_axis.scaling.min = 0
     bubbles.y_axis.majorGridlines = None
     steps.legend = Legend(legendPos="b")
@@ -443,13 +473,13 @@ def _curves(sheet: Worksheet, num_iterations: int) -> LineChart:
 
 
 def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
-    """The columns of *summary*: means, or peaks, over some rows of the figures, by rank."""
+    """Returns the columns of *summary*: means or peaks of each rank over some rows of figures."""
 
     def mean(values: Floats) -> Floats:
-        known = figures.num_actions[rows] > 0
-        values = np.where(known, values[rows], 0).sum(axis=0)
+        is_recorded = figures.num_actions[rows] > 0
+        sums = np.where(is_recorded, values[rows], 0).sum(axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):
-            means: Floats = values / known.sum(axis=0)
+            means: Floats = sums / is_recorded.sum(axis=0)
         return means
 
     def peak(values: Floats) -> Floats:
@@ -474,9 +504,10 @@ def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
 
 
 def _times(figures: RunFigures, rows: list[int]) -> Iterator[_Column]:
-    """Mean and spread of each kind of action of each chunk, over all actions of the rows."""
+    """Yields mean and standard deviation of each kind of action of each chunk, over the rows."""
     number = figures.count[rows].astype(np.float64)
-    means, spreads = np.nan_to_num(figures.mean_ns[rows]), np.nan_to_num(figures.std_ns[rows])
+    means = np.nan_to_num(figures.mean_ns[rows])
+    spreads = np.nan_to_num(figures.std_ns[rows])
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = (number * means).sum(axis=0) / number.sum(axis=0)
         variance = (number * (spreads**2 + (means - mean) ** 2)).sum(axis=0) / number.sum(axis=0)
@@ -490,45 +521,46 @@ def _times(figures: RunFigures, rows: list[int]) -> Iterator[_Column]:
 
 def _block(
     sheet: Worksheet,
-    at: int,
+    first_row: int,
     text: str,
     step: PipelineStep,
     figures: RunFigures,
     columns: Sequence[_Column],
 ) -> int:
-    """Write a table with its title; returns the row behind it."""
-    sheet.cell(at, 1, text)
+    """Writes a table with its title and returns the row below it."""
+    sheet.cell(first_row, 1, text)
     for number, (name, _, _) in enumerate(columns, start=2):
-        sheet.cell(at + 1, number, name)
-    places = {int(pp_rank): place for place, pp_rank in enumerate(figures.pp_rank)}
+        sheet.cell(first_row + 1, number, name)
+    index_of = {int(pp_rank): index for index, pp_rank in enumerate(figures.pp_rank)}
     for pp_rank in range(step.num_ranks):
-        row = at + 2 + pp_rank
+        row = first_row + 2 + pp_rank
         sheet.cell(row, 1, step.label(pp_rank)).font = BOLD
-        if pp_rank not in places:
+        if pp_rank not in index_of:
             sheet.cell(row, 2, "no trace of this rank")
             continue
         for number, (_, form, values) in enumerate(columns, start=2):
-            cell = sheet.cell(row, number, _plain(values[places[pp_rank]]))
+            cell = sheet.cell(row, number, _plain(values[index_of[pp_rank]]))
             cell.number_format = form
-    _style_head(sheet, at)
-    return at + 2 + step.num_ranks
+    _style_head(sheet, first_row)
+    return first_row + 2 + step.num_ranks
 
 
-def _style_head(sheet: Worksheet, at: int) -> None:
-    sheet.cell(at, 1).font = BOLD
-    sheet.row_dimensions[at + 1].height = HEAD_HEIGHT
-    for cell in sheet[at + 1]:
+def _style_head(sheet: Worksheet, title_row: int) -> None:
+    sheet.cell(title_row, 1).font = BOLD
+    sheet.row_dimensions[title_row + 1].height = HEAD_HEIGHT
+    for cell in sheet[title_row + 1]:
         cell.font = BOLD
         cell.alignment = Alignment(wrap_text=True, vertical="top", horizontal="right")
 
 
 def _mean(values: Floats) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else float("nan")
+    """Returns the mean of the values that are not NaN."""
+    numbers = values[~np.isnan(values)]
+    return float(numbers.mean()) if len(numbers) else float("nan")
 
 
 def _plain(value: float) -> float | int | None:
-    """Returns a cell's value: a whole number as one, nothing for NaN."""
+    """Returns the value of a cell: an ``int`` for a whole number, ``None`` for NaN."""
     number = float(value)
     if np.isnan(number):
         return None

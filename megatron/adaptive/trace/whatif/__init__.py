@@ -1,6 +1,6 @@
-"""Answers what a run would gain: its steps simulated from their dependencies, with other times.
+"""Estimates what a run would gain from repairs, by simulating its recorded steps with other times.
 
-- ``operations``  what every rank did in some iterations, what it waited for, and its simulation
-- ``replay``      recorded times under other schedules, and microbatches dealt over replicas
+- ``operations``  the operations of each rank, their dependencies, and the simulation
+- ``replay``      recorded times under other schedules, and with microbatches dealt over replicas
 - ``answers``     slowdowns, shares, causes and repairs
 """

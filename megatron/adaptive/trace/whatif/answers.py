@@ -1,21 +1,22 @@
-"""Answers what a run loses, to whom, and what it would gain if that were mended.
+"""Reports how much time a run loses, to which ranks, and what each repair would gain.
 
-Every answer is a simulation of the recorded steps with some durations replaced. ``ideal`` is the
-mean of the kind of work over replicas, stages and steps, for communication the median transfer:
-then nobody is slower than others. A group's slowdown is that of the ideal step with only the
-group's durations as recorded; a repair's gain is what the recorded step loses with only the
-repaired ones replaced. Steps are simulated from their dependencies, without the gaps that hosts
-left.
+Every figure comes from a simulation of the recorded steps with some durations replaced. The
+``ideal`` duration is the mean of the kind of work over replicas, stages and steps; for
+communication it is the median transfer. In the ideal step no rank is slower than others. A group's
+slowdown is the step with recorded durations for that group and ideal ones for the rest, divided by
+the ideal step. A repair's gain is the time that the step saves if only the repaired durations are
+replaced. Steps are simulated from their dependencies, without the gaps that the host left between
+operations.
 
-Source: arXiv 2505.05713, sections 3 and 4. Deviates in the microbatches' lengths, found there by
-correlation: here the median over stages and kinds of what a microbatch takes, beside the usual, is
-its length, and is put in or taken out like any other group.
+Source: arXiv 2505.05713, sections 3 and 4. The paper finds the lengths of microbatches by
+correlation. Here a microbatch's length is the median, over stages and kinds, of its duration
+divided by the usual one, and is treated like any other group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.diagnose.causes import best_partition, split_costs
+from megatron.adaptive.trace.diagnose.stage_costs import best_partition, split_costs
 from megatron.adaptive.trace.imports.published import run_of_columns
 from megatron.adaptive.trace.metrics import medians
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
@@ -45,19 +46,21 @@ from megatron.adaptive.trace.whatif.operations import (
 from megatron.adaptive.trace.whatif.replay import recorded_times, rule_saves_s
 
 SPANS_AT_ONCE = 1_000_000
-"""Steps are read and their dependencies found so many spans at a time."""
+"""Maximum number of spans that are read and linked at once, unless one step has more."""
 SETS_AT_ONCE = 8
+"""Number of sets of durations that are simulated at once."""
 SLOWEST_WORKERS = 0.03
-"""Share of the ranks that count as the slowest workers; one at least."""
+"""Share of the ranks that count as the slowest workers, at least one rank."""
 SHOWN = 5
-"""Ranks and links that are simulated one by one, the worst first."""
+"""Number of ranks and of links that are simulated one by one, the worst first."""
 SLOW = 1.05
-"""Slowdown below which nothing is named as its cause."""
+"""Slowdown below which no cause is named and no shares are printed."""
 CAUSE_SHARE = 0.3
+"""Share of the slowdown that a cause must explain to be named."""
 WORTH = 0.002
-"""Share of a step that a repair must gain to be named."""
+"""Share of a step that a repair must gain to be listed."""
 REPLAYED = 4
-"""Steps that are replayed under other schedules."""
+"""Number of steps that are replayed under other schedules."""
 RECORDED_SPAN_S = 1e-6
 """Processor time of recording and writing a span, measured with the recorder."""
 
@@ -66,16 +69,16 @@ CAUSES = ("worker", "last stage", "sequence lengths")
 
 @dataclass(frozen=True)
 class Repair:
-    """Something that could be done.
+    """Describes a change that would make the run faster.
 
     Attributes:
-        what: it, for people.
-        flag: what does it.
-        step_s: mean step with it.
-        gain: share of the simulated step that it saves.
+        description: Text that names the change.
+        flag: Flags or advice that make the change.
+        step_s: Mean step time with the change, in seconds.
+        gain: Share of the simulated step that the change saves.
     """
 
-    what: str
+    description: str
     flag: str
     step_s: float
     gain: float
@@ -83,24 +86,26 @@ class Repair:
 
 @dataclass(frozen=True, eq=False)
 class WhatIf:
-    """Holds the answers for a run.
+    """Contains the what-if analysis of a run.
 
     Attributes:
-        where: its ranks.
-        iterations: numbers of the steps.
-        recorded_s: ``[steps]``, from the first start to the last end.
-        simulated_s: ``[steps]``, with recorded durations: without gaps of the host.
-        ideal_s: ``[steps]``, with nobody slower than others.
-        slowdowns: by what they are divided by (``stage``, ``replica``, ``rank``, ``kind``,
-            ``link``, ``length``) and name, the step with only these as recorded over the ideal one.
-        by_step: ``stage``, ``replica`` and ``kind`` by step: ``[steps]`` each.
-        worker_share: share of the slowdown that goes away with the slowest workers repaired (Mw).
-        last_stage_share: the same with the last stage repaired (Ms).
-        length_share: the same with all microbatches of one length.
-        slowest: the workers of ``worker_share``.
-        cause: one of :data:`CAUSES`, ``none`` where little is lost, ``mixed`` where none is enough.
-        repairs: the largest gain first.
-        notes: caveats, a line each.
+        where: Ranks of the run.
+        iterations: ``[steps]``, numbers of the steps.
+        recorded_s: ``[steps]``, seconds from the first start to the last end.
+        simulated_s: ``[steps]``, seconds of the simulation with recorded durations, which leaves
+            out gaps of the host.
+        ideal_s: ``[steps]``, seconds of the simulation with ideal durations.
+        slowdowns: Slowdown by kind of group (``stage``, ``replica``, ``rank``, ``kind``, ``link``,
+            ``length``) and name of the group.
+        by_step: Slowdowns of each step, ``[steps]``, for ``stage``, ``replica`` and ``kind``.
+        worker_share: Share of the slowdown that repairing the slowest workers would remove (Mw).
+        last_stage_share: Share that repairing the last stage would remove (Ms).
+        length_share: Share that microbatches of equal lengths would remove.
+        slowest: Workers that ``worker_share`` repairs, as indices into ``where.ranks``.
+        cause: Name from :data:`CAUSES`; ``none`` if little is lost, ``mixed`` if no single cause
+            explains enough of it.
+        repairs: Repairs, the largest gain first.
+        notes: Caveats, one line each.
     """
 
     where: Pipelines
@@ -120,16 +125,19 @@ class WhatIf:
 
     @property
     def slowdown(self) -> float:
-        """Returns S: the mean simulated step over the mean ideal one."""
+        """Returns the mean simulated step divided by the mean ideal one (S in the paper)."""
         return float(self.simulated_s.mean() / self.ideal_s.mean())
 
     @property
     def launch_slowdown(self) -> float:
-        """Returns the mean recorded step over the mean simulated one: how far the latter is off."""
+        """Returns the mean recorded step divided by the mean simulated one.
+
+        The difference from 1 is the error of the simulation.
+        """
         return float(self.recorded_s.mean() / self.simulated_s.mean())
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all of it as what ``json.dumps`` takes."""
+        """Returns the analysis as a dict for ``json.dumps``."""
         steps = self.iterations.tolist()
         return {
             "slowdown": self.slowdown,
@@ -139,90 +147,132 @@ class WhatIf:
             "Ms": self.last_stage_share,
             "length_share": self.length_share,
             "slowest_ranks": self.where.ranks[list(self.slowest)].tolist(),
-            **{f"by_{what}": dict(found) for what, found in self.slowdowns.items()},
+            **{f"by_{group}": dict(values) for group, values in self.slowdowns.items()},
             **{
-                f"by_{what}_per_step": {
-                    str(step): {name: float(values[at]) for name, values in found.items()}
-                    for at, step in enumerate(steps)
+                f"by_{group}_per_step": {
+                    str(step): {name: float(values[index]) for name, values in by_name.items()}
+                    for index, step in enumerate(steps)
                 }
-                for what, found in self.by_step.items()
+                for group, by_name in self.by_step.items()
             },
             **{
-                f"{what}_s": dict(zip(map(str, steps), values.tolist(), strict=True))
-                for what, values in (
+                f"{name}_s": dict(zip(map(str, steps), values.tolist(), strict=True))
+                for name, values in (
                     ("recorded", self.recorded_s),
                     ("simulated", self.simulated_s),
                     ("ideal", self.ideal_s),
                 )
             },
-            "repairs": [asdict(repair) for repair in self.repairs],
+            "repairs": [
+                {
+                    "what": repair.description,
+                    "flag": repair.flag,
+                    "step_s": repair.step_s,
+                    "gain": repair.gain,
+                }
+                for repair in self.repairs
+            ],
             "notes": list(self.notes),
         }
 
     def format(self) -> str:
-        """Returns some lines for people."""
+        """Returns the analysis as lines of text."""
         lines = [
             f"steps {describe_numbers(self.iterations.tolist())} of {len(self.where.ranks)} ranks "
-            f"take {self.recorded_s.mean():.4g} s, simulated {self.simulated_s.mean():.4g} s "
-            f"({self.launch_slowdown - 1:+.1%} for what the simulation leaves out), "
-            f"{self.ideal_s.mean():.4g} s if nobody were slower than others",
+            f"take {self.recorded_s.mean():.4g} s; simulated {self.simulated_s.mean():.4g} s "
+            f"({self.launch_slowdown - 1:+.1%}: gaps between operations are not simulated); "
+            f"{self.ideal_s.mean():.4g} s if no rank, stage or microbatch were slower than others",
             f"slowdown {self.slowdown:.3f}: "
             + {
-                "none": "nothing to mend here",
+                "none": "no rank, stage or microbatch is clearly slower than others",
                 "mixed": "no single cause",
                 "worker": f"slow {', '.join(map(self.where.name, self.slowest[:3]))}",
                 "last stage": f"the last stage, {self.where.num_stages - 1}, has more to do",
                 "sequence lengths": "microbatches of unequal lengths",
             }[self.cause],
-            f"  of it goes away with the slowest workers repaired {self.worker_share:.0%}, with "
-            f"the last stage {self.last_stage_share:.0%}, with equal lengths "
-            f"{self.length_share:.0%}",
+            self._format_shares(),
         ]
-        for what, found in self.slowdowns.items():
-            worst = sorted(found.items(), key=lambda pair: -pair[1])[: SHOWN + 1]
+        for group, values in self.slowdowns.items():
+            worst = sorted(values.items(), key=lambda pair: -pair[1])[: SHOWN + 1]
             named = ", ".join(f"{name} {value:.3f}" for name, value in worst)
-            lines.append(f"  slowdown by {what}: {named}")
-        lines.append("what repairs would gain:" if self.repairs else "no repair would gain much")
+            lines.append(f"  slowdown by {group}: {named}")
+        lines.append("repairs and the time they save:" if self.repairs else "no repair would help")
         lines += [
-            f"  {repair.gain:6.1%}  {repair.what} ({repair.step_s:.4g} s): {repair.flag}"
+            f"  {repair.gain:6.1%}  {repair.description} ({repair.step_s:.4g} s): {repair.flag}"
             for repair in self.repairs
         ]
         return "\n".join(lines)
 
+    def _format_shares(self) -> str:
+        """Returns the sentence on how much of the slowdown each repair would remove."""
+        if self.slowdown < SLOW and self.cause != "none":
+            return (
+                "  compared with the mean there is no slowdown to share out; see the repairs below"
+            )
+        if self.slowdown < SLOW:
+            return (
+                f"  there is no slowdown to share out: shares are given from a slowdown of {SLOW}"
+            )
+        return (
+            f"  repairing the slowest workers would remove {_format_share(self.worker_share)} of "
+            f"the slowdown; repairing the last stage, {_format_share(self.last_stage_share)}; "
+            f"equal lengths of microbatches, {_format_share(self.length_share)}"
+        )
+
+
+def _format_share(share: float) -> str:
+    """Returns a share as a percentage, or in words if the repair removes none or all of it.
+
+    A repaired step may be slower than the recorded one, or faster than the ideal one, because the
+    mean of the whole run replaces the repaired durations.
+    """
+    if round(share, 2) <= 0:
+        return "none"
+    return "all" if round(share, 2) >= 1 else f"{share:.0%}"
+
 
 @dataclass(eq=False)
 class _Part:
-    """Operations of some steps with their dependencies."""
+    """Contains the operations of some steps with their dependencies.
+
+    Attributes:
+        ops: Operations.
+        graph: Dependencies of the operations.
+        ideal_s: ``[operations]``, ideal duration of each in seconds.
+        length: ``[operations]``, length of each operation's microbatch; 1 is the usual length.
+    """
 
     ops: Operations
     graph: Graph
     ideal_s: Floats = field(default_factory=lambda: np.zeros(0))
     length: Floats = field(default_factory=lambda: np.zeros(0))
 
-    def column(self, what: str) -> Ints:
-        """``[operations]``: the stage, replica, rank, kind or link of each, -1 for no link."""
-        ops, where = self.ops, self.ops.where
-        if what == "replica":
+    def column(self, group: str) -> Ints:
+        """Returns ``[operations]``: stage, replica, rank, kind or link of each, -1 for no link."""
+        ops = self.ops
+        where = ops.where
+        if group == "replica":
             return where.replica[ops.worker]
-        if what == "link":
+        if group == "link":
             return np.where(ops.source < 0, -1, ops.source * len(where.ranks) + ops.worker)
-        return {"stage": ops.stage, "rank": ops.worker, "kind": ops.kind}[what]
+        return {"stage": ops.stage, "rank": ops.worker, "kind": ops.kind}[group]
 
     def number_of_step(self, rows: slice | Mask = slice(None)) -> Ints:
-        """``[rows]``: the place of each operation's step among those of this part."""
+        """Returns ``[rows]``: index of each operation's step among the steps of this part."""
         _, step = np.unique(self.ops.iteration[rows], return_inverse=True)
         return step
 
 
 def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
-    """Computes the answers for a run.
+    """Computes the what-if analysis of a run.
 
     Args:
-        run: the run.
-        iterations: only these; by default those in which the first replica did everything.
+        run: Trace of the run.
+        iterations: Numbers of the iterations to use; by default those in which the first replica
+            has all its operations.
 
     Raises:
-        TraceError: there is nothing to simulate, or the trace contradicts itself.
+        TraceError: If there is nothing to simulate, or the trace contradicts itself.
     """
     where = pipelines_of(run)
     chosen = sorted(set(run.iterations if iterations is None else iterations))
@@ -242,7 +292,7 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
     orphans = sum(part.ops.orphans for part in parts)
     if orphans:
         notes.append(
-            f"{orphans} operations whose input nobody is recorded to have made start without it"
+            f"{orphans} operations start without their input: no recorded operation produced it"
         )
     return _Answers(run, where, parts).all(notes)
 
@@ -251,15 +301,16 @@ def what_if_table(table: Any) -> Any:
     """Computes the slowdowns and repairs of a table of operations.
 
     Args:
-        table: a pandas ``DataFrame``, or a dict of columns; see ``imports.published.COLUMNS``.
+        table: Pandas ``DataFrame`` or dict of columns; see ``imports.published.COLUMNS``.
 
     Returns:
-        A row per answer with ``what`` (``slowdown``, ``launch``, ``share``, ``stage``, ``repair``,
-        ...), ``name``, ``value`` (a slowdown, a share, or for a repair its gain) and ``flag``: a
-        ``DataFrame`` where one was given, else a dict of lists.
+        A table with a row per figure. Its columns are ``what`` (``slowdown``, ``launch``,
+        ``share``, ``stage``, ``repair``, ...), ``name``, ``value`` (a slowdown, a share, or the
+        gain of a repair) and ``flag``. It is a ``DataFrame`` if the input is one, else a dict of
+        lists.
 
     Raises:
-        TraceError: a column is missing, or the table contradicts itself.
+        TraceError: If a column is missing, or the table contradicts itself.
     """
     answers = what_if(run_of_columns(table, Path("the table")))
     rows = [
@@ -271,34 +322,41 @@ def what_if_table(table: Any) -> Any:
         ("share", "lengths", answers.length_share, ""),
     ]
     rows += [
-        (w, name, v, "") for w, found in answers.slowdowns.items() for name, v in found.items()
+        (group, name, slowdown, "")
+        for group, by_name in answers.slowdowns.items()
+        for name, slowdown in by_name.items()
     ]
-    rows += [("repair", repair.what, repair.gain, repair.flag) for repair in answers.repairs]
+    rows += [("repair", repair.description, repair.gain, repair.flag) for repair in answers.repairs]
     columns = zip(*rows, strict=True)
-    found = dict(zip(("what", "name", "value", "flag"), map(list, columns), strict=True))
-    return found if isinstance(table, Mapping) else type(table)(found)
+    result = dict(zip(("what", "name", "value", "flag"), map(list, columns), strict=True))
+    return result if isinstance(table, Mapping) else type(table)(result)
 
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
-    """Yields iterations, as many at a time as have few enough spans."""
+    """Yields groups of iterations with up to :data:`SPANS_AT_ONCE` spans each."""
     ranks = where.ranks.tolist()
-    some: list[int] = []
+    group: list[int] = []
     spans = 0
     for iteration in chosen:
         size = run.num_spans([iteration], ranks)
-        if some and spans + size > SPANS_AT_ONCE:
-            yield some
-            some, spans = [], 0
-        some.append(iteration)
+        if group and spans + size > SPANS_AT_ONCE:
+            yield group
+            group = []
+            spans = 0
+        group.append(iteration)
         spans += size
-    yield some
+    yield group
 
 
 Durations = Callable[[_Part], Floats]
+"""Function that returns ``[operations]`` seconds for a part, with some durations replaced."""
 
 
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
-    """Puts lengths in (power 1) or takes them out (-1); computes of a step keep their sum."""
+    """Multiplies computes by their lengths (power 1) or divides by them (power -1).
+
+    The sum over the computes of a step stays the same.
+    """
     times = durations_s * part.length**power
     rows = slice(0, part.ops.num_computes)
     step = part.number_of_step(rows)
@@ -307,20 +365,44 @@ def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
     return times
 
 
-def _only(what: str, value: int) -> Durations:
-    """Takes the ideal, the operations of a stage, replica, rank, kind or link as recorded."""
-    return lambda part: np.where(part.column(what) == value, part.ops.duration_s, part.ideal_s)
+def _only(group: str, value: int) -> Durations:
+    """Uses recorded durations for a stage, replica, rank, kind or link, ideal ones for the rest."""
+    return lambda part: np.where(part.column(group) == value, part.ops.duration_s, part.ideal_s)
 
 
-def _without(what: str, values: Sequence[int]) -> Durations:
-    """Takes recorded times, the operations of some stages, ranks or kinds ideal."""
+def _without(group: str, values: Sequence[int]) -> Durations:
+    """Uses ideal durations for some stages, ranks or kinds, recorded ones for the rest."""
     return lambda part: np.where(
-        np.isin(part.column(what), values), part.ideal_s, part.ops.duration_s
+        np.isin(part.column(group), values), part.ideal_s, part.ops.duration_s
     )
 
 
+@dataclass(frozen=True)
+class _Schedule:
+    """Describes how a step is replayed.
+
+    Attributes:
+        name: Name of the schedule, ``1f1b`` or ``adaptive``.
+        chunks: Number of chunks per rank.
+        is_dealt: True to assign microbatches to replicas by their lengths.
+    """
+
+    name: str
+    chunks: int
+    is_dealt: bool
+
+
+def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
+    """Returns repairs by description and flag, the largest gain first."""
+    repairs = [
+        Repair(description, flag, step_s, 1 - step_s / whole)
+        for (description, flag), step_s in steps_s.items()
+    ]
+    return sorted(repairs, key=lambda repair: repair.step_s)
+
+
 class _Answers:
-    """Simulates the sets of durations that the answers need."""
+    """Simulates the steps of a run with the sets of durations that the analysis needs."""
 
     def __init__(self, run: RunTrace, where: Pipelines, parts: list[_Part]) -> None:
         self._run, self._where, self._parts = run, where, parts
@@ -332,63 +414,47 @@ class _Answers:
             part.length = self._lengths(part.ops)
 
     def all(self, notes: list[str]) -> WhatIf:
-        """Returns everything."""
-        where, sets = self._where, dict[tuple[str, str], Durations]()
-        sets["", "simulated"] = lambda part: part.ops.duration_s
-        sets["", "ideal"] = lambda part: part.ideal_s
-        kinds = sorted({int(k) for part in self._parts for k in np.unique(part.ops.kind)})
-        for what, values in (
-            ("stage", range(where.num_stages)),
-            ("replica", range(int(where.replica.max()) + 1)),
-            ("kind", kinds),
-        ):
-            for value in values:
-                sets[what, NAMES[value] if what == "kind" else str(value)] = _only(what, value)
-        for link in self._worst_links():
-            source, target = where.ranks[list(divmod(link, len(where.ranks)))]
-            sets["link", f"{source} to {target}"] = _only("link", link)
-        sets["length", "unequal lengths"] = lambda part: _by_length(part, part.ideal_s, 1)
-        steps = self._simulate(sets)
-        simulated, ideal = steps["", "simulated"], steps["", "ideal"]
+        """Returns the whole analysis.
+
+        Args:
+            notes: Caveats, one line each.
+        """
+        where = self._where
+        steps = self._simulate(self._groups())
+        simulated = steps["", "simulated"]
+        ideal = steps["", "ideal"]
         base = float(ideal.mean())
         slow: dict[str, dict[str, float]] = {}
         by_step: dict[str, dict[str, Floats]] = {"stage": {}, "replica": {}, "kind": {}}
-        for (what, name), found in steps.items():
-            if what:
-                slow.setdefault(what, {})[name] = float(found.mean()) / base
-            if what in by_step:
-                by_step[what][name] = found / ideal
+        for (group, name), step_s in steps.items():
+            if group:
+                slow.setdefault(group, {})[name] = float(step_s.mean()) / base
+            if group in by_step:
+                by_step[group][name] = step_s / ideal
         workers = self._by_score(slow)
         slowest = workers[: max(1, int(SLOWEST_WORKERS * len(workers)))]
         repairs = self._repairs(slowest)
-        shares: dict[tuple[str, str], Durations] = {
-            ("share", "worker"): _without("rank", slowest),
-            ("share", "last stage"): _without("stage", [where.num_stages - 1]),
-            ("share", "length"): lambda part: _by_length(part, part.ops.duration_s, -1),
-        }
-        for worker in workers[:SHOWN]:
-            shares["rank", where.name(worker)] = _only("rank", worker)
+        shares = self._shares(workers, slowest)
         after = self._simulate(
             {**shares, **{("repair", key): d for key, (_, d) in repairs.items()}}
         )
         slow["rank"] = {
-            n: float(v.mean()) / base for (what, n), v in after.items() if what == "rank"
-        }
-        lost = float(simulated.mean()) - base
-        share = {
-            name: (float(simulated.mean()) - float(after["share", name].mean())) / (lost or 1.0)
-            for name in ("worker", "last stage", "length")
+            name: float(step_s.mean()) / base
+            for (group, name), step_s in after.items()
+            if group == "rank"
         }
         whole = float(simulated.mean())
-        steps_s = {
-            (what, flag): self._mended_s(whole, takes, after["repair", what])
-            for what, (flag, takes) in repairs.items()
+        lost = whole - base
+        share = {
+            name: (whole - float(after["share", name].mean())) / (lost or 1.0)
+            for name in ("worker", "last stage", "length")
         }
-        steps_s |= self._replays(simulated) | self._recording(whole)
-        ordered = sorted(
-            (Repair(*what, step_s, 1 - step_s / whole) for what, step_s in steps_s.items()),
-            key=lambda repair: repair.step_s,
-        )
+        repaired_s = {
+            (description, flag): self._repaired_s(whole, durations, after["repair", description])
+            for description, (flag, durations) in repairs.items()
+        }
+        repaired_s |= self._replays(simulated) | self._recording(whole)
+        ordered = _ordered_repairs(repaired_s, whole)
         order = ("stage", "replica", "rank", "kind", "link", "length")
         return WhatIf(
             where=where,
@@ -396,7 +462,7 @@ class _Answers:
             recorded_s=self._recorded(),
             simulated_s=simulated,
             ideal_s=ideal,
-            slowdowns={what: slow[what] for what in order if what in slow},
+            slowdowns={group: slow[group] for group in order if group in slow},
             by_step=by_step,
             worker_share=share["worker"],
             last_stage_share=share["last stage"],
@@ -407,54 +473,95 @@ class _Answers:
             notes=tuple(notes),
         )
 
-    def _mended_s(self, whole: float, takes: Durations, steps: Floats) -> float:
+    def _groups(self) -> dict[tuple[str, str], Durations]:
+        """Returns durations by kind and name of a group, and for the two plain simulations."""
+        where = self._where
+        sets: dict[tuple[str, str], Durations] = {
+            ("", "simulated"): lambda part: part.ops.duration_s,
+            ("", "ideal"): lambda part: part.ideal_s,
+        }
+        kinds = sorted({int(k) for part in self._parts for k in np.unique(part.ops.kind)})
+        for group, values in (
+            ("stage", range(where.num_stages)),
+            ("replica", range(int(where.replica.max()) + 1)),
+            ("kind", kinds),
+        ):
+            for value in values:
+                name = NAMES[value] if group == "kind" else str(value)
+                sets[group, name] = _only(group, value)
+        for link in self._worst_links():
+            source, target = where.ranks[list(divmod(link, len(where.ranks)))]
+            sets["link", f"{source} to {target}"] = _only("link", link)
+        sets["length", "unequal lengths"] = lambda part: _by_length(part, part.ideal_s, 1)
+        return sets
+
+    def _shares(self, workers: list[int], slowest: list[int]) -> dict[tuple[str, str], Durations]:
+        """Returns durations with each cause repaired, and with only one slow rank as recorded."""
+        shares: dict[tuple[str, str], Durations] = {
+            ("share", "worker"): _without("rank", slowest),
+            ("share", "last stage"): _without("stage", [self._where.num_stages - 1]),
+            ("share", "length"): lambda part: _by_length(part, part.ops.duration_s, -1),
+        }
+        for worker in workers[:SHOWN]:
+            shares["rank", self._where.name(worker)] = _only("rank", worker)
+        return shares
+
+    def _repaired_s(self, whole: float, durations: Durations, steps: Floats) -> float:
         """Returns the mean step with a repair; under a run-time rule the order changes with it."""
         part = self._parts[-1]
         iterations = np.unique(part.ops.iteration).tolist()
-        saved = rule_saves_s(self._header, part.ops, takes(part), iterations)
+        saved = rule_saves_s(self._header, part.ops, durations(part), iterations)
         return float(steps.mean()) if saved is None else whole - saved
 
     def _simulate(self, sets: Mapping[tuple[str, str], Durations]) -> dict[tuple[str, str], Floats]:
+        """Returns ``[steps]`` seconds for each set of durations."""
         names = list(sets)
-        found: dict[tuple[str, str], Floats] = {}
+        step_s: dict[tuple[str, str], Floats] = {}
         for low in range(0, len(names), SETS_AT_ONCE):
-            some = names[low : low + SETS_AT_ONCE]
-            steps = [part.graph.simulate([sets[n](part) for n in some]) for part in self._parts]
+            batch = names[low : low + SETS_AT_ONCE]
+            steps = [
+                part.graph.simulate([sets[name](part) for name in batch]) for part in self._parts
+            ]
             columns = np.concatenate(steps).T
-            found.update(zip(some, columns, strict=True))
-        return found
+            step_s.update(zip(batch, columns, strict=True))
+        return step_s
 
     def _measure_cells(self) -> None:
-        """Finds ``[workers, chunks, 3]``, mean seconds of forward, backward and weight on each."""
+        """Measures ``[workers, chunks, 3]``: mean seconds of forward, backward and weight."""
         shape = (len(self._where.ranks), self._where.stages.shape[1], WEIGHT + 1)
-        total, number = np.zeros(shape), np.zeros(shape)
+        total = np.zeros(shape)
+        number = np.zeros(shape)
         for part in self._parts:
-            at = self._cell(part.ops)
-            np.add.at(total, at, part.ops.duration_s[: part.ops.num_computes])
-            np.add.at(number, at, 1)
+            cell = self._cell(part.ops)
+            np.add.at(total, cell, part.ops.duration_s[: part.ops.num_computes])
+            np.add.at(number, cell, 1)
         self._cells: Floats = total / np.maximum(number, 1)
-        # What all ranks of a replica take longer lies in its microbatches, not in its ranks.
-        takes = self._cells.sum(axis=(1, 2))
-        ratio = takes / self._stage_takes()[self._where.pp_rank]
-        of_replica = np.ones(int(self._where.replica.max()) + 1)
+        # If every rank of a replica is slow, its microbatches are long and its ranks are not slow.
+        cell_sum_s = self._cells.sum(axis=(1, 2))
+        ratio = cell_sum_s / self._stage_sum_s()[self._where.pp_rank]
+        replica_factor = np.ones(int(self._where.replica.max()) + 1)
         if len(self._where.stages) > 1:
-            for replica in range(len(of_replica)):
-                mine = np.sort(ratio[self._where.replica == replica])
-                of_replica[replica] = mine[(len(mine) - 1) // 2]
-        self._own_cells: Floats = self._cells / of_replica[self._where.replica][:, None, None]
+            for replica in range(len(replica_factor)):
+                ratios = np.sort(ratio[self._where.replica == replica])
+                replica_factor[replica] = ratios[(len(ratios) - 1) // 2]
+        self._own_cells: Floats = self._cells / replica_factor[self._where.replica][:, None, None]
 
-    def _stage_takes(self) -> Floats:
-        """Returns by pipeline rank: seconds of one of each action, median of replicas."""
-        takes, pp_rank = self._cells.sum(axis=(1, 2)), self._where.pp_rank
+    def _stage_sum_s(self) -> Floats:
+        """Returns ``[pipeline ranks]``: seconds of one of each action, median of replicas."""
+        pp_rank = self._where.pp_rank
         number = np.bincount(pp_rank, minlength=len(self._where.stages))
-        return medians(pp_rank, takes, number)
+        return medians(pp_rank, self._cells.sum(axis=(1, 2)), number)
 
     def _cell(self, ops: Operations) -> tuple[Ints, Ints, Ints]:
+        """Returns the index of each compute into ``[workers, chunks, 3]``."""
         rows = slice(0, ops.num_computes)
         return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
 
     def _lengths(self, ops: Operations) -> Floats:
-        """Returns how many times as long as usual each compute's microbatch is, 1 for others."""
+        """Returns ``[operations]``: length of each compute's microbatch, 1 for other operations.
+
+        A length of 2 means that the microbatch takes twice as long as usual.
+        """
         rows = slice(0, ops.num_computes)
         usual = self._own_cells[self._cell(ops)]
         times = ops.duration_s[rows] / np.where(usual > 0, usual, 1.0)
@@ -466,18 +573,21 @@ class _Answers:
         return length
 
     def _worst_links(self) -> list[int]:
-        """Returns the links, as of ``_Part.column``, whose messages were late most."""
+        """Returns the links with the longest delays, numbered as in ``_Part.column``."""
         late: dict[int, float] = {}
         for part in self._parts:
-            links, place = np.unique(part.column("link"), return_inverse=True)
-            excess = np.bincount(place, part.ops.duration_s - part.ideal_s)
+            links, index = np.unique(part.column("link"), return_inverse=True)
+            excess = np.bincount(index, part.ops.duration_s - part.ideal_s)
             for link, value in zip(links.tolist(), excess.tolist(), strict=True):
                 late[link] = late.get(link, 0.0) + value
         worst = sorted(late, key=lambda link: -late[link])
         return [link for link in worst if link >= 0 and late[link] > 0][:SHOWN]
 
     def _by_score(self, slow: Mapping[str, Mapping[str, float]]) -> list[int]:
-        """Sorts workers, the slowest first, by the smaller slowdown of their replica and stage."""
+        """Returns workers, the slowest first.
+
+        A worker's score is the slowdown of its replica or of its stage, whichever is smaller.
+        """
         where = self._where
         scores = [
             min(
@@ -489,51 +599,53 @@ class _Answers:
         return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
 
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
-        """Returns repairs by name: the flag that does it, and the durations then."""
-        where, found = self._where, dict[str, tuple[str, Durations]]()
-        takes = self._own_cells.sum(axis=(1, 2))
-        usual = self._stage_takes()
+        """Returns repairs by description: flags or advice, and the durations after the repair."""
+        where = self._where
+        repairs: dict[str, tuple[str, Durations]] = {}
+        work_s = self._own_cells.sum(axis=(1, 2))
+        usual = self._stage_sum_s()
         work = np.array(self._header.work)
         if len(work) == where.num_stages:
-            takes = takes / work[where.stages].sum(axis=1)[where.pp_rank]
+            work_s = work_s / work[where.stages].sum(axis=1)[where.pp_rank]
         is_alone = not where.replica.any()
         for worker in slowest[:3]:
-            peers = np.arange(len(takes)) != worker
+            peers = np.arange(len(work_s)) != worker
             if not is_alone:
                 peers &= where.pp_rank == where.pp_rank[worker]
-            factor = takes[worker] / np.median(takes[peers]) if peers.any() else 1.0
+            factor = work_s[worker] / np.median(work_s[peers]) if peers.any() else 1.0
             if factor > 1.02:
-                factors = np.ones(len(takes))
+                factors = np.ones(len(work_s))
                 factors[worker] = 1 / factor
-                found[f"{where.name(worker)} as fast as others, not {factor:.2f} times as long"] = (
+                name = where.name(worker)
+                repairs[f"{name} as fast as others, not {factor:.2f} times as long"] = (
                     "--repartition auto moves layers off it; "
                     + ("" if is_alone else "--balance-replicas speed gives its replica less; ")
                     + "else leave its machine out",
                     self._scaled(factors),
                 )
         if len(usual) > 1 and usual.max() > 1.02 * usual.mean():
-            text, factors = self._partition(usual)
-            found["stages of equal work"] = text, self._scaled(factors[where.pp_rank])
-        found["links without jitter"] = (
-            "look at the links named above; --transport rdma or tcp where it is gloo",
+            flag, factors = self._partition(usual)
+            repairs["stages of equal work"] = flag, self._scaled(factors[where.pp_rank])
+        repairs["links without jitter"] = (
+            "look at the links named above; use --transport rdma or tcp instead of gloo",
             _without("kind", [FORWARD_COMM, BACKWARD_COMM]),
         )
-        found["microbatches of one length"] = (
+        repairs["microbatches of one length"] = (
             "--pack-to TOKENS, or sort documents by length"
             if is_alone
-            else "--balance-replicas lengths deals them alike; --pack-to TOKENS makes them equal",
+            else "--balance-replicas lengths spreads them; --pack-to TOKENS makes them equal",
             lambda part: _by_length(part, part.ops.duration_s, -1),
         )
-        return found
+        return repairs
 
     def _scaled(self, factors: Floats) -> Durations:
-        """Takes recorded times, the computes of each worker multiplied."""
+        """Uses recorded durations, with the computes of each worker multiplied by its factor."""
         return lambda part: (
             part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag that makes stages equal, and the factor of each pipeline rank's work."""
+        """Returns the flag that makes stages equal, and a factor for each pipeline rank's work."""
         header = self._header
         layers = np.array(header.layers, dtype=np.float64)
         if self._where.stages.shape[1] > 1 or len(layers) != len(usual) or not layers.all():
@@ -548,51 +660,62 @@ class _Answers:
         return f"--partition {format_partition(better)}", costs.stage_ns(better) / usual
 
     def _replays(self, simulated: Floats) -> dict[tuple[str, str], float]:
-        """Replays some steps: another schedule, microbatches dealt over replicas, and both."""
+        """Replays some steps under another schedule, with dealt microbatches, and with both.
+
+        Returns:
+            Mean seconds of a step by description and flag.
+        """
         header = self._header
         times = recorded_times([part.ops for part in self._parts], header.work)
         if times is None or self._where.num_stages == 1:
             return {}
         steps = np.concatenate([np.unique(part.ops.iteration) for part in self._parts]).tolist()
         by_length = [step for _, step in sorted(zip(simulated.tolist(), steps, strict=True))]
-        # One from each part of the steps, by their length.
-        places = (np.arange(REPLAYED) + 0.5) * len(by_length) / REPLAYED
-        some = {by_length[int(place)] for place in places} & set(times.steps)
-        if not some:
+        # Short and long steps are both replayed: one from each quarter of the steps by duration.
+        quantiles = (np.arange(REPLAYED) + 0.5) * len(by_length) / REPLAYED
+        chosen = {by_length[int(index)] for index in quantiles} & set(times.steps)
+        if not chosen:
             return {}
 
-        def mean_s(schedule: str, chunks: int, dealt: bool) -> float:
-            return float(
-                np.mean([times.step_s(s, schedule, chunks=chunks, dealt=dealt) for s in some])
-            )
+        def mean_s(schedule: _Schedule) -> float:
+            durations = [
+                times.step_s(step, schedule.name, chunks=schedule.chunks, dealt=schedule.is_dealt)
+                for step in chosen
+            ]
+            return float(np.mean(durations))
 
-        own = "adaptive" if header.schedule == "adaptive" else "1f1b"
-        now, whole = mean_s(own, 1, False), float(simulated.mean())
+        present = "adaptive" if header.schedule == "adaptive" else "1f1b"
+        replayed_s = mean_s(_Schedule(present, 1, is_dealt=False))
+        whole = float(simulated.mean())
         order = "--pipeline-schedule adaptive with two chunks per rank"
         deal = "--balance-replicas both"
-        hows = {("adaptive order", order): ("adaptive", 2, False)}
+        schedules = {("adaptive order", order): _Schedule("adaptive", 2, is_dealt=False)}
         if self._where.replica.any():
             both = "both: adaptive order and dealt microbatches"
-            hows["microbatches dealt over replicas", deal] = (own, 1, True)
-            hows[both, f"{order}, {deal}"] = ("adaptive", 2, True)
-        return {what: whole - now + mean_s(*how) for what, how in hows.items()}
+            dealt = _Schedule(present, 1, is_dealt=True)
+            schedules["microbatches dealt over replicas", deal] = dealt
+            schedules[both, f"{order}, {deal}"] = _Schedule("adaptive", 2, is_dealt=True)
+        return {
+            names: whole - replayed_s + mean_s(schedule) for names, schedule in schedules.items()
+        }
 
     def _recording(self, whole_s: float) -> dict[tuple[str, str], float]:
-        """Estimates tracing off, where this project's recorder traced."""
+        """Estimates the step without tracing, if this project's recorder wrote the trace."""
         if self._header.schedule == "imported":
             return {}
         spans = max(max(trace.num_spans.values()) for trace in self._run.ranks.values())
         return {("tracing off", "no --trace-dir"): whole_s - spans * RECORDED_SPAN_S}
 
     def _recorded(self) -> Floats:
+        """Returns ``[steps]``: seconds from the first start to the last end of each step."""
         steps = []
         for part in self._parts:
             is_row = part.ops.source < 0
-            at = part.number_of_step(is_row)
-            first = np.full(int(at.max()) + 1, np.iinfo(np.int64).max)
+            step = part.number_of_step(is_row)
+            first = np.full(int(step.max()) + 1, np.iinfo(np.int64).max)
             last = np.zeros_like(first)
-            np.minimum.at(first, at, part.ops.start_ns[is_row])
-            np.maximum.at(last, at, part.ops.end_ns[is_row])
+            np.minimum.at(first, step, part.ops.start_ns[is_row])
+            np.maximum.at(last, step, part.ops.end_ns[is_row])
             steps.append((last - first) / 1e9)
         return np.concatenate(steps)
 
@@ -604,13 +727,24 @@ class _Answers:
         slowest: int,
         repairs: Sequence[Repair],
     ) -> str:
-        """Names what most of the slowdown goes away with."""
-        place = int(np.argmax(shares))
+        """Returns the cause whose repair would remove most of the slowdown.
+
+        Args:
+            whole: Mean simulated step, in seconds.
+            base: Mean ideal step, in seconds.
+            shares: Share of the slowdown for each of :data:`CAUSES`.
+            slowest: Worker that is slowest.
+            repairs: All repairs.
+        """
+        largest = int(np.argmax(shares))
         if whole >= SLOW * base:
-            return CAUSES[place] if shares[place] >= CAUSE_SHARE else "mixed"
-        # A rank alone in its stage raises the mean that it is compared with.
+            return CAUSES[largest] if shares[largest] >= CAUSE_SHARE else "mixed"
+        # A slow rank without replicas raises the mean it is compared with, so its slowdown is
+        # small; the gain of its repair still shows it.
         name = self._where.name(slowest)
-        gains = [repair.gain for repair in repairs if repair.what.startswith(f"{name} as fast")]
+        gains = [
+            repair.gain for repair in repairs if repair.description.startswith(f"{name} as fast")
+        ]
         if max(gains, default=0.0) < 1 - 1 / SLOW:
             return "none"
         return CAUSES[int(self._where.pp_rank[slowest] == len(self._where.stages) - 1)]

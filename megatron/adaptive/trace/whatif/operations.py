@@ -1,14 +1,18 @@
-"""Reads the operations of some iterations as columns, and simulates them with any times.
+"""Reads the operations of some iterations as columns, and simulates them with any durations.
 
-Owns their names, the stages they belong to, and which part of a communication is its transfer: it
-begins when the last member does, what comes before is waiting for others. Reads any trace, ours or
-an imported one.
+Owns the names of operations, their stages, and the split of a communication into waiting and
+transfer: the transfer begins when the last member does. Reads traces of this project and imported
+ones.
 
-An operation starts when all that it depends on have ended: the rank's compute before it, the
-message that brings its input (or the compute itself, on one rank), the collective or optimizer step
-before it on its rank, and the last compute that had ended when it was recorded to start. A
-collective starts with its last member; parameters that are gathered come before the first forward
-of their chunk.
+An operation starts when all operations that it depends on have ended:
+
+- the compute before it on its rank
+- the message with its input, or the compute that made the input if both are on one rank
+- the collective or optimizer step before it on its rank
+- the last compute that had ended when the operation was recorded to start
+
+A collective starts when its last member does. Parameters are gathered before the first forward of
+their chunk.
 
 ::
 
@@ -16,9 +20,9 @@ of their chunk.
                          \\-> message        ^ message   ^ all replicas    ^ all ranks
     rank 1   gather --------> F0 -> B0 -----/
 
-All steps and several sets of times are simulated at once. Nodes are ordered by level, the longest
-way from a node without a predecessor; one with more than two predecessors gets helpers, so that a
-level is two gathers, a maximum and a sum.
+All steps and several sets of durations are simulated at once. Nodes are ordered by level: the
+length of the longest path from a node without a predecessor. A node with more than two predecessors
+gets helper nodes, so that a level costs two gathers, a maximum and a sum.
 
 Source: "Understanding Stragglers in Large Model Training Using What-if Analysis", arXiv 2505.05713,
 section 3; the names of kinds are those of its published traces.
@@ -51,11 +55,17 @@ Floats = npt.NDArray[np.float64]
 
 FORWARD, BACKWARD, WEIGHT, OPTIMIZER, GC, FORWARD_COMM, BACKWARD_COMM, REDUCE = range(8)
 NAMES = (
-    *("forward-compute", "backward-compute", "weight-compute", "optimizer", "gc"),
-    *("forward-pp-comm", "backward-pp-comm", "reduce"),
+    "forward-compute",
+    "backward-compute",
+    "weight-compute",
+    "optimizer",
+    "gc",
+    "forward-pp-comm",
+    "backward-pp-comm",
+    "reduce",
     *COLLECTIVES,
 )
-"""Kinds of work; the first five compute, the others communicate."""
+"""Names of the kinds of work; the first five are computes, the others communication."""
 FIRST_COMM = FORWARD_COMM
 _COLLECTIVE = len(NAMES) - len(COLLECTIVES)
 
@@ -65,13 +75,13 @@ _FAR = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Pipelines:
-    """Says where each recorded rank stands.
+    """Maps workers, the recorded ranks, to their pipeline ranks, replicas and stages.
 
     Attributes:
-        ranks: ``[workers]``, global ranks.
-        pp_rank: ``[workers]``.
-        replica: ``[workers]``, from 0 without gaps.
-        stages: ``[pipeline ranks, chunks]``, the stage that lies there.
+        ranks: ``[workers]``, global rank of each worker.
+        pp_rank: ``[workers]``, pipeline rank of each worker.
+        replica: ``[workers]``, replica of each worker, numbered from 0 without gaps.
+        stages: ``[pipeline ranks, chunks]``, stage of each chunk.
     """
 
     ranks: Ints
@@ -81,11 +91,11 @@ class Pipelines:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model."""
+        """Returns the number of stages of the model."""
         return self.stages.size
 
     def name(self, worker: int) -> str:
-        """Names a worker for people."""
+        """Returns the name of a worker: its rank, stages, and replica if there are several."""
         stages = self.stages[self.pp_rank[worker]].tolist()
         text = f"rank {self.ranks[worker]} (stage{'s' * (len(stages) > 1)} "
         text += ", ".join(map(str, stages))
@@ -94,30 +104,30 @@ class Pipelines:
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """Operations of some iterations; every column is ``[operations]``.
+    """Contains the operations of some iterations; every column is ``[operations]``.
 
-    Computes come first, ordered by iteration, worker and start; then collectives and optimizer
-    steps, ordered likewise; then messages, one for each compute whose input came from another rank.
+    Computes come first, ordered by iteration, worker and start. Collectives and optimizer steps
+    follow in the same order, then messages, one for each compute whose input came from another
+    rank.
 
     Attributes:
-        where: the ranks.
-        iteration: number of the iteration.
-        worker: place in ``where.ranks``; of a message the receiver.
-        kind: place in :data:`NAMES`.
-        chunk: on its rank, -1 for none.
-        stage: of the model; that of the rank's first chunk for what belongs to none.
-        microbatch: -1 for none.
-        start_ns: on the run's clock.
-        end_ns: likewise.
-        duration_s: of a communication its transfer only.
-        group: number of the collective it is a member of, -1 for none.
-        source: worker that sent a message, -1 for what is none.
-        input: of a compute, the compute whose result it needs, -1 for none; of a message, the
-            compute whose result it carries.
-        message: of a compute, the message that brings its input, -1 for none.
-        is_posted: messages of a direction follow each other, and their receiver waits for each.
-        num_computes: how many computes there are.
-        orphans: computes whose input nobody is recorded to have made.
+        where: Ranks of the run.
+        iteration: Number of the iteration.
+        worker: Index into ``where.ranks``; the receiver for a message.
+        kind: Index into :data:`NAMES`.
+        chunk: Chunk on the rank, -1 for none.
+        stage: Stage of the model; the stage of the rank's first chunk if there is no chunk.
+        microbatch: Number of the microbatch, -1 for none.
+        start_ns: Start on the run's clock, in nanoseconds.
+        end_ns: End on the run's clock, in nanoseconds.
+        duration_s: Duration in seconds; only the transfer for a communication.
+        group: Number of the collective that the operation is a member of, -1 for none.
+        source: Worker that sent the message, -1 for other operations.
+        input: Row of the compute whose result a compute needs or a message carries, -1 for none.
+        message: ``[computes]``, row of the message with the compute's input, -1 for none.
+        is_posted: True if the receiver waits for each message of a direction in turn.
+        num_computes: Number of computes.
+        orphans: Number of computes whose input no recorded compute produced.
     """
 
     where: Pipelines
@@ -139,11 +149,11 @@ class Operations:
     orphans: int
 
     def __len__(self) -> int:
-        """The number of operations."""
+        """Returns the number of operations."""
         return len(self.kind)
 
     def describe(self, row: int) -> str:
-        """Names an operation for people: rank, kind of work and microbatch."""
+        """Returns the name of an operation: its rank, kind of work and microbatch."""
         text = f"{self.where.name(int(self.worker[row]))}: {NAMES[self.kind[row]]}"
         if self.microbatch[row] >= 0:
             text += f" of microbatch {self.microbatch[row]}"
@@ -153,12 +163,11 @@ class Operations:
 
 
 def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines:
-    """Finds the ranks whose operations are simulated: the first of each tensor-parallel group.
+    """Returns the ranks whose operations are simulated: the first of each tensor-parallel group.
 
     Args:
-        run: the run.
-        ranks: only these global ranks; ``None`` for all.
-
+        run: Trace of the run.
+        ranks: Global ranks to choose from; ``None`` for all.
     """
     headers = [run.ranks[rank].header for rank in (run.ranks if ranks is None else ranks)]
     first = min(header.tp_rank for header in headers)
@@ -173,12 +182,13 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
 
 
 def usual_s(kinds: Sequence[Ints], durations_s: Sequence[Floats]) -> Floats:
-    """Returns by kind of work: mean seconds of computes, median of transfers."""
-    kind, duration = np.concatenate(kinds), np.concatenate(durations_s)
+    """Returns ``[kinds of work]``: mean seconds of computes, median seconds of transfers."""
+    kind = np.concatenate(kinds)
+    duration = np.concatenate(durations_s)
     usual = np.zeros(len(NAMES))
-    for place in np.unique(kind).tolist():
-        known = duration[kind == place]
-        usual[place] = np.median(known) if place >= FIRST_COMM else known.mean()
+    for index in np.unique(kind).tolist():
+        durations = duration[kind == index]
+        usual[index] = np.median(durations) if index >= FIRST_COMM else durations.mean()
     return usual
 
 
@@ -186,29 +196,22 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
     """Reads the operations of some iterations.
 
     Args:
-        run: the run.
-        where: its ranks.
-        iterations: numbers of iterations.
+        run: Trace of the run.
+        where: Ranks of the run.
+        iterations: Numbers of the iterations.
 
     Raises:
-        TraceError: a file is damaged, nothing was recorded, or a rank did something before what it
-            depends on.
+        TraceError: If a file is damaged, nothing was recorded, or a backward began before its
+            forward.
     """
     chosen = list(iterations)
     tables = [run.ranks[rank].table(chosen) for rank in where.ranks.tolist()]
     table = TraceTable.concat(tables)
     worker = np.repeat(np.arange(len(tables)), [len(part) for part in tables])
-
-    def ordered(mask: Mask) -> Ints:
-        rows = np.flatnonzero(mask)
-        keys = (table.start_ns[rows], worker[rows], table.iteration[rows])
-        found: Ints = rows[np.lexsort(keys)]
-        return found
-
-    computes = ordered(table.where(*DRAWN_ACTIONS))
+    computes = _in_order(table, worker, table.where(*DRAWN_ACTIONS))
     if not len(computes):
-        raise TraceError(f"{run.origin} holds no F, B or W in the iterations asked for")
-    others = ordered(table.where("reduce", "optimizer", "collective"))
+        raise TraceError(f"{run.origin} has no F, B or W in the requested iterations")
+    others = _in_order(table, worker, table.where("reduce", "optimizer", "collective"))
     both = np.concatenate([computes, others])
     kind = _kinds(table.take(both))
     pp_rank = where.pp_rank[worker[both]]
@@ -225,116 +228,141 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
     duration = table.duration_ns[both] / NS_PER_S
     duration[len(computes) :] -= _waits(table.take(others), group)
     none = np.full(len(both), -1)
-
-    def joined(first: Ints, of_messages: Ints) -> Ints:
-        return np.concatenate([first, of_messages])
-
-    of_message = np.where(actions.kind[came] == KIND["F"], FORWARD_COMM, BACKWARD_COMM)
-    found = Operations(
+    message_kind = np.where(actions.kind[came] == KIND["F"], FORWARD_COMM, BACKWARD_COMM)
+    operations = Operations(
         where=where,
-        iteration=joined(table.iteration[both], actions.iteration[came]),
-        worker=joined(worker[both], owner[came]),
-        kind=joined(kind, of_message),
-        chunk=joined(chunk, actions.chunk[came]),
-        stage=joined(stage, stage[came]),
-        microbatch=joined(table.microbatch[both], actions.microbatch[came]),
-        start_ns=joined(table.start_ns[both], arrived - np.rint(transfer * NS_PER_S).astype(int)),
-        end_ns=joined(table.end_ns[both], arrived),
-        duration_s=joined(duration, transfer),
-        group=joined(joined(none[: len(computes)], group), none[: len(came)]),
-        source=joined(none, owner[inputs[came]]),
-        input=joined(joined(inputs, none[: len(others)]), inputs[came]),
+        iteration=_joined(table.iteration[both], actions.iteration[came]),
+        worker=_joined(worker[both], owner[came]),
+        kind=_joined(kind, message_kind),
+        chunk=_joined(chunk, actions.chunk[came]),
+        stage=_joined(stage, stage[came]),
+        microbatch=_joined(table.microbatch[both], actions.microbatch[came]),
+        start_ns=_joined(table.start_ns[both], arrived - np.rint(transfer * NS_PER_S).astype(int)),
+        end_ns=_joined(table.end_ns[both], arrived),
+        duration_s=_joined(duration, transfer),
+        group=_joined(_joined(none[: len(computes)], group), none[: len(came)]),
+        source=_joined(none, owner[inputs[came]]),
+        input=_joined(_joined(inputs, none[: len(others)]), inputs[came]),
         message=message,
         is_posted=is_posted,
         num_computes=len(computes),
         orphans=orphans,
     )
-    _check_own_order(found, actions)
-    return found
+    _check_own_order(operations, actions)
+    return operations
+
+
+def _in_order(table: TraceTable, worker: Ints, mask: Mask) -> Ints:
+    """Returns the rows of a mask, ordered by iteration, worker and start."""
+    rows = np.flatnonzero(mask)
+    keys = (table.start_ns[rows], worker[rows], table.iteration[rows])
+    ordered: Ints = rows[np.lexsort(keys)]
+    return ordered
+
+
+def _joined(first: Ints, second: Ints) -> Ints:
+    return np.concatenate([first, second])
 
 
 def _kinds(table: TraceTable) -> Ints:
-    """Returns ``[spans]``: places in :data:`NAMES`."""
+    """Returns ``[spans]``: indices into :data:`NAMES`."""
     by_kind = np.zeros(len(KIND) + 1, dtype=np.int64)
-    for word, place in (("F", FORWARD), ("B", BACKWARD), ("W", WEIGHT), ("reduce", REDUCE)):
-        by_kind[KIND[word]] = place
+    for name, index in (("F", FORWARD), ("B", BACKWARD), ("W", WEIGHT), ("reduce", REDUCE)):
+        by_kind[KIND[name]] = index
     by_kind[KIND["optimizer"]] = OPTIMIZER
     by_name = np.full(len(REASONS), NAMES.index("all-reduce"))
-    by_name[[REASON[word] for word in COLLECTIVES]] = _COLLECTIVE + np.arange(len(COLLECTIVES))
+    by_name[[REASON[name] for name in COLLECTIVES]] = _COLLECTIVE + np.arange(len(COLLECTIVES))
     kind = np.where(table.kind == KIND["collective"], by_name[table.reason], by_kind[table.kind])
     kind[(kind == OPTIMIZER) & (table.reason == REASON["gc"])] = GC
     return kind
 
 
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
-    """Finds the compute that made each one's input, and counts those that lack theirs."""
-    is_f, is_b = actions.kind == KIND["F"], actions.kind == KIND["B"]
+    """Returns the compute that made each compute's input, and how many of these are missing.
+
+    The compute is -1 for the first stage's forward, which needs none, and if it was not recorded.
+    """
+    is_f = actions.kind == KIND["F"]
+    is_b = actions.kind == KIND["B"]
     last = where.num_stages - 1
-    wanted_stage = np.where(is_f, stage - 1, np.where(is_b & (stage < last), stage + 1, stage))
-    wanted_kind = np.where(is_f | (is_b & (stage == last)), KIND["F"], KIND["B"])
+    input_stage = np.where(is_f, stage - 1, np.where(is_b & (stage < last), stage + 1, stage))
+    input_kind = np.where(is_f | (is_b & (stage == last)), KIND["F"], KIND["B"])
     replica = where.replica[owner]
-    needs = ~(is_f & (stage == 0))
-    made = find_rows(
+    needs_input = ~(is_f & (stage == 0))
+    inputs = find_rows(
         [actions.iteration, replica, actions.kind, stage, actions.microbatch],
-        [actions.iteration, replica, wanted_kind, wanted_stage, actions.microbatch],
+        [actions.iteration, replica, input_kind, input_stage, actions.microbatch],
     )
-    made[~needs] = -1
-    return made, int((needs & (made < 0)).sum())
+    inputs[~needs_input] = -1
+    return inputs, int((needs_input & (inputs < 0)).sum())
 
 
 def _transfers(
     table: TraceTable, worker: Ints, actions: TraceTable, owner: Ints, came: Ints, where: Pipelines
 ) -> tuple[Floats, Ints, bool]:
-    """Returns transfer seconds and arrival of the message before each compute in ``came``.
+    """Returns the messages with the inputs of the computes in ``came``.
 
-    Of those whose arrival was not seen the transfer is the median of the others of their kind.
+    If an arrival was not recorded, the transfer is the median of the other messages of that kind.
+
+    Returns:
+        Seconds of each transfer, arrival of each message in nanoseconds, and whether receives were
+        posted.
     """
-    wanted = [actions.iteration[came], owner[came], actions.kind[came]]
-    wanted += [actions.chunk[came], actions.microbatch[came]]
-    target = np.full(int(where.ranks.max()) + 2, -1)  # the last one stands for -1
-    target[where.ranks] = np.arange(len(where.ranks))
+    keys = [
+        actions.iteration[came],
+        owner[came],
+        actions.kind[came],
+        actions.chunk[came],
+        actions.microbatch[came],
+    ]
+    # An unknown peer has index -1, which reads the last element.
+    worker_of_rank = np.full(int(where.ranks.max()) + 2, -1)
+    worker_of_rank[where.ranks] = np.arange(len(where.ranks))
 
     def rows_of(kind: str) -> tuple[Ints, TraceTable, Ints]:
         rows = np.flatnonzero((table.kind == KIND[kind]) & (table.of >= 0))
-        part, mine = table.take(rows), worker[rows]
+        part = table.take(rows)
+        receiver = worker[rows]
         if kind == "send":
-            known = (part.peer >= 0) & (part.peer < len(target) - 1)
-            mine = target[np.where(known, part.peer, -1)]
-        known_columns = [part.iteration, mine, part.of, part.chunk, part.microbatch]
-        found = find_rows(known_columns, wanted)
-        return found >= 0, part, np.maximum(found, 0)
+            is_known = (part.peer >= 0) & (part.peer < len(worker_of_rank) - 1)
+            receiver = worker_of_rank[np.where(is_known, part.peer, -1)]
+        columns = [part.iteration, receiver, part.of, part.chunk, part.microbatch]
+        matches = find_rows(columns, keys)
+        return matches >= 0, part, np.maximum(matches, 0)
 
-    has_receive, receives, at = rows_of("receive")
+    has_receive, receives, matches = rows_of("receive")
     start = actions.start_ns[came]
     if not len(receives):
         return np.zeros(len(came)), start, False
-    arrived = np.where(has_receive, receives.start_ns[at], start)
-    reason = receives.reason[at]
+    arrived = np.where(has_receive, receives.start_ns[matches], start)
+    reason = receives.reason[matches]
     is_posted = has_receive & (reason == REASON["posted"])
     is_seen = is_posted | (has_receive & (reason == REASON["seen"]))
-    has_send, sends, at = rows_of("send")
-    began = sends.start_ns[at] if len(sends) else arrived
-    has_wait, waits, at = rows_of("wait")
+    has_send, sends, matches = rows_of("send")
+    began = sends.start_ns[matches] if len(sends) else arrived
+    has_wait, waits, matches = rows_of("wait")
     if len(waits) and is_posted.any():
-        began = np.where(is_posted & has_wait, np.maximum(began, waits.start_ns[at]), began)
+        began = np.where(is_posted & has_wait, np.maximum(began, waits.start_ns[matches]), began)
     transfer = np.maximum(arrived - began, 0) / NS_PER_S
-    known = is_seen & has_send
+    is_measured = is_seen & has_send
     for kind in (KIND["F"], KIND["B"]):
-        mine = actions.kind[came] == kind
-        usual = float(np.median(transfer[mine & known])) if (mine & known).any() else 0.0
-        transfer[mine & ~known] = usual
+        is_kind = actions.kind[came] == kind
+        measured = transfer[is_kind & is_measured]
+        transfer[is_kind & ~is_measured] = float(np.median(measured)) if len(measured) else 0.0
     return transfer, arrived, bool(is_posted.any())
 
 
 def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> Ints:
     """Returns ``[others]``: number of the collective that each is a member of, -1 for none.
 
-    Members have iteration, name and lowest rank alike, and are each rank's n-th of these.
+    Members of a collective have the same iteration, name and lowest rank, and the same index among
+    such operations of their ranks.
     """
     is_reduce = table.kind == KIND["reduce"]
     root = np.where(is_reduce, where.pp_rank[worker], table.peer)
     if is_reduce.any():
-        # One that ends everywhere at once is one of all ranks, else each stage has its own.
+        # A reduce that ends on all ranks at once has all ranks as members; otherwise each stage
+        # reduces on its own.
         _, step = np.unique(table.iteration, return_inverse=True)
         last, first, least = (np.full(int(step.max()) + 1, bound) for bound in (0, _FAR, _FAR))
         np.maximum.at(last, step[is_reduce], table.end_ns[is_reduce])
@@ -346,7 +374,7 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
     keys = [column[rows] for column in (table.iteration, kind, root, worker)]
     group = np.full(len(table), -1)
     if len(rows):
-        # The rank's n-th: rows are ordered by iteration, worker and start.
+        # A stable sort keeps the order of starts, so the index counts a rank's collectives in time.
         order = np.argsort(row_keys(keys), kind="stable")
         keys[3][order] = nth_of_equal([key[order] for key in keys])
         _, group[rows] = np.unique(row_keys(keys), return_inverse=True)
@@ -354,7 +382,7 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
 
 
 def _waits(table: TraceTable, group: Ints) -> Floats:
-    """Returns seconds that each member of a collective waited for the last one, 0 for others."""
+    """Returns the seconds that each member of a collective waited for the last one, else 0."""
     waited = np.zeros(len(table))
     rows = np.flatnonzero(group >= 0)
     if len(rows):
@@ -365,68 +393,75 @@ def _waits(table: TraceTable, group: Ints) -> Floats:
     return waited
 
 
-def _check_own_order(found: Operations, actions: TraceTable) -> None:
-    """Refuses a backward that its rank did before its forward, and a W before its B."""
+def _check_own_order(operations: Operations, actions: TraceTable) -> None:
+    """Raises a ``TraceError`` if a backward began before its forward, or a W before its B."""
     for kind, before in (("B", "F"), ("W", "B")):
         rows = np.flatnonzero(actions.kind == KIND[kind])
-        columns = [actions.iteration, found.worker[: len(actions)], actions.kind]
-        columns += [actions.chunk, actions.microbatch]
-        wanted = [column[rows] for column in columns]
-        wanted[2] = np.full(len(rows), KIND[before])
-        places = find_rows(columns, wanted)
-        wrong = np.flatnonzero(places > rows)
+        columns = [
+            actions.iteration,
+            operations.worker[: len(actions)],
+            actions.kind,
+            actions.chunk,
+            actions.microbatch,
+        ]
+        keys = [column[rows] for column in columns]
+        keys[2] = np.full(len(rows), KIND[before])
+        predecessors = find_rows(columns, keys)
+        wrong = np.flatnonzero(predecessors > rows)
         if len(wrong):
             raise TraceError(
-                f"{found.describe(int(rows[wrong[0]]))} ran before its own "
+                f"{operations.describe(int(rows[wrong[0]]))} ran before its own "
                 f"{NAMES[(FORWARD, BACKWARD)[before == 'B']]}; the trace or its clock is damaged"
             )
 
 
 _GATHER = NAMES.index("params-all-gather")
 _ENDED = 0.05
-"""A compute counts as ended before an operation that begins in its last part: recorded times are
-rounded, and those of GPUs and hosts differ."""
+"""Share at the end of a compute in which it already counts as ended for an operation that begins.
+
+Recorded times are rounded, and clocks of GPUs and hosts differ.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Dependencies of the operations of some iterations.
+    """Contains the dependencies of the operations of some iterations.
 
     Attributes:
-        place: ``[operations]``, the node of each.
-        before: ``[2, nodes]``, up to two nodes that each waits for; node 0 is the step's start.
-        levels: where each level begins and the last one ends.
-        final: nodes that nothing waits for, ordered by step.
-        final_step: ``[steps]``, where those of each step begin in ``final``.
+        node: ``[operations]``, node of each operation.
+        before: ``[2, nodes]``, up to two predecessors of each node; node 0 is the step's start.
+        levels: ``[levels + 1]``, first node of each level, and the number of nodes.
+        final: Nodes without a successor, ordered by step.
+        final_step: ``[steps]``, index into ``final`` of each step's first node.
     """
 
-    place: Ints
+    node: Ints
     before: Ints
     levels: Ints
     final: Ints
     final_step: Ints
 
     def simulate(self, durations_s: Sequence[Floats]) -> Floats:
-        """Simulates all steps with several sets of times.
+        """Simulates all steps with several sets of durations.
 
         Args:
-            durations_s: ``[operations]`` each.
+            durations_s: Sets of durations in seconds, ``[operations]`` each.
 
         Returns:
-            ``[steps, sets]``, seconds of each step.
+            Seconds of each step, ``[steps, sets]``.
         """
         ends = self._ends(np.stack(durations_s, axis=1))
         steps: Floats = np.maximum.reduceat(ends[self.final], self.final_step, axis=0)
         return steps
 
     def ends_s(self, durations_s: Floats) -> Floats:
-        """``[operations]``: seconds from the step's start to the end of each operation."""
-        ends: Floats = self._ends(durations_s[:, None])[self.place, 0]
+        """Returns ``[operations]``: seconds from the step's start to the end of each operation."""
+        ends: Floats = self._ends(durations_s[:, None])[self.node, 0]
         return ends
 
     def _ends(self, durations_s: Floats) -> Floats:
         ends = np.zeros((self.before.shape[1], durations_s.shape[1]))
-        ends[self.place] = durations_s
+        ends[self.node] = durations_s
         first, second = self.before
         for low, high in zip(self.levels[:-1].tolist(), self.levels[1:].tolist(), strict=True):
             ready = ends.take(first[low:high], axis=0)
@@ -436,11 +471,11 @@ class Graph:
 
 
 def build_graph(operations: Operations) -> Graph:
-    """Finds what each operation waits for.
+    """Finds the dependencies of each operation.
 
     Raises:
-        TraceError: operations wait for one another in a circle, so the recorded order cannot have
-            been; names the first of them.
+        TraceError: If operations wait for one another in a cycle, so that the recorded order is
+            impossible; names the first of them.
     """
     sources, targets, count = _edges(operations)
     # Node 0 is the start of every step.
@@ -450,21 +485,22 @@ def build_graph(operations: Operations) -> Graph:
         stuck = np.flatnonzero(~is_known[1 : len(operations) + 1])
         first = stuck[np.argmin(operations.start_ns[stuck])]
         raise TraceError(
-            f"{operations.describe(int(first))} waits for what waits for it: the recorded order "
-            "contradicts the dependencies; are clocks apart, or two jobs in one folder?"
+            f"{operations.describe(int(first))} waits for an operation that waits for it: the "
+            "recorded order contradicts the dependencies; do clocks differ, or are two jobs in one "
+            "folder?"
         )
     order = np.argsort(level, kind="stable")
-    place = np.empty(len(order), dtype=np.int32)
-    place[order] = np.arange(len(order))
+    node = np.empty(len(order), dtype=np.int32)
+    node[order] = np.arange(len(order))
     waited = np.zeros(len(order), dtype=np.bool_)
     waited[before] = True
     final = np.flatnonzero(~waited[1 : len(operations) + 1])
     final = final[np.argsort(operations.iteration[final], kind="stable")]
     return Graph(
-        place=place[1 : len(operations) + 1],
-        before=place[before[:, order]],
+        node=node[1 : len(operations) + 1],
+        before=node[before[:, order]],
         levels=np.append(np.flatnonzero(np.diff(level[order], prepend=-1)), len(order))[1:],
-        final=place[final + 1],
+        final=node[final + 1],
         final_step=np.flatnonzero(np.diff(operations.iteration[final], prepend=-1)),
     )
 
@@ -472,12 +508,12 @@ def build_graph(operations: Operations) -> Graph:
 def ideal_steps(
     run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]
 ) -> dict[int, TraceTable] | None:
-    """Simulates some iterations of some ranks with the usual time of every kind of work.
+    """Simulates some iterations of some ranks with the usual duration of every kind of work.
 
     Returns:
-        By global rank its computes in steps in which nobody is slower than others, each step
-        beginning when the recorded one did; ``None`` where the trace does not hold all of them or
-        contradicts itself.
+        Computes by global rank in ideal steps, where no rank is slower than others. Each step
+        begins when the recorded one did. ``None`` if the trace lacks operations or contradicts
+        itself.
     """
     try:
         ops = read_operations(run, pipelines_of(run, ranks), iterations)
@@ -501,11 +537,16 @@ def ideal_steps(
         duration_ns=length_ns,
     )
     worker = ops.worker[rows]
-    return {rank: table.take(worker == at) for at, rank in enumerate(ops.where.ranks.tolist())}
+    return {
+        rank: table.take(worker == index) for index, rank in enumerate(ops.where.ranks.tolist())
+    }
 
 
 def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
-    """Returns from and to of every dependency, and the number of nodes, one more per collective."""
+    """Returns source and target of every dependency, and the number of nodes.
+
+    Each operation is a node, and each collective one more.
+    """
     computes = np.arange(ops.num_computes)
     messages = np.flatnonzero(ops.source >= 0)
     others = np.arange(ops.num_computes, len(ops) - len(messages))
@@ -516,12 +557,12 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         same = segment[rows[1:]] == segment[rows[:-1]]
         pairs.append((rows[:-1][same], rows[1:][same]))
 
-    # Where a rank did two things at a time, each waits for what had ended before it began.
+    # If computes of a rank overlap in time, each waits for the last one that ended before it began.
     span = ops.end_ns[computes] - ops.start_ns[computes]
     ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
-    beside = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])
-    beside = np.isin(rank[computes], rank[computes][1:][beside])
-    follow(computes[~beside], rank)
+    overlaps = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])
+    overlaps = np.isin(rank[computes], rank[computes][1:][overlaps])
+    follow(computes[~overlaps], rank)
     follow(others, rank)
     pairs.append((ops.input[messages], messages))
     by_message = computes[ops.message >= 0]
@@ -531,9 +572,9 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
     if ops.is_posted:
         way = rank * 2 + ops.kind % 2
         follow(messages[np.lexsort((ops.end_ns[messages], way[messages]))], way)
-    pairs += _around(ops, rank, ended, computes[beside], others)
+    pairs += _around(ops, rank, ended, computes[overlaps], others)
     sources, targets = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    # What a member of a collective waits for, all members wait for.
+    # All members of a collective wait for the predecessors of each member.
     group = ops.group[targets]
     targets = np.where(group >= 0, len(ops) + group, targets)
     members = np.flatnonzero(ops.group >= 0)
@@ -543,9 +584,20 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
 
 
 def _around(
-    ops: Operations, rank: Ints, ended_ns: Ints, beside: Ints, others: Ints
+    ops: Operations, rank: Ints, ended_ns: Ints, overlapping: Ints, others: Ints
 ) -> list[tuple[Ints, Ints]]:
-    """Returns what computes beside others wait for, and dependencies between these and the rest."""
+    """Returns the dependencies of overlapping computes, and those between computes and the rest.
+
+    Args:
+        ops: Operations.
+        rank: ``[operations]``, number of the rank and iteration of each.
+        ended_ns: ``[computes]``, time from which a compute counts as ended.
+        overlapping: Rows of computes that overlap in time with others of their rank.
+        others: Rows of collectives and optimizer steps.
+
+    Returns:
+        Pairs of sources and targets.
+    """
     computes = np.arange(ops.num_computes)
     start = int(ops.start_ns.min())
     width = int(ops.end_ns.max()) - start + 1
@@ -555,12 +607,12 @@ def _around(
 
     def latest_ended(rows: Ints) -> tuple[Ints, Mask]:
         begun = number[rows] * width + ops.start_ns[rows] - start
-        place = np.searchsorted(key[order], begun, "right") - 1
-        latest = computes[order[np.maximum(place, 0)]]
-        return latest, (place >= 0) & (number[latest] == number[rows]) & (latest != rows)
+        index = np.searchsorted(key[order], begun, "right") - 1
+        latest = computes[order[np.maximum(index, 0)]]
+        return latest, (index >= 0) & (number[latest] == number[rows]) & (latest != rows)
 
-    before, has_before = latest_ended(beside)
-    pairs = [(before[has_before], beside[has_before])]
+    before, has_before = latest_ended(overlapping)
+    pairs = [(before[has_before], overlapping[has_before])]
     if not len(others):
         return pairs
     latest, after = latest_ended(others)
@@ -575,16 +627,19 @@ def _around(
     chunks = ops.where.stages.shape[1]
     of_chunk = number[computes] * chunks + ops.chunk[computes]
     distinct, rows = np.unique(of_chunk, return_index=True)
-    wanted = number[gathers] * chunks + np.maximum(ops.chunk[gathers], 0)
-    at = np.minimum(np.searchsorted(distinct, wanted), len(distinct) - 1)
-    begins = computes[rows[at]]
-    fits = (distinct[at] == wanted) & (ops.start_ns[gathers] <= ops.start_ns[begins])
+    gathered = number[gathers] * chunks + np.maximum(ops.chunk[gathers], 0)
+    index = np.minimum(np.searchsorted(distinct, gathered), len(distinct) - 1)
+    begins = computes[rows[index]]
+    fits = (distinct[index] == gathered) & (ops.start_ns[gathers] <= ops.start_ns[begins])
     pairs.append((gathers[fits], begins[fits]))
     return [(a[(a >= 0) & (b >= 0)], b[(a >= 0) & (b >= 0)]) for a, b in pairs]
 
 
 def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
-    """Returns ``[2, nodes]``: predecessors, 0 for none; helpers join more than two."""
+    """Returns ``[2, nodes]``: predecessors, 0 for none.
+
+    Helper nodes are added in front of nodes with more than two predecessors.
+    """
     while True:
         order = np.argsort(targets, kind="stable")
         sources, targets = sources[order], targets[order]
@@ -603,7 +658,7 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
 
 
 def _levels(before: Ints) -> tuple[Ints, Ints]:
-    """Returns the level of every node, and whether it has one: those in a circle have none."""
+    """Returns the level of every node, and whether it has one: a node in a cycle has none."""
     count = before.shape[1]
     waits = (before > 0).sum(axis=0).astype(np.int8)
     targets = np.concatenate([np.flatnonzero(before[0]), np.flatnonzero(before[1])])
@@ -611,14 +666,17 @@ def _levels(before: Ints) -> tuple[Ints, Ints]:
     order = np.argsort(sources, kind="stable")
     targets = targets[order]
     begins = np.searchsorted(sources[order], np.arange(count + 1))
-    level, is_known = np.zeros(count, dtype=np.int32), waits == 0
-    front, number = np.flatnonzero(is_known)[1:], 1  # node 0 alone is level 0
+    level = np.zeros(count, dtype=np.int32)
+    is_known = waits == 0
+    # Only node 0, the step's start, has level 0.
+    front = np.flatnonzero(is_known)[1:]
+    number = 1
     while len(front):
         level[front] = number
         sizes = begins[front + 1] - begins[front]
         shift = np.cumsum(sizes) - sizes
-        at = np.repeat(begins[front] - shift, sizes) + np.arange(int(sizes.sum()))
-        reached = targets[at]
+        edges = np.repeat(begins[front] - shift, sizes) + np.arange(int(sizes.sum()))
+        reached = targets[edges]
         np.subtract.at(waits, reached, 1)
         front = np.unique(reached[waits[reached] == 0])
         is_known[front] = True

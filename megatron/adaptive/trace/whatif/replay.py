@@ -1,11 +1,11 @@
-"""Recorded times of microbatches under another schedule, and dealt over replicas.
+"""Replays recorded microbatches under another schedule, or dealt differently over replicas.
 
-A recorded duration is split into what the stage takes (the median of its replicas), how many times
-as long its rank takes, and the rest, which is the microbatch's own: its length, and chance. Stages
-cut in two take half each; a rank keeps its factor whatever it works on, a microbatch its own part
-on any replica.
+A recorded duration is split into three parts: the duration of the stage (the median of its
+replicas), the factor of the rank (how many times as long it takes), and the rest, which belongs to
+the microbatch: its length, and chance. If a stage is cut in two, each half takes half as long. A
+rank keeps its factor for any work, and a microbatch keeps its part on any replica.
 
-Under a run-time rule the order itself follows from the times: with others it is chosen anew.
+Under a run-time rule the order follows from the durations, so the rule chooses again for others.
 """
 
 from __future__ import annotations
@@ -33,23 +33,27 @@ from megatron.adaptive.trace.whatif.operations import (
 )
 
 RULE_STEPS = 3
-"""So many steps are replayed under the run's own rule."""
+"""Number of steps that are replayed under the run's own rule."""
 ALIKE = 0.1
-"""A replay with recorded times is off by no more than this part of the recorded step, else the
-rule had another cap, or other times than those of the spans count."""
+"""Largest relative difference between a replay with recorded durations and the recorded step.
+
+A larger one means that the rule had another memory cap, or that spans do not contain all the time
+of the step.
+"""
 MANY_ACTIONS = 60_000
-"""So many are simulated by compiled code, which takes a second to start."""
+"""Number of actions above which compiled code simulates a step; it takes a second to start."""
 
 
 @dataclass(frozen=True)
 class RecordedTimes:
-    """Seconds of forwards and backwards of some steps, of pipelines with a stage per rank.
+    """Contains durations of forwards and backwards of some steps, with one stage per rank.
 
     Attributes:
-        steps: by iteration and replica, ``[2, stages, microbatches]``, forward and whole backward.
-        transfer_s: median transfer of a message.
-        work: what the stages should take, in any unit; empty where nobody says it; parts a slow
-            rank from a stage with more to do where there are too few replicas to compare with.
+        steps: Seconds of forward and whole backward, ``[2, stages, microbatches]``, by iteration
+            and replica.
+        transfer_s: Median transfer of a message, in seconds.
+        work: Relative work of each stage, in any unit; empty if unknown. With fewer than three
+            replicas it distinguishes a slow rank from a stage with more work.
     """
 
     steps: Mapping[int, tuple[Floats, ...]]
@@ -58,17 +62,18 @@ class RecordedTimes:
 
     @cached_property
     def stage_s(self) -> Floats:
-        """``[2, stages]``: median over replicas of the mean over steps and microbatches."""
+        """Returns ``[2, stages]``: median over replicas of the mean over steps and microbatches."""
         stage: Floats = np.median(self._means, axis=0)
         return stage
 
     @cached_property
     def rank_factor(self) -> Floats:
-        """``[replicas, stages]``: how many times as long each rank takes as its siblings."""
-        takes, stage = self._means.sum(axis=1), self.stage_s.sum(axis=0)
-        if len(takes) < 3 and len(self.work) == len(stage) and min(self.work) > 0:
-            stage = np.array(self.work) * np.median(takes / self.work)
-        factor: Floats = takes / stage
+        """Returns ``[replicas, stages]``: duration of a rank over that of its stage's peers."""
+        rank_s = self._means.sum(axis=1)
+        stage = self.stage_s.sum(axis=0)
+        if len(rank_s) < 3 and len(self.work) == len(stage) and min(self.work) > 0:
+            stage = np.array(self.work) * np.median(rank_s / self.work)
+        factor: Floats = rank_s / stage
         return factor
 
     @cached_property
@@ -78,66 +83,88 @@ class RecordedTimes:
             [np.concatenate([s[r] for s in self.steps.values()], 2).mean(axis=2) for r in replicas]
         )
 
-    def own_part(self, iteration: int, replica: int) -> Floats:
-        """``[2, stages, microbatches]``: what a rank as fast as its siblings would have taken."""
-        own: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
-        return own
+    def usual_part(self, iteration: int, replica: int) -> Floats:
+        """Returns ``[2, stages, microbatches]``: seconds on ranks as fast as their peers."""
+        part: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
+        return part
 
     def step_s(
         self, iteration: int, schedule: str, *, dealt: bool, pieces: int = 1, chunks: int = 2
     ) -> float:
-        """Simulates a step; it takes as long as its slowest replica.
+        """Simulates a step and returns its seconds, which are those of its slowest replica.
 
         Args:
-            iteration: of those recorded.
-            schedule: ``1f1b`` or ``adaptive``.
-            dealt: microbatches go to the replica that is done with them first, else where they
-                were; those of a replica then come in the order that suits a pipeline.
-            pieces: parts of each weight gradient where the schedule splits backwards.
-            chunks: per rank of ``adaptive``, two of them in a V; with one, backwards are whole.
+            iteration: Number of a recorded iteration.
+            schedule: Name of the schedule, ``1f1b`` or ``adaptive``.
+            dealt: True to give each microbatch to the replica that would finish it first, and to
+                order those of a replica for its pipeline; otherwise they stay where they ran.
+            pieces: Number of parts of each weight gradient if the schedule splits backwards.
+            chunks: Number of chunks per rank; two of ``adaptive`` are placed in a V. With one
+                chunk, backwards are whole.
         """
         pieces = pieces if chunks > 1 else 0
         replicas = len(self.steps[iteration])
-        own = [self.own_part(iteration, replica) for replica in range(replicas)]
+        parts = [self.usual_part(iteration, replica) for replica in range(replicas)]
         if dealt:
-            own = self._dealt(np.concatenate(own, axis=2))
-        actions = sum(part[0].size for part in own) * (4 + 2 * pieces)
+            parts = self._dealt(np.concatenate(parts, axis=2))
+        actions = sum(part[0].size for part in parts) * (4 + 2 * pieces)
         return max(
             self._pipeline_s(part, self.rank_factor[replica], schedule, pieces, chunks, actions)
-            for replica, part in enumerate(own)
+            for replica, part in enumerate(parts)
         )
 
-    def _dealt(self, own: Floats) -> list[Floats]:
-        """Deals the longest first, each to the replica that is then done first."""
-        # Its slowest rank is what a replica is as fast as.
-        slowest = [int(np.argmax(own.sum(axis=(0, 2)) * factor)) for factor in self.rank_factor]
-        costs = [own[:, q].sum(axis=0) * self.rank_factor[r, q] for r, q in enumerate(slowest)]
-        work, stages = own.sum(axis=(0, 1)), own.shape[1]
+    def _dealt(self, durations_s: Floats) -> list[Floats]:
+        """Deals microbatches, the longest first, each to the replica that would finish it first.
+
+        Args:
+            durations_s: Seconds of the microbatches of all replicas on ranks of usual speed,
+                ``[2, stages, microbatches]``.
+
+        Returns:
+            The same for each replica.
+        """
+        # A replica is as fast as its slowest rank.
+        slowest = [
+            int(np.argmax(durations_s.sum(axis=(0, 2)) * factor)) for factor in self.rank_factor
+        ]
+        costs = [
+            durations_s[:, stage].sum(axis=0) * self.rank_factor[replica, stage]
+            for replica, stage in enumerate(slowest)
+        ]
+        work = durations_s.sum(axis=(0, 1))
+        stages = durations_s.shape[1]
         dealt = []
-        for mine in map(list, deal([cost.tolist() for cost in costs])):
-            # Draws of chance are no lengths: only clearly unequal ones are put in another order.
-            if np.std(work[mine]) > 0.05 * np.mean(work[mine]):
-                mine = [mine[place] for place in order_by_cost(work[mine].tolist(), stages)]
-            dealt.append(own[:, :, mine])
+        for share in map(list, deal([cost.tolist() for cost in costs])):
+            # Small differences are noise, so they do not change the order.
+            if np.std(work[share]) > 0.05 * np.mean(work[share]):
+                share = [share[index] for index in order_by_cost(work[share].tolist(), stages)]
+            dealt.append(durations_s[:, :, share])
         return dealt
 
     def _pipeline_s(
-        self, own: Floats, factor: Floats, schedule: str, pieces: int, chunks: int, actions: int
+        self,
+        durations_s: Floats,
+        factor: Floats,
+        schedule: str,
+        pieces: int,
+        chunks: int,
+        actions: int,
     ) -> float:
-        ranks, count = own.shape[1:]
+        """Simulates the pipeline of one replica and returns the seconds of its step."""
+        ranks, count = durations_s.shape[1:]
         candidate = make_candidate(schedule, ranks, chunks, count, weight_pieces=pieces)
-        place = candidate.placement
-        cut = place.num_stages // ranks
-        rank_of = [place.locate(stage)[0] for stage in range(place.num_stages)]
-        parts = np.repeat(own, cut, axis=1) / cut * factor[rank_of][:, None]
-        forward, backward = parts
-        durations = np.stack([forward, backward / 2, backward / 2])
+        placement = candidate.placement
+        cut = placement.num_stages // ranks
+        rank_of = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
+        stage_durations = np.repeat(durations_s, cut, axis=1) / cut * factor[rank_of][:, None]
+        forward, backward = stage_durations
+        split = np.stack([forward, backward / 2, backward / 2])
         delay = round(self.transfer_s * PS_PER_S)
-        delays = np.zeros((2, place.num_stages, count), dtype=np.int64)
-        for stage in range(place.num_stages - 1):
+        delays = np.zeros((2, placement.num_stages, count), dtype=np.int64)
+        for stage in range(placement.num_stages - 1):
             if rank_of[stage] != rank_of[stage + 1]:
                 delays[0, stage] = delays[1, stage + 1] = delay
-        return _simulated_s(candidate, durations, delays, actions)
+        return _simulated_s(candidate, split, delays, actions)
 
 
 def _simulated_s(candidate: Candidate, durations_s: Floats, delays_ps: Ints, actions: int) -> float:
@@ -153,17 +180,20 @@ def _simulated_s(candidate: Candidate, durations_s: Floats, delays_ps: Ints, act
 def rule_saves_s(
     header: TraceHeader, ops: Operations, then_s: Floats, iterations: Sequence[int]
 ) -> float | None:
-    """Returns what a step takes less with other times, the rule ``adaptive`` choosing anew.
+    """Returns the time that a step saves with other durations, under the rule ``adaptive``.
+
+    The rule chooses its order again from the other durations.
 
     Args:
-        header: of any rank.
-        ops: recorded operations.
-        then_s: ``[operations]``, the other times.
-        iterations: some of those that ``ops`` has, the last few of which are replayed.
+        header: Header of any rank's trace.
+        ops: Recorded operations.
+        then_s: Other durations in seconds, ``[operations]``.
+        iterations: Numbers of iterations in ``ops``; the last :data:`RULE_STEPS` are replayed.
 
     Returns:
-        Seconds, the mean over steps; ``None`` under another schedule, where a rank lacks actions,
-        or where the replay with recorded times is not :data:`ALIKE` the recorded step.
+        Mean seconds saved per step. ``None`` under another schedule, if a rank lacks actions, or
+        if the replay with recorded durations differs from the recorded step by more than
+        :data:`ALIKE`.
     """
     if header.schedule != "adaptive" or ops.where.num_stages == 1:
         return None
@@ -171,8 +201,8 @@ def rule_saves_s(
     for iteration in iterations[-RULE_STEPS:]:
         both: list[tuple[float, float]] = []
         for replica in range(int(ops.where.replica.max()) + 1):
-            mine = ops.where.replica[ops.worker] == replica
-            rows = np.flatnonzero(mine & (ops.iteration == iteration))
+            is_of_replica = ops.where.replica[ops.worker] == replica
+            rows = np.flatnonzero(is_of_replica & (ops.iteration == iteration))
             computes = rows[ops.kind[rows] <= WEIGHT]
             times = [_replayed_s(header, ops, rows, s) for s in (ops.duration_s, then_s)]
             if not len(computes) or times[0] is None or times[1] is None:
@@ -186,22 +216,29 @@ def rule_saves_s(
 
 
 def _replayed_s(header: TraceHeader, ops: Operations, rows: Ints, times_s: Floats) -> float | None:
-    """Simulates a replica's step in an order of its rule; ``None`` where actions are missing."""
-    kind, stage, microbatch = ops.kind[rows], ops.stage[rows], ops.microbatch[rows]
+    """Simulates a replica's step in the order that its rule chooses.
+
+    Returns:
+        Seconds of the step, or ``None`` if actions are missing.
+    """
+    kind = ops.kind[rows]
+    stage = ops.stage[rows]
+    microbatch = ops.microbatch[rows]
     shape = (3, ops.where.num_stages, int(microbatch.max(initial=0)) + 1)
-    durations, counts = np.zeros(shape), np.zeros(shape, dtype=np.int64)
+    durations = np.zeros(shape)
+    counts = np.zeros(shape, dtype=np.int64)
     work = kind <= WEIGHT
-    at = kind[work], stage[work], microbatch[work]
-    np.add.at(durations, at, times_s[rows[work]])
-    np.add.at(counts, at, 1)
+    cell = kind[work], stage[work], microbatch[work]
+    np.add.at(durations, cell, times_s[rows[work]])
+    np.add.at(counts, cell, 1)
     pieces = int(counts[2].max())
     if (counts[:2] != 1).any() or (counts[2] != pieces).any():
         return None
     delays = np.zeros((2, *shape[1:]), dtype=np.int64)
-    for way, of in enumerate((FORWARD_COMM, BACKWARD_COMM)):
-        came = kind == of
-        source = stage[came] + (-1, 1)[way]
-        delays[way, source, microbatch[came]] = np.rint(times_s[rows[came]] * PS_PER_S)
+    for direction, message_kind in enumerate((FORWARD_COMM, BACKWARD_COMM)):
+        came = kind == message_kind
+        source = stage[came] + (-1, 1)[direction]
+        delays[direction, source, microbatch[came]] = np.rint(times_s[rows[came]] * PS_PER_S)
     candidate = make_candidate(
         header.schedule,
         header.num_ranks,
@@ -216,15 +253,15 @@ def _replayed_s(header: TraceHeader, ops: Operations, rows: Ints, times_s: Float
 def recorded_times(
     parts: Sequence[Operations], work: tuple[float, ...] = ()
 ) -> RecordedTimes | None:
-    """Collects the times of microbatches.
+    """Collects the durations of microbatches.
 
     Args:
-        parts: all operations.
-        work: see :class:`RecordedTimes`.
+        parts: Operations of all iterations.
+        work: Relative work of each stage, see :class:`RecordedTimes`.
 
     Returns:
-        Those of the steps in which every rank has each microbatch of its replica; ``None`` without
-        such a step, or where ranks hold several stages.
+        Durations of the steps in which every rank ran each microbatch of its replica. ``None`` if
+        there is no such step, or if ranks have several stages.
     """
     where = parts[0].where
     if where.stages.shape[1] > 1:
@@ -236,26 +273,27 @@ def recorded_times(
         computes = np.isin(ops.kind, (FORWARD, BACKWARD, WEIGHT))
         for iteration in np.unique(ops.iteration).tolist():
             rows = np.flatnonzero(computes & (ops.iteration == iteration))
-            found = _step(ops, rows, int(where.replica.max()) + 1)
-            if found is not None:
-                steps[iteration] = found
-    known = np.concatenate(transfers)
-    transfer_s = float(np.median(known)) if len(known) else 0.0
+            durations = _step_durations(ops, rows, int(where.replica.max()) + 1)
+            if durations is not None:
+                steps[iteration] = durations
+    transfers_s = np.concatenate(transfers)
+    transfer_s = float(np.median(transfers_s)) if len(transfers_s) else 0.0
     return RecordedTimes(steps, transfer_s, work) if steps else None
 
 
-def _step(ops: Operations, rows: Ints, replicas: int) -> tuple[Floats, ...] | None:
-    found = []
-    replica = ops.where.replica[ops.worker[rows]]
-    for number in range(replicas):
-        mine = rows[replica == number]
-        if not len(mine):
+def _step_durations(ops: Operations, rows: Ints, replicas: int) -> tuple[Floats, ...] | None:
+    """Returns ``[2, stages, microbatches]`` seconds by replica, or ``None`` if some are missing."""
+    durations = []
+    replica_of_row = ops.where.replica[ops.worker[rows]]
+    for replica in range(replicas):
+        part = rows[replica_of_row == replica]
+        if not len(part):
             return None
-        shape = (2, ops.where.num_stages, int(ops.microbatch[mine].max()) + 1)
-        place = (np.where(ops.kind[mine] == FORWARD, 0, 1), ops.stage[mine], ops.microbatch[mine])
+        shape = (2, ops.where.num_stages, int(ops.microbatch[part].max()) + 1)
+        cell = (np.where(ops.kind[part] == FORWARD, 0, 1), ops.stage[part], ops.microbatch[part])
         times = np.zeros(shape)
-        np.add.at(times, place, ops.duration_s[mine])
+        np.add.at(times, cell, ops.duration_s[part])
         if (times <= 0).any():
             return None
-        found.append(times)
-    return tuple(found)
+        durations.append(times)
+    return tuple(durations)

@@ -1,12 +1,12 @@
 "use strict";
-// What is shown, and what changes it.
+// Holds the state of the page and handles its controls.
 
 const chart = document.getElementById("chart");
 const tip = document.getElementById("tip");
 const element = (id) => document.getElementById(id);
 const CONFIG = {
   responsive: true, displaylogo: false, scrollZoom: true,
-  showSendToCloud: false, plotlyServerURL: "",  // the page talks to nobody
+  showSendToCloud: false, plotlyServerURL: "",  // the page sends no data
   doubleClick: "autosize",
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "resetScale2d"],
   modeBarButtonsToAdd: [
@@ -25,7 +25,7 @@ function options() {
   };
 }
 
-// What the axes show now. Without a zoom: from a little before the step to its end.
+// Returns the visible range. Without a zoom it begins shortly before the step and ends with it.
 function currentView() {
   const block = state.block;
   const names = PAGE.groups[state.group].rows;
@@ -115,7 +115,7 @@ async function show(place, group) {
   state.group = group;
   const wanted = [state.group, state.place];
   const block = await loadBlock(...wanted);
-  if (wanted[0] !== state.group || wanted[1] !== state.place) return;  // the slider went on
+  if (wanted[0] !== state.group || wanted[1] !== state.place) return;  // the slider was moved again
   if (!block.present) {
     const found = new Set(block.category);
     block.present = CATEGORIES.map((_, number) => found.has(number));
@@ -130,14 +130,14 @@ function showAll() {
   redraw();
 }
 
-// Shows the rows of the chosen node, or all.
+// Shows the rows of the chosen node, or all rows.
 function showNode() {
   const rows = Object.values(PAGE.nodes)[element("node").selectedIndex - 1];
   state.rows = rows ? [rows[rows.length - 1] + 0.5, rows[0] - 0.5] : null;
   redraw();
 }
 
-// The zoom of the chart, from what plotly says changed.
+// Updates the zoom of the chart from a change that plotly reports.
 function zoomed(change) {
   if (change["xaxis.autorange"]) [state.from, state.to] = [null, null];
   if ("xaxis.range[0]" in change) {
@@ -201,7 +201,7 @@ async function begin() {
   for (const id of ["slider", "previous", "next"]) element(id).hidden = PAGE.iterations.length < 2;
   const height = Math.min(1100, Math.max(400, 220 + 18 * PAGE.groups[0].rows.length));
   chart.style.minHeight = `${height}px`;
-  // A curve for each of very many rows takes long.
+  // Drawing a curve for each of very many rows is slow.
   if (PAGE.groups[0].rows.length > 64) element("memory").checked = false;
   await show(PAGE.iterations.length - 1, 0);
   chart.on("plotly_relayout", zoomed);

@@ -1,5 +1,5 @@
 "use strict";
-// Reads the blocks of the page and answers what lies where. Times are milliseconds.
+// Reads the blocks of the page and finds bars by row and time. Times are milliseconds.
 
 const PAGE = JSON.parse(document.getElementById("page").textContent);
 const ARRAYS = { int32: Int32Array, float64: Float64Array };
@@ -25,7 +25,7 @@ async function decodeBlock(block) {
     at += block[name].byteLength;
   }
   delete block.data;
-  // Columns of the step with nobody slower than others have a prefix.
+  // Columns of the ideal step, in which no rank is slower than others, have a prefix.
   block.ideal = { isIdeal: true, unit_ms: block.unit_ms };
   for (const [name] of block.columns.filter(([name]) => name.startsWith("s_"))) {
     block.ideal[name.slice(2)] = block[name];
@@ -36,8 +36,8 @@ async function decodeBlock(block) {
   return block;
 }
 
-// Per bar the latest end of it and those before it in its row: where a search for what is still
-// going on at some time may begin.
+// Per bar, the latest end of it and of the bars before it in its row. A search for bars that are
+// open at some time begins there.
 function reachOf(block) {
   const reach = new Float64Array(block.start.length);
   for (let row = 0; row + 1 < block.offset.length; row++) {
@@ -50,7 +50,7 @@ function reachOf(block) {
   return reach;
 }
 
-// The first place in [low, high) of an ascending array whose value is at least `value`.
+// Returns the first index in [low, high) of an ascending array whose value is at least `value`.
 function lowerBound(array, value, low, high) {
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -59,14 +59,14 @@ function lowerBound(array, value, low, high) {
   return low;
 }
 
-// The bars of a row that touch a time range, as [first, behind the last).
+// Returns the bars of a row that touch a time range, as [first, last + 1).
 function barsWithin(block, row, from, to) {
   const [low, high] = [block.offset[row], block.offset[row + 1]];
   const [a, b] = [from / block.unit_ms, to / block.unit_ms];
   return [lowerBound(block.reach, a, low, high), lowerBound(block.start, b, low, high)];
 }
 
-// The bar at a time of a row, or the nearest one within `slack`; -1 for none.
+// Returns the bar at a time of a row, or the nearest one within `slack`; -1 for none.
 function barAt(block, row, time, slack) {
   const [low, high] = barsWithin(block, row, time - slack, time + slack);
   const unit = block.unit_ms;
@@ -85,7 +85,7 @@ function barAt(block, row, time, slack) {
   return best;
 }
 
-// The wait that an action ended, -1 for none.
+// Returns the wait that ended when an action began, -1 for none.
 function waitBefore(block, row, bar) {
   const action = CATEGORIES[block.category[bar]];
   const kind = PAGE.kinds.indexOf(action.kind);
@@ -124,7 +124,7 @@ function nameOf(kind, chunk, microbatch, piece) {
   return piece > 0 ? `${text}, piece ${piece}` : text;
 }
 
-// What the label of a bar says: its colour, a title, and pairs of name and value.
+// Returns the label of a bar: its colour, a title, and pairs of name and value.
 function describeBar(block, group, row, bar) {
   const category = CATEGORIES[block.category[bar]];
   const lines = [["row", PAGE.groups[group].rows[row]]];

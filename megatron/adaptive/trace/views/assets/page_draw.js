@@ -1,17 +1,17 @@
 "use strict";
-// Turns what is in view of a block into traces of plotly: few of them, each with many bars.
+// Turns the visible part of a block into plotly traces: few of them, each with many bars.
 
-// How much is drawn at a time.
+// Limits on the number of items that are drawn at a time.
 const LIMITS = {
-  bars: 9000,       // beyond, bars are too thin to distinguish: parts of time instead
+  bars: 9000,       // of more, which are too thin, shares of time are drawn
   outlined: 2500,
   labels: 900,
   arrows: 300,
-  memoryNames: 8,   // of so many rows at most the legend names the memory curves
+  memoryNames: 8,   // maximum number of memory curves in the legend
 };
 const BAR = 0.4;             // half the height of a row
 
-// Where bars lie within a row, from its middle downwards.
+// Vertical range of bars within a row, downwards from its middle.
 function heights(withSimulated) {
   return withSimulated
     ? { top: -BAR, foot: 0.12, ghostTop: 0.17, ghostFoot: BAR }
@@ -36,7 +36,7 @@ function barTrace(bars, category, outlined, more) {
   };
 }
 
-// Traces of the bars of a view; `view` has from, to (ms), top, foot (rows), width (pixels).
+// Returns traces of the bars of a view: from, to (ms), top, foot (rows), width (pixels).
 function timelineTraces(block, view, options) {
   const place = heights(options.simulated && block.simulated_ms > 0);
   const per = CATEGORIES.map(() => new Bars());
@@ -73,7 +73,7 @@ function addBars(per, labels, block, view, row, low, high, place) {
     const from = block.start[i] * unit;
     const to = from + block.length[i] * unit;
     let [top, foot] = [row + place.top, row + place.foot];
-    // Reading data lies within an action: a strip at its foot.
+    // Data is read during an action, so it is a strip at the action's foot.
     if (category.kind === "data") top = foot - 0.13 * (place.foot - place.top);
     if (category.kind === "wait") [top, foot] = [top + 0.1, foot - 0.1];
     per[block.category[i]].add(from, Math.max(to, from + 0.6 / perMs), top, foot);
@@ -89,7 +89,7 @@ function addBars(per, labels, block, view, row, low, high, place) {
   }
 }
 
-// The part of each pixel column that a row spent on each category: [category][column].
+// Returns the share of each pixel column that a row spent on each category: [category][column].
 function sharesOf(block, view, low, high) {
   const columns = Math.max(40, Math.round(view.width / (view.foot - view.top > 40 ? 4 : 2)));
   const shares = CATEGORIES.map(() => null);
@@ -97,7 +97,7 @@ function sharesOf(block, view, low, high) {
   const shift = view.from * columns / (view.to - view.from);
   for (let i = low; i < high; i++) {
     const number = block.category[i];
-    if (CATEGORIES[number].kind === "data") continue;  // lies within an action
+    if (CATEGORIES[number].kind === "data") continue;  // is part of an action
     const from = Math.max(0, block.start[i] * perUnit - shift);
     const to = Math.min(columns, (block.start[i] + block.length[i]) * perUnit - shift);
     if (!(to > from)) continue;
@@ -109,7 +109,7 @@ function sharesOf(block, view, low, high) {
   return { shares, columns };
 }
 
-// Adds shares as bars on top of each other; columns of the same share become one bar.
+// Stacks shares as bars; adjacent columns with the same share become one bar.
 function addShares(per, found, row, view, place) {
   const { shares, columns } = found;
   const step = (view.to - view.from) / columns;
@@ -165,7 +165,7 @@ function labelTrace(labels) {
   };
 }
 
-// Arrows of the messages in view, or none and their number where they are too many.
+// Returns the arrows of the visible messages; if there are too many, none and their number.
 function arrowTrace(block, view, options) {
   const [x, y, size] = [[], [], []];
   const unit = block.unit_ms;
@@ -197,7 +197,7 @@ function arrowTrace(block, view, options) {
   };
 }
 
-// Activation bytes of every row over time, at most some points per pixel.
+// Returns the activation bytes of every row over time, with a few points per pixel at most.
 function memoryTraces(block, group, view, options) {
   const names = PAGE.groups[group].rows;
   const unit = block.unit_ms;
@@ -206,7 +206,7 @@ function memoryTraces(block, group, view, options) {
     const [low, high] = barsWithin(block, row, view.from, view.to);
     const step = Math.max(1, Math.floor((high - low) / 4000));
     let most = 0;
-    let first = low;  // the last action before the view says what is held where it begins
+    let first = low;  // the last action before the view gives the bytes at its start
     const isAction = (bar) => CATEGORIES[block.category[bar]].chunk >= 0;
     while (first > block.offset[row] && (first === low || !isAction(first))) first--;
     for (let i = first; options.memory && i < high; i++) {

@@ -1,1 +1,0 @@
-"""Parts of ``benchmarks/planner.py``, one module each."""

@@ -1,0 +1,206 @@
+"""The check of a GPU: parts with limits; ``tests/test_gpu_rehearsal.py`` runs all of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import Part, parts
+from benchmarks.report import ROOT
+
+# One process outlives its parent and leaves its session.
+HANGS = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("hangs", flush=True)
+time.sleep(600)
+"""
+WRITES = """
+import json, sys
+rows = [{"what": "a ratio", "value": float(sys.argv[2]), "goal": 1.0}]
+json.dump({"rows": rows, "facts": {"gpus": 1}}, open(sys.argv[1], "w"))
+"""
+
+
+def part(name: str, code: str, *words: str, **others: Any) -> Part:
+    limits = {"planned_s": 10.0, **others}
+    return Part(name=name, command=("{python}", "-c", code, *words), **limits)
+
+
+def report(folder: Path) -> tuple[dict[str, Any], str]:
+    content = json.loads((folder / "gpu_check.json").read_text())
+    return content, (folder / "gpu_check.md").read_text()
+
+
+RUN = """
+import sys
+from pathlib import Path
+from benchmarks.tests.test_gpu_check import some_parts
+from benchmarks.gpu_check import Check
+sys.exit(Check(Path(sys.argv[1]), float(sys.argv[2]), rehearse=False).run(None, some_parts()))
+"""
+
+
+def some_parts() -> list[Part]:
+    return [
+        part("device", WRITES, "{json}", "0.5"),
+        part("hangs", HANGS, planned_s=2.0),
+        part("fails", "raise SystemExit('no such thing')"),
+        part("misses", WRITES, "{json}", "1.5"),
+        part("two", "", needs=(("two GPUs", "there is only one"),)),
+        part("long", "", planned_s=1000.0),
+        part("works", WRITES, "{json}", "0.5", needs=(("gpus", "there is no GPU"),)),
+    ]
+
+
+def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> None:
+    # A process of its own: it ends all that is below it.
+    command = [sys.executable, "-c", RUN, str(tmp_path), "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stderr
+    content, page = report(tmp_path)
+    found = {one["name"]: (one["state"], one["reason"]) for one in content["parts"]}
+    assert found == {
+        "device": ("ok", ""),
+        "hangs": ("cut", "it took more than 4 s"),
+        "fails": ("failed", "status 1: no such thing"),
+        "misses": ("missed", "a ratio"),
+        "two": ("left out", "there is only one"),
+        "long": ("left out", "no time was left"),
+        "works": ("ok", ""),
+    }
+    assert content["gpus"] == 1
+    for one in content["parts"]:
+        assert f"| {one['name']} | {one['state']} |" in page
+    left = [one.pid for one in psutil.process_iter() if "time.sleep(600)" in " ".join(_words(one))]
+    assert not left
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+BARE = """
+import sys
+from benchmarks import gpu_check
+part = gpu_check.Part(name="set-up", command={command}, planned_s=9)
+gpu_check.set_up_part = lambda pack=None: part
+sys.exit(gpu_check.main(sys.argv[1:]))
+"""
+
+
+def test_a_machine_without_torch_is_one_line_and_status_2(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    bare.chmod(0o755)
+    code = BARE.format(command=("echo", str(bare)))
+    command = [sys.executable, "-c", code, "--output", str(tmp_path / "out"), "--minutes", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "has no torch" in done.stderr
+    content, _ = report(tmp_path / "out")
+    assert {one["state"] for one in content["parts"][1:]} == {"left out"}
+    assert "nvidia-smi" in content
+
+
+def test_tests_are_counted_up_to_where_they_were_cut() -> None:
+    outcome = gpu_check.Outcome("tests")
+    text = """
+tests/gpu/test_one.py::test_a[x y] PASSED                 [ 10%]
+tests/gpu/test_one.py::test_b FAILED                      [ 20%]
+tests/gpu/test_one.py::test_c SKIPPED (no)                [ 30%]
+tests/gpu/test_one.py::test_d
+SKIPPED [1] tests/gpu/test_one.py:9: no
+FAILED tests/gpu/test_one.py::test_b - assert 1 == 2
+"""
+    gpu_check._read_tests(text, outcome)
+    assert outcome.facts["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert outcome.reason == "tests/gpu/test_one.py::test_b: assert 1 == 2"
+    assert outcome.facts["skips"] == [[1, "no"]]
+
+
+def test_ten_minutes_hold_the_planned_limits_of_all_parts_that_one_gpu_can_run() -> None:
+    for rehearse in (False, True):
+        found = parts(rehearse=rehearse)
+        assert len({one.name for one in found}) == len(found)
+        on_one_gpu = [
+            one
+            for one in (gpu_check.set_up_part(), *found)
+            if {need for need, _ in one.needs} <= {"torch", "pytest", "gpus"}
+        ]
+        assert sum(one.planned_s for one in on_one_gpu) <= 560
+    assert on_one_gpu[0].planned_s == 30
+    # What is worth most comes first, and what may take the GPU down comes last.
+    assert [one.name for one in found] == (
+        "device ipc equivalence pp1 pp2 memory resume v transports training others nccl te oom"
+    ).split()
+
+
+def test_the_document_has_the_planned_seconds_of_each_part() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    told = dict(re.findall(r"^\| `?([\w-]+)`? \| (\d+) s \|", text, re.MULTILINE))
+    told |= dict(re.findall(r"^\| `nccl`, `(te)` \| (\d+) s each", text, re.MULTILINE))
+    told["nccl"] = told["te"]
+    planned = [gpu_check.set_up_part(), *parts(rehearse=False)]
+    assert told == {one.name: f"{one.planned_s:g}" for one in planned}
+
+
+def test_every_test_of_a_gpu_is_in_one_part() -> None:
+    named = [
+        word.partition("::")[0]
+        for one in parts(rehearse=False)
+        if one.tests
+        for word in one.command
+        if word.startswith("tests/gpu/")
+    ]
+    files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert set(named) == files
+    # Its test that takes all memory is deselected there, and the last part.
+    assert sorted(named) == sorted([*files, "tests/gpu/test_memory.py"])
+
+
+def test_chosen_parts_come_in_their_own_order_after_the_one_that_finds_gpus() -> None:
+    found = gpu_check.chosen_parts(["memory", "pp1"], rehearse=False)
+    assert [one.name for one in found] == ["device", "pp1", "memory"]
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("--parts pp3", "invalid choice: 'pp3'"),
+        ("--minutes 0.1", "--minutes 0.1: give at least 0.5"),
+        ("--pack nowhere", "--pack nowhere: it has no folder wheels; make it by scripts/gpu_pack"),
+    ],
+)
+def test_bad_input_is_named(words: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main(words.split())
+    assert ended.value.code == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_a_run_on_a_gpu_is_kept_under_results_with_card_and_driver() -> None:
+    csv = (
+        "name, driver_version, memory.total [MiB], memory.used [MiB]\n"
+        "NVIDIA H100 80GB HBM3, 580.159.04, 81559 MiB, 0 MiB\n"
+    )
+    facts = gpu_check.card_and_driver(csv)
+    assert facts == {"card": "NVIDIA H100 80GB HBM3", "driver": "580.159.04"}
+    folder = gpu_check.default_output(facts, rehearse=False)
+    assert folder.parent == ROOT / "results"
+    assert folder.name.endswith("-nvidia-h100-80gb-hbm3-580.159.04")
+    assert gpu_check.default_output(facts, rehearse=True).parent == ROOT / "runs"
+    for text in ("there is no nvidia-smi", "", "NVIDIA-SMI has failed\nMake sure that"):
+        assert gpu_check.card_and_driver(text) == {}
+    assert gpu_check.default_output({}, rehearse=False).parent == ROOT / "runs"

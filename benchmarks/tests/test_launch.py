@@ -1,0 +1,21 @@
+"""The benchmark of launching measures, and says where a goal is missed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import launch
+
+
+def test_the_monitor_on_small_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "told.json"
+    words = ["--part", "status", "--gigabytes", "0.02", "--json", str(target)]
+    assert launch.main(words) in (0, 1)
+    answer, over_start = json.loads(target.read_text())["rows"]
+    assert len(answer["samples"]) == 5
+    assert answer["value"] > 0
+    assert over_start["met"] == (over_start["value"] <= launch.MOST_STATUS)
+    assert "status: time of an answer" in capsys.readouterr().out

@@ -1,1 +1,0 @@
-"""Parts of ``benchmarks/faults.py``: damaged checkpoints, strangers, lost nodes, full disks."""

@@ -1,0 +1,93 @@
+"""Computes the time of a layer on each stage of a run, and the partition that fits these times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.adaptive.trace.diagnose.samples import Floats, Measured, middle
+
+
+@dataclass(frozen=True, eq=False)
+class StageCosts:
+    """Holds the time of a layer on each stage, and that of embedding and loss.
+
+    Attributes:
+        layer_ns: ``[stages]``, time of one layer in ns.
+        extra_ns: ``[stages]``, time of embedding and loss in ns.
+        rank_of: ``[stages]``, pipeline rank of each stage.
+    """
+
+    layer_ns: Floats
+    extra_ns: Floats
+    rank_of: Sequence[int]
+
+    def stage_ns(self, layers: Sequence[int]) -> Floats:
+        """Returns the time of a microbatch on each stage under a partition, ``[stages]``."""
+        return np.asarray(np.asarray(layers) * self.layer_ns + self.extra_ns)
+
+    def rank_ns(self, layers: Sequence[int]) -> Floats:
+        """Returns the time of a microbatch on each rank under a partition, ``[pipeline ranks]``."""
+        ranks: Floats = np.bincount(self.rank_of, weights=self.stage_ns(layers)).astype(np.float64)
+        return ranks
+
+
+def stage_costs(m: Measured) -> StageCosts | None:
+    """Derives the times of layers from a run; ``None`` if the trace lacks the layers per stage."""
+    if not m.layers or not sum(m.layers):
+        return None
+    stage_ns = np.zeros(len(m.layers))
+    rank_of = [0] * len(m.layers)
+    for column, header in enumerate(m.headers):
+        for chunk, stage in enumerate(m.stages[column]):
+            chunk_ns = float(np.nansum(middle(m.median_ns[:, column, chunk], axis=0)))
+            stage_ns[stage] = max(stage_ns[stage], chunk_ns)  # replicas wait for the slowest
+            rank_of[stage] = header.pp_rank
+    return split_costs(stage_ns, m.layers, m.work, rank_of)
+
+
+def split_costs(
+    stage_ns: Floats, layers_of: Sequence[int], work: Sequence[float], rank_of: Sequence[int]
+) -> StageCosts:
+    """Splits the time of each stage into that of its layers and that of embedding and loss.
+
+    Args:
+        stage_ns: ``[stages]``, time of a microbatch in ns.
+        layers_of: Number of layers of each stage; at least one stage has layers.
+        work: Expected time of each stage in units of one layer's time; empty if unknown.
+        rank_of: ``[stages]``, pipeline rank of each stage.
+    """
+    layers = np.array(layers_of, dtype=np.float64)
+    extra_work = np.array(work or layers_of) - layers
+    pure = (layers > 0) & (extra_work <= 0)
+    pure = pure if pure.any() else layers > 0
+    usual = float(np.median(stage_ns[pure] / layers[pure]))
+    # Time beyond that of the layers is for embedding and loss, up to twice the planned amount.
+    extra_ns = np.where(
+        extra_work > 0, np.clip(stage_ns - layers * usual, 0, 2 * extra_work * usual), 0.0
+    )
+    layer_ns = np.where(layers > 0, (stage_ns - extra_ns) / np.maximum(layers, 1), usual)
+    return StageCosts(layer_ns, extra_ns, rank_of)
+
+
+def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
+    """Returns the layers per stage for which the slowest rank is as fast as possible.
+
+    Each layer goes to the rank that would finish it first, and there to the stage with the fewest
+    layers.
+
+    Args:
+        times: Times of each stage.
+        num_layers: Number of layers of the model.
+    """
+    stages = len(times.rank_of)
+    layers = [0] * stages
+    busy = np.bincount(times.rank_of, weights=times.extra_ns).astype(np.float64)
+    for _ in range(num_layers):
+        after = [busy[times.rank_of[stage]] + times.layer_ns[stage] for stage in range(stages)]
+        best = min(range(stages), key=lambda stage: (after[stage], layers[stage]))
+        layers[best] += 1
+        busy[times.rank_of[best]] = after[best]
+    return tuple(layers)

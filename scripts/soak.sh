@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Runs the soaks of tests/soak in full, one after the other, and prints a line for each: its result,
+# its seconds, and its last line. What it wrote is in build/soak/NAME.log.
+#
+#   scripts/soak.sh [--quick] [NAME ...]
+#
+# --quick runs their short forms. Names are those of the table below; all of them take about ten
+# hours. Status 1 if one missed a limit, failed, or took longer than its time limit.
+# The suite runs short forms of them as tests (scripts/test.sh --all).
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+# Name, minutes that it may take, module and arguments.
+table='
+commands        30   tests.soak.faults --part commands
+secrets         30   tests.soak.faults --part secrets
+leases         120   tests.soak.faults --part leases
+control         60   tests.soak.faults --part control
+damages         90   tests.soak.faults --part damages
+strangers       60   tests.soak.faults --part strangers
+interrupts     240   tests.soak.faults --part interrupts
+hangs          600   tests.soak.faults --part hangs --beside 4
+nodes           90   tests.soak.faults --part soak
+morphs          60   tests.soak.elastic --part morphs start copies
+repartition     60   tests.soak.elastic --part repartition pieces
+diagnosis       90   tests.soak.diagnosis
+kills           90   tests.soak.killed_ranks
+messages        60   tests.soak.message_stream
+rdma            60   tests.labs.rdma_speed
+slurm           60   tests.soak.slurm_jobs
+'
+
+quick=()
+chosen=()
+for word in "$@"; do
+  if [[ $word == --quick ]]; then
+    quick=(--quick)
+  elif grep -q -- "^$word " <<<"$table"; then
+    chosen+=("$word")
+  else
+    printf 'error: %s: there is no such soak; there are %s\n' "$word" \
+      "$(awk 'NF { printf "%s%s", separator, $1; separator = ", " }' <<<"$table")" >&2
+    exit 2
+  fi
+done
+
+python=$(bash prerequisite.sh --test | tail -n 1)
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
+mkdir -p build/soak
+failed=0
+while read -r name minutes module arguments; do
+  [[ -n $name ]] || continue
+  if ((${#chosen[@]})) && [[ " ${chosen[*]} " != *" $name "* ]]; then continue; fi
+  read -ra words <<<"$arguments"
+  log=build/soak/$name.log
+  begin=$SECONDS
+  status=0
+  # SIGTERM first: a soak ends its nodes and their namespaces by itself.
+  timeout --kill-after=60 "$((60 * minutes))" "$python" -m "$module" "${words[@]}" "${quick[@]}" \
+    >"$log" 2>&1 </dev/null || status=$?
+  case $status in
+    0) result=ok ;;
+    124 | 137) result="FAILED, above its $minutes minutes" ;;
+    *) result=FAILED ;;
+  esac
+  if ((status)); then failed=1; fi
+  printf '%-12s %s, %d s: %s\n' "$name" "$result" "$((SECONDS - begin))" "$(tail -n 1 "$log")"
+done <<<"$table"
+exit "$failed"

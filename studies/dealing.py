@@ -1,0 +1,90 @@
+"""Documents of different lengths, and a slow replica: what dealing microbatches gains the trainer.
+
+Real processes of the trainer, whose layers take as long as on devices (``timed_layers.py``), half
+of it for tokens, half for pairs of tokens, so that four ranks can share two processors. Part
+``lengths`` of ``studies/schedules.py``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.support.ranks import train
+from tests.support.report import Result, Row, measured, ratios
+
+WORKER = Path(__file__).parents[1] / "tests" / "support" / "timed_layers.py"
+LIMIT_S = 600.0
+SEQ_LENGTH, SAMPLES, LAYER_MS = 128, 48, 16.0
+PAIRS = 0.5  # of a layer's time, with one document of full length
+FACTOR, WARM_UP = 1.5, 6
+COMMON = (
+    f"--hidden-size 16 --num-attention-heads 2 --seq-length {SEQ_LENGTH} --micro-batch-size 1 "
+    f"--max-position-embeddings {SEQ_LENGTH} --lr 1e-3 --eval-iters 0 --log-interval 1 "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --mock-data --distributed-timeout-minutes 2"
+).split()
+GRID = [
+    *"--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size".split(),
+    f"{SAMPLES}",
+]
+PACKED = ["--variable-seq-lengths", "--pack-to", str(SEQ_LENGTH)]
+OFF = ["--balance-replicas", "off"]
+
+
+def dealing(*, quick: bool) -> Result:
+    """Measures both."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, steps = Path(name), WARM_UP + (8 if quick else 30)
+        fixed = _steps_ms([*GRID, "--pipeline-schedule", "1f1b"], folder / "fixed", 4, steps)
+        turns = _steps_ms([*GRID, *PACKED, *OFF], folder / "turns", 4, steps)
+        dealt = _steps_ms([*GRID, *PACKED], folder / "dealt", 4, steps)
+        # The same documents in each: a step's time is all that makes up tokens a second.
+        lengths = [
+            measured(
+                f"PP 2 x DP 2, packed documents: tokens/s over {over}",
+                ratios(other, dealt),
+                goal=goal,
+                least=True,
+            )
+            for over, other, goal in (
+                ("fixed-length padding, 1F1B", fixed, 1.5),
+                ("the same dealt in turns, as given", turns, 1.15),
+            )
+        ]
+        alone = ["--num-layers", "2", "--global-batch-size", "40"]
+        slow = {"SLOW_RANKS": "0", "SLOW_FACTOR": str(FACTOR), "LAYER_MS": "4"}
+        quiet, even, balanced = (
+            statistics.median(_steps_ms([*alone, *words], folder / name, 2, steps, **settings))
+            for name, words, settings in (
+                ("quiet", OFF, {"LAYER_MS": "4"}),
+                ("even", OFF, slow),
+                ("balanced", ["--balance-replicas", "speed"], slow),
+            )
+        )
+    ideal = quiet * 2 / (1 + 1 / FACTOR)
+    print(
+        f"a replica x{FACTOR:g}: steps of {quiet:.0f} ms without it, {even:.0f} ms in turns, "
+        f"{balanced:.0f} ms dealt, {ideal:.0f} ms ideally"
+    )
+    regained = Row(
+        what=f"DP 2, a replica x{FACTOR:g}: share of the ideal that is regained",
+        value=(even - balanced) / (even - ideal) if even > ideal else 0.0,
+        goal=0.8,
+        least=True,
+    )
+    facts = {"fixed_ms": fixed, "turns_ms": turns, "dealt_ms": dealt}
+    slowed = {"quiet_ms": quiet, "even_ms": even, "balanced_ms": balanced}
+    return Result(rows=[*lengths, regained], facts={"dealing": {**facts, **slowed}})
+
+
+def _steps_ms(
+    words: Sequence[str], folder: Path, ranks: int, steps: int, **settings: str
+) -> list[float]:
+    """Returns the times of the steps of a job after its first ones."""
+    words = [str(WORKER), *COMMON, *words, "--train-iters", str(steps)]
+    variables = {"LAYER_MS": str(LAYER_MS), "LAYER_PAIRS": f"{PAIRS}/{SEQ_LENGTH}", **settings}
+    lines = train(words, folder, ranks, LIMIT_S, variables)
+    found = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
+    return [found[step] for step in range(WARM_UP + 1, steps + 1)]

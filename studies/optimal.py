@@ -1,0 +1,462 @@
+"""Proven optimal step times of small pipelines with split backward: a yardstick for online rules.
+
+    python -m studies.optimal --out studies/optimal.json [--only PATTERN] [--limit SECONDS]
+
+A case is a pipeline of p ranks with two chunks each in the V placement, m microbatches, and whole
+durations of F, B and W per stage. Wanted is the least makespan of all schedules in which
+
+- F(s, j) follows F(s-1, j), B(last, j) follows its own F, B(s, j) follows B(s+1, j), and W(s, j)
+  follows its B(s, j); a hand-over to another rank takes ``latency``, on one rank nothing;
+- a rank runs one action at a time and never interrupts one, but W comes in ``weight_pieces`` equal
+  pieces, between which anything may run;
+- microbatches ascend within one stage and kind;
+- with a cap, a rank never holds more than ``cap`` units; a microbatch on one chunk holds 1/2 from
+  the start of its F to the end of its last piece of W. A cap of m units or more cannot bind and is
+  recorded as null.
+
+The lower bound of the file is plain. Let head(a) be the longest chain that precedes action a, and
+tail(a) the longest that follows it, along the dependencies and the ascending microbatches. Of the
+actions of one rank that have head >= h and tail >= q, none starts before h, and after the last one
+of them q has yet to pass. So for every rank, h and q:
+
+    makespan >= h + (sum of the durations of those actions) + q
+
+With h = q = 0 that is a rank's whole work, with a single action it is a chain. The upper bound is
+the best schedule of this project's rules in simulation. Where the two differ, CP-SAT closes the gap
+or the case is left out. Every schedule that stands behind an optimum is checked once more by a
+plain reading of the rules above.
+
+To add cases, add a row to ``GRID`` and run again: what the file has already is kept. Candidates
+without a proof are named under ``unproven``; a run tries them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron.adaptive.schedule.catalog import make_policies  # noqa: E402
+from megatron.adaptive.schedule.simulate import simulate  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
+from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes  # noqa: E402
+
+VERSION = 1
+CHUNKS = 2
+PIECES = 4
+RULES = ("adaptive", "hinted", "bfc", "dfc")
+UNIFORM = {
+    "even": (12, 12, 12),
+    "less-weight": (12, 16, 8),
+    "less-forward": (8, 12, 12),
+    "recompute": (12, 24, 12),
+}
+"""Durations of F, B and W that are alike on all stages; ``recompute`` repeats F within B."""
+_ALL = "even less-weight less-forward recompute ends fast random"
+GRID = (
+    # ranks, microbatches, profiles, with latency?, cap in units per rank of the pipeline
+    (2, (4, 8), "less-weight fast random", True, 2),
+    (3, (4, 5, 7), _ALL, True, 2),
+    (4, (4, 5, 6, 8), _ALL, True, 2),
+    (2, (8,), "even", False, 2),
+    (3, (5,), "less-weight", False, 2),
+    (3, (8,), "even", False, 2),
+    (4, (5, 6, 7), "less-weight", False, 2),
+    (4, (4, 5, 6), "random", False, 2),
+    (4, (8,), "even", False, 2),
+    # The memory of 1F1B.
+    (2, (4, 8), "even less-weight recompute random", True, 1),
+    (3, (4,), "even less-weight recompute random", True, 1),
+    (3, (5,), "less-weight less-forward", True, 1),
+    (4, (5,), "even less-weight less-forward", True, 1),
+)
+
+Cell = tuple[str, int, int, int]
+"""Kind, stage, microbatch, piece; the piece is 0 for F and B."""
+Starts = dict[Cell, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One pipeline and batch; all times are whole numbers of one unit that does not matter.
+
+    Attributes:
+        id: name, unique in the file.
+        ranks: pipeline-parallel ranks; the pipeline has twice as many stages.
+        microbatches: microbatches of the step.
+        forward: duration of F per stage.
+        backward: duration of B, the backward by inputs, per stage.
+        weight: duration of W, the backward by weights, per stage; a multiple of the pieces.
+        latency: from the end of an action to the arrival of its result on another rank.
+        cap: most units a rank may hold, None where it cannot bind.
+        weight_pieces: equal pieces that W is cut into.
+    """
+
+    id: str
+    ranks: int
+    microbatches: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    weight: tuple[int, ...]
+    latency: int
+    cap: int | None
+    weight_pieces: int = PIECES
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward", "weight"):
+            if len(getattr(self, name)) != self.stages:
+                raise ValueError(f"{self.id}: {name} needs one duration for each of {self.stages}")
+        if any(w % self.weight_pieces for w in self.weight):
+            raise ValueError(f"{self.id}: W of {self.weight} is no multiple of the pieces")
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.ranks * CHUNKS
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds a stage: the V goes out over all ranks and comes back."""
+        return min(stage, self.stages - 1 - stage)
+
+    def hop(self, stage: int) -> int:
+        """Time from a stage to the next one, or back."""
+        return 0 if self.rank_of(stage) == self.rank_of(stage + 1) else self.latency
+
+    def duration(self, cell: Cell) -> int:
+        """How long a cell runs."""
+        kind, stage, _, _ = cell
+        if kind == "W":
+            return self.weight[stage] // self.weight_pieces
+        return (self.forward if kind == "F" else self.backward)[stage]
+
+    def held_change(self, cell: Cell) -> int:
+        """What a cell adds to the chunks that its rank holds: F at its start, W at its end."""
+        if cell[0] == "W":
+            return -1 if cell[3] == self.weight_pieces - 1 else 0
+        return 1 if cell[0] == "F" else 0
+
+    def cells(self) -> Iterator[Cell]:
+        """All cells, each after those it depends on."""
+        for j in range(self.microbatches):
+            for s in range(self.stages):
+                yield ("F", s, j, 0)
+            for s in reversed(range(self.stages)):
+                yield ("B", s, j, 0)
+                for k in range(self.weight_pieces):
+                    yield ("W", s, j, k)
+
+    def before(self, cell: Cell) -> list[tuple[Cell, int]]:
+        """The cells that must have ended before this one, each with the time of the hand-over."""
+        kind, s, j, k = cell
+        last = self.weight_pieces - 1
+        earlier: list[tuple[Cell, int]] = []
+        if k > 0:
+            return [(("W", s, j, k - 1), 0)]
+        if j > 0:
+            earlier.append(((kind, s, j - 1, last if kind == "W" else 0), 0))
+        if kind == "F" and s > 0:
+            earlier.append((("F", s - 1, j, 0), self.hop(s - 1)))
+        elif kind == "B" and s == self.stages - 1:
+            earlier.append((("F", s, j, 0), 0))
+        elif kind == "B":
+            earlier.append((("B", s + 1, j, 0), self.hop(s)))
+        elif kind == "W":
+            earlier.append((("B", s, j, 0), 0))
+        return earlier
+
+
+def heads_and_tails(case: Case) -> tuple[Starts, Starts]:
+    """Longest chain before the start and after the end of every cell."""
+    heads: Starts = {}
+    cells = list(case.cells())
+    tails = dict.fromkeys(cells, 0)
+    for cell in cells:
+        heads[cell] = max(
+            (heads[other] + case.duration(other) + gap for other, gap in case.before(cell)),
+            default=0,
+        )
+    for cell in reversed(cells):
+        for other, gap in case.before(cell):
+            tails[other] = max(tails[other], gap + case.duration(cell) + tails[cell])
+    return heads, tails
+
+
+def lower_bound(case: Case) -> int:
+    """The bound of the module's docstring."""
+    heads, tails = heads_and_tails(case)
+    best = 0
+    for rank in range(case.ranks):
+        own = [cell for cell in case.cells() if case.rank_of(cell[1]) == rank]
+        # Tails in descending order: the sum of those at or above the current one grows.
+        own.sort(key=lambda cell: -tails[cell])
+        for head in {heads[cell] for cell in own}:
+            work = 0
+            for cell in own:
+                if heads[cell] >= head:
+                    work += case.duration(cell)
+                    best = max(best, head + work + tails[cell])
+    return best
+
+
+def makespan(case: Case, starts: Starts) -> int:
+    """End of the last cell."""
+    return max(start + case.duration(cell) for cell, start in starts.items())
+
+
+def check(case: Case, starts: Starts) -> None:
+    """Refuse a schedule that breaks a rule; shares nothing with what made it but ``before``.
+
+    Raises:
+        ValueError: a cell is missing, too early, overlaps another, or the cap is exceeded.
+    """
+    if set(starts) != set(case.cells()) or min(starts.values()) < 0:
+        raise ValueError(f"{case.id}: cells are missing or start before 0")
+    for cell, start in starts.items():
+        for other, gap in case.before(cell):
+            if start < starts[other] + case.duration(other) + gap:
+                raise ValueError(f"{case.id}: {cell} starts before {other} has arrived")
+    for rank in range(case.ranks):
+        own = sorted((start, c) for c, start in starts.items() if case.rank_of(c[1]) == rank)
+        for (start, cell), (following, other) in pairwise(own):
+            if start + case.duration(cell) > following:
+                raise ValueError(f"{case.id}: {cell} and {other} overlap on rank {rank}")
+        held = 0
+        # At one moment what is given back comes before what is taken.
+        for _, change in sorted(
+            (start + (case.duration(cell) if cell[0] == "W" else 0), case.held_change(cell))
+            for start, cell in own
+        ):
+            held += change
+            if case.cap is not None and held > CHUNKS * case.cap:
+                raise ValueError(f"{case.id}: rank {rank} holds more than {case.cap} units")
+
+
+def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
+    """Returns the schedule that a rule makes at run time, simulated.
+
+    Args:
+        case: which.
+        rule: its name.
+        cap: most units that a rank may hold; that of the case by default.
+    """
+    placement = Placement(num_ranks=case.ranks, num_chunks=CHUNKS, kind="v")
+    options = {
+        "cap": float(cap or case.cap or case.microbatches),
+        "weight_pieces": case.weight_pieces,
+    }
+    result = simulate(
+        placement,
+        case.microbatches,
+        make_policies(rule, placement, case.microbatches, **options),  # type: ignore[arg-type]
+        StageProfile(
+            times=StageTimes(
+                forward_s=case.forward, backward_s=case.backward, weight_s=case.weight
+            ),
+            link=Link(latency_s=case.latency),
+        ),
+        **options,  # type: ignore[arg-type]
+    )
+    return {
+        (
+            span.action.kind.value,
+            placement.stage_of(rank, span.action.chunk),
+            span.action.microbatch,
+            span.action.piece,
+        ): round(span.start_s)
+        for rank, spans in enumerate(result.spans)
+        for span in spans
+    }
+
+
+def best_known(case: Case) -> Starts:
+    """The best of the rules' schedules."""
+    return min((by_rule(case, rule) for rule in RULES), key=lambda one: makespan(case, one))
+
+
+def _model(
+    case: Case, bound: int, known: Starts, unit: int
+) -> tuple[cp_model.CpModel, dict[Cell, cp_model.IntVar]]:
+    """The case as a constraint model, in multiples of ``unit``; hinted with a known schedule."""
+    model = cp_model.CpModel()
+    best = makespan(case, known)
+    heads, tails = heads_and_tails(case)
+    end = model.new_int_var(-(-bound // unit), best // unit, "end")
+    starts: dict[Cell, cp_model.IntVar] = {}
+    intervals: list[list[cp_model.IntervalVar]] = [[] for _ in range(case.ranks)]
+    for cell in case.cells():
+        length, tail = case.duration(cell) // unit, tails[cell] // unit
+        starts[cell] = model.new_int_var(heads[cell] // unit, best // unit - tail - length, "")
+        interval = model.new_fixed_size_interval_var(starts[cell], length, "")
+        intervals[case.rank_of(cell[1])].append(interval)
+        for other, gap in case.before(cell):
+            model.add(starts[cell] >= starts[other] + (case.duration(other) + gap) // unit)
+        model.add(end >= starts[cell] + length + tail)
+        model.add_hint(starts[cell], known[cell] // unit)
+    for rank in range(case.ranks):
+        model.add_no_overlap(intervals[rank])
+        if case.cap is None:
+            continue
+        held = []
+        for s, j in product((rank, case.stages - 1 - rank), range(case.microbatches)):
+            first, last = ("F", s, j, 0), ("W", s, j, case.weight_pieces - 1)
+            size = model.new_int_var(1, best // unit, "")
+            until = starts[last] + case.duration(last) // unit
+            held.append(model.new_interval_var(starts[first], size, until, ""))
+        model.add_cumulative(held, [1] * len(held), CHUNKS * case.cap)
+    model.minimize(end)
+    return model, starts
+
+
+def _search(case: Case, bound: int, known: Starts, limit_s: float, workers: int) -> Starts | None:
+    """An optimal schedule, or None where the limit passed first."""
+    unit = math.gcd(case.latency, *(case.duration(cell) for cell in case.cells()))
+    model, variables = _model(case, bound, known, unit)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = limit_s
+    solver.parameters.num_workers = workers
+    solver.parameters.random_seed = 1
+    status = solver.solve(model)
+    if status == cp_model.OPTIMAL:
+        return {cell: unit * solver.value(start) for cell, start in variables.items()}
+    if status in (cp_model.FEASIBLE, cp_model.UNKNOWN):
+        return None
+    raise RuntimeError(f"{case.id}: {solver.status_name(status)} although a schedule is known")
+
+
+def solve(case: Case, *, limit_s: float = 60.0, workers: int = 1) -> dict[str, Any] | None:
+    """The record of a case, or None if the search proves no optimum within the limit."""
+    began = time.monotonic()
+    bound = lower_bound(case)
+    best: Starts | None = best_known(case)
+    assert best is not None
+    if makespan(case, best) > bound:
+        best = _search(case, bound, best, limit_s, workers)
+        if best is None:
+            return None
+    check(case, best)
+    return {
+        "id": case.id,
+        "ranks": case.ranks,
+        "chunks": CHUNKS,
+        "placement": "v",
+        **{key: value for key, value in asdict(case).items() if key not in ("id", "ranks")},
+        "optimum": makespan(case, best),
+        "lower_bound": bound,
+        "proven": True,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def make_case(profile: str, ranks: int, microbatches: int, *, latency: bool, cap: int) -> Case:
+    """One candidate; its latency is a quarter of a usual forward, or none.
+
+    Profiles are the keys of ``UNIFORM``, ``ends`` (first stage 3/4, last stage 5/4 of the others),
+    ``fast`` (one rank in the middle 1.43 times as fast) and ``random`` (within a quarter).
+    """
+    stages = range(CHUNKS * ranks)
+    if profile in UNIFORM:
+        times = [(duration,) * len(stages) for duration in UNIFORM[profile]]
+    elif profile == "ends":
+        times = [(12,) + (16,) * (len(stages) - 2) + (20,)] * 3
+    elif profile == "fast":
+        fast = (ranks // 2, stages[-1] - ranks // 2)
+        times = [tuple(28 if s in fast else 40 for s in stages)] * 3
+    else:
+        rng = random.Random(100 * ranks + microbatches)
+        times = [tuple(rng.randint(12, 20) for _ in stages) for _ in range(2)]
+        times.append(tuple(rng.choice((12, 16, 20)) for _ in stages))
+    usual = {"ends": 16, "fast": 40, "random": 16}.get(profile) or times[0][0]
+    wait = usual // 4 if latency else 0
+    binding = cap if cap < microbatches else None
+    suffix = "" if binding is None else f"-cap{cap}"
+    return Case(
+        id=f"p{ranks}-m{microbatches}-{profile}-l{wait}{suffix}",
+        ranks=ranks,
+        microbatches=microbatches,
+        forward=times[0],
+        backward=times[1],
+        weight=times[2],
+        latency=wait,
+        cap=binding,
+    )
+
+
+def candidates() -> list[Case]:
+    """Every case that the file may hold, by ascending ranks and microbatches."""
+    cases = []
+    for ranks, counts, profiles, latency, cap_per_rank in GRID:
+        for profile in profiles.split():
+            for m in counts:
+                cap = cap_per_rank * ranks
+                cases.append(make_case(profile, ranks, m, latency=latency, cap=cap))
+    return sorted(cases, key=lambda case: (case.ranks, case.microbatches))
+
+
+def load(path: Path) -> dict[str, dict[str, Any]]:
+    """The records of an earlier run, by id; none if there is no file."""
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content["version"] != VERSION:
+        raise ValueError(f"{path} has version {content['version']}, not {VERSION}: remove it")
+    return {record["id"]: record for record in content["cases"]}
+
+
+def save(path: Path, ids: list[str], records: dict[str, dict[str, Any]]) -> None:
+    """Write the cases of these ids, one per line; those without a record are named."""
+    head = {
+        "version": VERSION,
+        "made_by": "python -m studies.optimal; its docstring states the model and the bound",
+        "solver": f"OR-tools {version('ortools')}, CP-SAT",
+        "unproven": [name for name in ids if name not in records],
+    }
+    lines = [json.dumps(records[name]) for name in ids if name in records]
+    text = json.dumps(head, indent=2)[:-2] + ',\n  "cases": [\n    '
+    partial = path.with_suffix(".partial")
+    partial.write_text(text + ",\n    ".join(lines) + "\n  ]\n}\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def main() -> int:
+    """Solve what the file does not have yet; saves after every case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="file to write, or to complete")
+    parser.add_argument("--only", default="*", help="shell pattern of the ids to solve")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds of search per case")
+    parser.add_argument("--workers", type=int, default=1, help="threads of the search")
+    options = parser.parse_args()
+    records = load(options.out)
+    cases = candidates()
+    for case in cases:
+        inputs = json.loads(json.dumps(asdict(case)))
+        known = records.get(case.id)
+        if known is not None and inputs.items() <= known.items():
+            continue
+        records.pop(case.id, None)
+        if fnmatch.fnmatchcase(case.id, options.only):
+            record = solve(case, limit_s=options.limit, workers=options.workers)
+            if record is not None:
+                records[case.id] = record
+            print(f"{case.id}: {record['optimum'] if record else 'not proven'}", flush=True)
+        save(options.out, [case.id for case in cases], records)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Parts of ``studies.planner``, one module each."""

@@ -1,0 +1,161 @@
+"""The cost model against published runs: error, order, the best one found, memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.calibrate import accuracy
+from megatron.adaptive.planner.cluster import make_cluster
+from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.model_file import arguments_model
+from megatron.adaptive.planner.plan import Plan, Prediction, place_ranks
+from megatron.adaptive.planner.profile import PlanInputs
+from megatron.adaptive.planner.propose import complete_profile
+from studies.planning.published.files import MeasuredRun
+from studies.planning.published.rows import read_rows
+from studies.planning.published.staged import read_staged
+from tests.support.report import Row
+
+_FORMS: dict[str, Callable[[Path, str], list[MeasuredRun]]] = {
+    ".csv": read_rows,
+    ".json": read_staged,
+}
+"""Readers of ``measured_NAME`` files, see their modules for the files beside it."""
+
+
+def read_sets(folder: Path) -> dict[str, list[MeasuredRun]]:
+    """Reads every data set in a folder or in the folders right below it.
+
+    Args:
+        folder: of one set, or of several folders of sets.
+
+    Raises:
+        ConfigError: none is there, or a file of one is damaged.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder: give the folder of the data set")
+    found: dict[str, list[MeasuredRun]] = {}
+    below = sorted(one for one in folder.iterdir() if one.is_dir())
+    for place in (folder.resolve(), *below):
+        for file in sorted(place.glob("measured_*")):
+            if file.suffix in _FORMS:
+                name = file.stem.removeprefix("measured_")
+                found[f"{place.name} {name}"] = _read(file, name)
+    if not found:
+        raise ConfigError(
+            f"{folder}: no data set: neither it nor a folder below it has a measured_NAME.csv or"
+            " measured_NAME.json"
+        )
+    return found
+
+
+def _read(file: Path, name: str) -> list[MeasuredRun]:
+    try:
+        return _FORMS[file.suffix](file.parent, name)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{file}: cannot be read with the files beside it ({type(error).__name__}: {error}):"
+            " see the forms of data sets in docs/planner.md"
+        ) from error
+
+
+def rows(data: Path) -> list[Row]:
+    """Returns one row for each figure.
+
+    Args:
+        data: folder of the published sets; those that are missing have no rows.
+    """
+    return [row for name, runs in read_sets(data).items() for row in _set(name, runs)]
+
+
+def errors_of(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], list[float]]:
+    """Returns the figures of predicted times, see ``accuracy``, and errors of memory, with sign."""
+    pairs = [(run.predicted(), run) for run in runs]
+    timed = [(seen.seconds, run.seconds) for seen, run in pairs if run.seconds is not None]
+    if not timed:
+        raise ConfigError("no run has a time: comparing needs one")
+    peaks = [seen.peak_bytes / run.peak_bytes - 1 for seen, run in pairs if run.peak_bytes]
+    predicted, measured = zip(*timed, strict=True)
+    return accuracy(predicted, measured), peaks
+
+
+def _set(name: str, runs: Sequence[MeasuredRun]) -> Iterator[Row]:
+    found, errors = errors_of(runs)
+    name = f"{name}, {found['runs']} runs"
+    yield Row(what=f"{name}: median error of the time", value=found["median_error"], goal=0.10)
+    yield Row(what=f"{name}: mean error", value=found["mean_error"])
+    yield Row(what=f"{name}: worst error", value=found["worst_error"])
+    order, place = found["rank_correlation"], found["place_of_best"]
+    yield Row(what=f"{name}: rank correlation", value=order, goal=0.9, least=True)
+    yield Row(what=f"{name}: predicted place of the fastest", value=place, goal=3)
+    yield Row(what=f"{name}: regret of the predicted fastest", value=found["regret"], goal=0.03)
+    if errors:
+        what = f"{name}: worst error of the memory of {len(errors)} runs"
+        yield Row(what=what, value=max(abs(error) for error in errors), goal=0.15)
+
+
+def literature_rows() -> list[Row]:
+    """Predicts the runs of ``literature.yaml`` from the data sheets of their GPUs."""
+    document = yaml.safe_load(Path(__file__).with_name("literature.yaml").read_text("utf-8"))
+    errors, unfit, rows = [], 0, []
+    for run in document["runs"]:
+        for recompute, measured in (run.get("step_s") or run["tflops"]).items():
+            inputs, seen = literature_run(document["clusters"][run["cluster"]], run, recompute)
+            if "tflops" in run:
+                model = inputs.model
+                work = sum(model.layer(i).forward_flops for i in range(model.num_layers))
+                gpus = run["tp"] * run["dp"] * run["pp"]
+                error = measured / (3 * work * run["batch"] / seen.seconds / gpus / 1e12) - 1
+                what = f"{run['name']} on {gpus} GPUs: error of the time"
+                rows.append(Row(what=what, value=abs(error), goal=0.1, note=f"{error:+.1%}"))
+            else:
+                errors.append(abs(seen.seconds / measured - 1))
+                unfit += not seen.fits
+    name = f"{len(errors)} runs of the literature"
+    rows.append(Row(what=f"{name}: median error", value=statistics.median(errors), goal=0.1))
+    rows.append(Row(what=f"{name}: refused for memory", value=unfit, goal=0))
+    return rows
+
+
+def literature_run(
+    cluster: Mapping[str, Any], run: Mapping[str, Any], recompute: str
+) -> tuple[PlanInputs, Prediction]:
+    """Predicts one run: as many layers for each stage as possible, with sequence parallelism."""
+    tp, dp, pp, chunks = run["tp"], run["dp"], run["pp"], run["chunks"]
+    count = tp * dp * pp // 8
+    node = {"gpu": cluster["gpu"], "count": count, "gpus_per_node": 8, "link": cluster["link"]}
+    made = make_cluster(
+        {"format": 1, "nodes": [node], "network": cluster["network"]}, "literature", {}
+    )
+    words = run["model"].split()
+    attention = "fused" if "--use-flash-attn" in words else "unfused"
+    model = arguments_model(words, run["name"], run["precision"], attention=attention)
+    # Stages at both ends have the fewest layers, and embedding and head besides.
+    each, more = divmod(model.num_counted, pp * chunks)
+    full = range((pp * chunks - more) // 2, (pp * chunks - more) // 2 + more)
+    layers = [each + (stage in full) for stage in range(pp * chunks)]
+    layers[0] += 1
+    layers[-1] += 1
+    plan = Plan(
+        tp=tp,
+        dp=dp,
+        pp=pp,
+        chunks=chunks,
+        micro_batch=run["micro_batch"],
+        global_batch=run["batch"],
+        schedule="1f1b" if chunks == 1 else "interleaved",
+        recompute=recompute,
+        sequence_parallel=recompute != "full",
+        distributed_optimizer=run.get("sharded", False),
+        overlap_reduce=run.get("sharded", False),
+        partition=tuple(layers),
+        places=place_ranks(made, range(count), tp=tp, dp=dp, pp=pp, micro_batch=run["micro_batch"]),
+    )
+    inputs = PlanInputs(model, made, complete_profile(None, model, made))
+    return inputs, predict(plan, inputs)

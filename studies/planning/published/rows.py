@@ -1,0 +1,323 @@
+"""Reads sets of measured runs with one row for each run.
+
+A folder of the form holds
+
+* ``measured_NAME.csv``: a run in each row: ``tp``, ``dp``, ``pp``, ``microbatch_size``,
+  ``num_microbatches``, ``partition``, ``measured_s``, ``status`` (``ok`` where it gave a time), and
+  ``model`` where partition and batch do not say which.
+* ``cluster.json``: the nodes of ``NAME`` in the order in which ranks stand on them.
+* ``model.json``: layers, sizes and batch of every model.
+* ``layer_times.csv``: the forward of one sample for each layer, by model, GPU and width.
+
+What a larger microbatch and a backward take follows from what that number is made of:
+
+::
+
+    forward(tp)  = launch(tp) + work * sharded(tp) + exchange(tp)
+    forward(b)   = launch + b * (work * sharded + exchange)
+    backward(b)  = launch + b * (2 * work * sharded + exchange)
+
+* launch: the time in which the CPU launches a transformer layer: the shortest of the set's
+  transformer layers, if its matrix products explain next to nothing of it. All models of a set are
+  run by the same program.
+* work: what is left at width 1. A backward computes twice as much.
+* sharded: 1 over the width, as long as a rank keeps whole tiles of a matrix product, 64 columns.
+* exchange: what is left at larger widths, the all-reduces of activations. A backward has as many.
+
+Source of the first such set: Li, Wang, Xing, Zhang: AMP, NeurIPS 2022 (arXiv 2210.07297).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.cluster import (
+    Cluster,
+    LinkSpeed,
+    NodePool,
+    NodeType,
+    find_gpu,
+    known_gpu,
+)
+from megatron.adaptive.planner.model_description import LayerKind, Model, Precision
+from megatron.adaptive.planner.plan import Plan, place_ranks
+from megatron.adaptive.planner.profile import LayerTimes, Profile
+from studies.planning.published.deepspeed import runtime_of
+from studies.planning.published.files import MeasuredRun, part, read_csv, read_json
+
+_TILE = 64
+
+_ETHERNET = 0.92
+"""Part of the nominal speed that NCCL reaches over Ethernet: 0.115 of 0.125 GB/s and 2.86 of 3.125
+GB/s in the measurements published with Sailor (SOSP 2025)."""
+
+_REACHED = 0.8
+"""Part of a GPU's memory bandwidth that passes over long vectors reach."""
+
+_OPTIMIZER_BYTES = 52
+"""Bytes that a mixed-precision Adam step reads and writes for each parameter: gradient to fp32 (2 +
+4), its norm (4), clipping (8), Adam (gradient, weight and two moments read, three written: 28),
+weight to fp16 (4 + 2)."""
+
+_LAUNCHED = 0.05
+"""Part of a forward that matrix products may explain where the rest is launching."""
+
+
+def read_rows(folder: Path, name: str) -> list[MeasuredRun]:
+    """Reads the runs of ``measured_NAME.csv`` that gave a time.
+
+    Raises:
+        ConfigError: a file is missing, cannot be read or does not describe the runs.
+    """
+    rows = read_csv(folder / f"measured_{name}.csv")
+    models = read_json(folder / "model.json")
+    nodes = part(read_json(folder / "cluster.json"), ("clusters", name, "nodes"), folder)
+    times = _times(folder)
+    cluster, order = _cluster(nodes)
+    runtime = runtime_of(models)
+    known: dict[str, tuple[Model, Profile]] = {}
+    found = []
+    for row in rows:
+        if row["status"] != "ok":
+            continue
+        model = row.get("model") or _model_of(row, models["models"], times, folder)
+        if model not in known:
+            described = part(models, ("models", model), folder)
+            set_times = _SetTimes(models["models"], model, times)
+            gpus = tuple(dict.fromkeys(node.gpu for node in cluster.types))
+            layers = times.get((model, gpus[0], 1))
+            if layers is None:
+                raise ConfigError(f"{folder}: layer_times.csv has no {model} on {gpus[0]} at tp 1")
+            known[model] = _model(model, described, layers), _profile(set_times, gpus)
+        made, profile = known[model]
+        found.append(
+            MeasuredRun(
+                plan=_plan(row, cluster, order),
+                model=made,
+                cluster=cluster,
+                profile=profile,
+                runtime=runtime,
+                seconds=float(row["measured_s"]),
+            )
+        )
+    return found
+
+
+def _batch(row: Mapping[str, str]) -> int:
+    return int(row["microbatch_size"]) * int(row["num_microbatches"]) * int(row["dp"])
+
+
+def _model_of(row: Mapping[str, str], models: Mapping[str, Any], times: Times, folder: Path) -> str:
+    """Returns the model that has as many layers and that batch."""
+    layers = sum(map(int, row["partition"].split("-")))
+    counts = {name: len(found) for (name, _, _), found in times.items()}
+    fits = [
+        name
+        for name, one in models.items()
+        if counts.get(name) == layers and int(one["global_batch_size"]) == _batch(row)
+    ]
+    if len(fits) != 1:
+        raise ConfigError(
+            f"{folder}: {len(fits)} models of model.json have {layers} layers and a batch of"
+            f" {_batch(row)}: name the model of each run in a column model"
+        )
+    return fits[0]
+
+
+Times = Mapping[tuple[str, str, int], list[tuple[str, float]]]
+"""Kind and forward of every layer, by model, GPU and tensor-parallel width."""
+
+
+def _times(folder: Path) -> Times:
+    times: dict[tuple[str, str, int], list[tuple[str, float]]] = {}
+    for row in read_csv(folder / "layer_times.csv"):
+        key = (row["model"], row["gpu"], int(row["tp"]))
+        times.setdefault(key, []).append((row["layer_kind"], float(row["forward_s"])))
+    return times
+
+
+class _SetTimes:
+    """Tells launching, computing and all-reduces of one model's layers apart.
+
+    Args:
+        models: all that the set describes.
+        model: the one asked for.
+        times: of all of them.
+    """
+
+    def __init__(self, models: Mapping[str, Any], model: str, times: Times) -> None:
+        self.models, self.model, self.times = models, model, times
+
+    def of(self, gpu: str, tp: int) -> Iterator[tuple[str, float, float, float]]:
+        """Yields kind, forward, and how much of it is launching and all-reduces, by layer."""
+        launch = self._launch(tp)
+        for kind, seconds in self.times[self.model, gpu, tp]:
+            fixed = exchange = 0.0
+            if width := _width(self.models[self.model], kind):
+                fixed = min(launch, seconds)
+                exchange = min(self._exchange(gpu, tp, kind, width), seconds - fixed)
+            yield kind, seconds, fixed, exchange
+
+    def _mean(self, model: str, gpu: str, tp: int, kind: str) -> float:
+        return fmean(seconds for one, seconds in self.times[model, gpu, tp] if one == kind)
+
+    def _launch(self, tp: int) -> float:
+        """Returns the shortest forward that is nothing but launching; 0 where none is."""
+        found = []
+        for (model, gpu, width), layers in self.times.items():
+            described, card = self.models[model], known_gpu(gpu)
+            for kind in {one for one, _ in layers} if width == tp and card else ():
+                hidden = _width(described, kind)
+                sent = _sizes(described, _SENT).get(kind, math.inf)
+                if not hidden or not card:
+                    continue
+                products = 2 * _parameters(described)[kind] * sent / hidden / tp
+                seconds = self._mean(model, gpu, tp, kind)
+                if products / card.peak("fp16") <= _LAUNCHED * seconds:
+                    found.append(seconds)
+        return min(found, default=0.0)
+
+    def _exchange(self, gpu: str, tp: int, kind: str, hidden: int) -> float:
+        """Returns the all-reduces of a forward: what launching and computing do not explain."""
+        sharded = math.ceil(hidden / tp / _TILE) / math.ceil(hidden / _TILE)
+
+        def left(width: int) -> float:
+            return max(0.0, self._mean(self.model, gpu, width, kind) - self._launch(width))
+
+        return 0.0 if tp == 1 else max(0.0, left(tp) - left(1) * sharded)
+
+
+def _width(described: Mapping[str, Any], kind: str) -> int:
+    """Returns the hidden size of a kind of transformer layers, 0 for other layers."""
+    if not kind.startswith("transformer"):
+        return 0
+    return int(described["hidden_size" + kind.removeprefix("transformer")])
+
+
+def _profile(times: _SetTimes, gpus: Sequence[str]) -> Profile:
+    layers, updates = {}, {}
+    for model, gpu, tp in times.times:
+        if model != times.model or gpu not in gpus:
+            continue
+        for index, (kind, seconds, fixed, exchange) in enumerate(times.of(gpu, tp)):
+            layers[_name(index, kind), gpu, tp, 1] = LayerTimes(
+                forward_s=seconds,
+                backward_input_s=fixed + 2 * (seconds - fixed - exchange) + exchange,
+                tp_included=True,
+                launch_s=fixed,
+            )
+        moved = find_gpu(gpu, "layer_times.csv").memory_bytes_per_s
+        updates[gpu] = _OPTIMIZER_BYTES / (_REACHED * moved)
+    return Profile(layers=layers, model=times.model, optimizer_s_per_parameter=updates)
+
+
+def _name(index: int, kind: str) -> str:
+    return f"{kind}.{index}"
+
+
+def _model(name: str, described: Mapping[str, Any], layers: list[tuple[str, float]]) -> Model:
+    sizes = _parameters(described)
+    replicated = described.get("parameters_per_layer_from_shapes", {})
+    # The projection is whole on every tensor-parallel rank.
+    whole = {key: float(value) for key, value in replicated.items() if key != "note"}
+    sent = _sent(described, [kind for kind, _ in layers])
+    kinds = {}
+    for index, (kind, _) in enumerate(layers):
+        kinds[_name(index, kind)] = LayerKind(
+            name=_name(index, kind),
+            parameters=0.0 if kind in whole else sizes.get(kind, 0.0),
+            replicated_parameters=whole.get(kind, 0.0),
+            output_elements=sent[index],
+        )
+    tied = [i for i, (kind, _) in enumerate(layers) if kind in ("embedding", "head")]
+    return Model(
+        name=name,
+        kinds=kinds,
+        layers=tuple(kinds),
+        tokens_per_sample=int(described.get("sequence_length", 1)),
+        tied_parameters=sizes.get("embedding", 0.0) if len(tied) > 1 else 0.0,
+        tied_layers=tuple(tied) if len(tied) > 1 else (),
+        precision=replace(
+            Precision.named(described["precision"].split()[0]),
+            gradient_bytes=2,
+            reduce_bytes=4 if "fp32 gradient" in described["precision"] else 2,
+        ),
+    )
+
+
+_SENT = "boundary_activation_elements_per_sample"
+
+
+def _sizes(described: Mapping[str, Any], key: str) -> dict[str, float]:
+    """Returns the numbers under a key, or those that follow from shapes where they are given."""
+    given = described.get(f"{key}_from_shapes") or described[key]
+    return {name: float(value) for name, value in given.items() if isinstance(value, (int, float))}
+
+
+def _parameters(described: Mapping[str, Any]) -> dict[str, float]:
+    given = described["parameters_per_layer"]
+    sizes = {key: float(value) for key, value in given.items() if isinstance(value, (int, float))}
+    if given.get("head") == "tied to embedding":
+        sizes["head"] = sizes["embedding"]
+    return sizes
+
+
+def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
+    """Elements that each layer hands on; those that are not described hand on what they got."""
+    sizes, sent = _sizes(described, _SENT), []
+    # A generator's image grows somewhere in the layers between; they are given their end's size.
+    last = sizes.get(kinds[0], min(sizes.values()))
+    for i, kind in enumerate(kinds):
+        if kind == "other":
+            after = [one for one in kinds[i:] if one in sizes]
+            last = sizes[after[0]] if after else last
+        last = sizes.get(kind, last)
+        sent.append(last)
+    return sent
+
+
+def _cluster(nodes: Sequence[Mapping[str, Any]]) -> tuple[Cluster, list[int]]:
+    """Returns the cluster, and its numbers of the nodes in the order of the file."""
+    kinds: list[Mapping[str, Any]] = []
+    members: list[list[int]] = []
+    for number, node in enumerate(nodes):
+        if node not in kinds:
+            kinds.append(node)
+            members.append([])
+        members[kinds.index(node)].append(number)
+    groups = []
+    for index, (kind, numbers) in enumerate(zip(kinds, members, strict=True)):
+        name = str(kind.get("instance", kind["gpu"]))
+        alike = [str(one.get("instance", one["gpu"])) for one in kinds].count(name)
+        node = NodeType(
+            name=name if alike == 1 else f"{name} {index}",
+            gpu=str(kind["gpu"]),
+            gpus=int(kind["gpus_per_node"]),
+            memory_bytes=float(kind["memory_gb_per_gpu"]) * 2**30,
+            intra=LinkSpeed(bytes_per_s=float(kind["intra_node_bits_per_s"]) / 8, shared=False),
+            network=LinkSpeed(bytes_per_s=_ETHERNET * float(kind["inter_node_bits_per_s"]) / 8),
+        )
+        groups.append(NodePool(type=node, count=len(numbers)))
+    places = {number: at for at, number in enumerate(itertools.chain.from_iterable(members))}
+    return Cluster(groups=tuple(groups)), [places[number] for number in range(len(nodes))]
+
+
+def _plan(row: Mapping[str, str], cluster: Cluster, order: Sequence[int]) -> Plan:
+    tp, dp, pp = (int(row[key]) for key in ("tp", "dp", "pp"))
+    size = int(row["microbatch_size"])
+    return Plan(
+        tp=tp,
+        dp=dp,
+        pp=pp,
+        micro_batch=size,
+        global_batch=_batch(row),
+        partition=tuple(int(part) for part in row["partition"].split("-")),
+        places=place_ranks(cluster, order, tp=tp, dp=dp, pp=pp, micro_batch=size),
+    )

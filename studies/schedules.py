@@ -1,0 +1,102 @@
+"""Studies of orders of work: simulated pipelines, experts, lengths, and recorded jobs.
+
+    python -m studies.schedules [--quick] [--part PART ...] [--json FILE]
+    python -m studies.schedules --part traces --folder DIR
+
+Parts: ``study``, simulated orders over many pipelines; ``experts``, actions beside others that
+trade tokens, and decisions of groups; ``lengths``, the trainer with documents of different lengths
+and with a slow replica, microbatches dealt or in turns; ``traces``, recorded jobs of a folder
+(tables or traces), their microbatches' times under other schedules and dealt over replicas, over
+1F1B. Exits with status 1 if a limit is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+
+from megatron.adaptive.schedule.catalog import DEFAULT_PIECES
+from megatron.adaptive.trace.imports.published import ENDINGS
+from megatron.adaptive.trace.locate import load_run
+from megatron.adaptive.trace.whatif.operations import pipelines_of, read_operations
+from megatron.adaptive.trace.whatif.replay import recorded_times
+from studies import experts, schedule_study
+from studies.dealing import dealing
+from tests.support.report import Result, Row, measure, measured, missing, parser_of, ratios
+
+
+def study(_: argparse.Namespace) -> Result:
+    """Part ``study``."""
+    return Result(rows=schedule_study.measure())
+
+
+def trading(options: argparse.Namespace) -> Result:
+    """Part ``experts``."""
+    # Parts between exchanges are short: sleeps must not be late by much of them.
+    return Result(rows=experts.measure(quick=options.quick, chunk_ms=40.0))
+
+
+def traces(options: argparse.Namespace) -> Result:
+    """Part ``traces``."""
+    if options.folder is None:
+        return Result(rows=[missing("recorded jobs", "no folder given")])
+    return Result(rows=[row for path in jobs_in(options.folder) for row in replayed(path)])
+
+
+def jobs_in(folder: Path) -> list[Path]:
+    """Tables of operations in a folder, and folders of traces there; itself where there is none."""
+    tables = sorted(path for path in folder.iterdir() if path.suffix in ENDINGS)
+    runs = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [*tables, *runs] or [folder]
+
+
+def replayed(path: Path) -> list[Row]:
+    """Speed-ups over 1F1B of a job's steps, each with the times of its own microbatches."""
+    run_read = load_run(path)
+    where = pipelines_of(run_read)
+    times = recorded_times([read_operations(run_read, where, run_read.iterations)])
+    if times is None:
+        return [missing(path.stem, "its ranks hold several stages, or no step is complete")]
+    steps = list(times.steps)
+    base = [times.step_s(step, "1f1b", dealt=False) for step in steps]
+    speeds = {}
+    for name, schedule, dealt in (
+        ("adaptive V", "adaptive", False),
+        ("microbatches dealt over replicas, 1F1B", "1f1b", True),
+        ("both", "adaptive", True),
+    ):
+        ours = [times.step_s(step, schedule, dealt=dealt, pieces=DEFAULT_PIECES) for step in steps]
+        speeds[name] = ratios(base, ours)
+    best = max(speeds, key=lambda name: statistics.median(speeds[name]))
+    goal = next((goal for ending, goal in TRACE_GOALS.items() if path.stem.endswith(ending)), None)
+    return [
+        *(measured(f"{path.stem}: {name}", values) for name, values in speeds.items()),
+        measured(f"{path.stem}: best of ours", speeds[best], goal=goal, least=True, note=best),
+    ]
+
+
+TRACE_GOALS = {"AR": 1.85, "ST": 1.57, "SE": 1.60}
+"""Least speed-ups over 1F1B as recorded, by the end of a published trace's name."""
+
+
+PARTS = {
+    "study": study,
+    "experts": trading,
+    "lengths": lambda options: dealing(quick=options.quick),
+    "traces": traces,
+}
+
+
+def main() -> int:
+    """Runs the parts of the command line; returns 1 if a limit is missed."""
+    parser = parser_of(__doc__, tuple(PARTS))
+    parser.add_argument("--folder", type=Path, help="folder of recorded jobs, for part traces")
+    options = parser.parse_args()
+    return measure({name: partial(part, options) for name, part in PARTS.items()}, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

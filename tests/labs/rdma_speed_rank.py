@@ -1,0 +1,205 @@
+"""Is one node of the RDMA lab, where perftest and our RDMA channel take turns in one boot.
+
+Started by ``rdma_speed.py`` on both nodes. Node 1 sends and node 0 receives, as ``ib_write_bw``
+does it; node 1 writes the samples into ``LAB_SHARE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron.adaptive.accelerator import Accelerator  # noqa: E402
+from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
+from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
+from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint  # noqa: E402
+from megatron.adaptive.transport.interface import Label, Transport  # noqa: E402
+from megatron.adaptive.transport.liveness import here  # noqa: E402
+from tests.labs.rdma_lab import perftest  # noqa: E402
+
+SIZES = perftest.BANDWIDTH_SIZES
+LATENCY_BYTES = 1 << 10
+_TOTAL_BYTES = 32 << 20
+_CHANNEL_BYTES = 16 << 20
+_ROUNDS, _WARMUPS = 500, 20
+_PORT = 23000
+_LIMIT_S = 60.0
+_LABEL = Label(0, Action(ActionKind.F, 0, 0))
+
+
+def options_for(nbytes: int, rank: int) -> dict[str, Any]:
+    """Returns address and slots of a channel whose slots hold a message whole."""
+    address = os.environ["LAB_ADDRS"].split(",")[rank]
+    slots = max(4, min(32, _CHANNEL_BYTES // nbytes))
+    return {"address": address, "slot_bytes": max(4096, nbytes), "slots": slots}
+
+
+class Link:
+    """Our RDMA channel between the two nodes. Collective to make.
+
+    Args:
+        rank: Number of this node.
+        nbytes: Size of a message.
+    """
+
+    def __init__(self, rank: int, nbytes: int) -> None:
+        options = options_for(nbytes, rank)
+        settings = TransportConfig(
+            transport="rdma",
+            transport_slot_bytes=options["slot_bytes"],
+            transport_slots=options["slots"],
+        )
+        device = torch.device("cpu")
+        endpoint = own_endpoint(
+            rank,
+            here(rank),
+            device=device,
+            own_gpu=False,
+            options=settings,
+            address=options["address"],
+        )
+        made = Connector(
+            members=[0, 1],
+            gather=_gather,
+            accelerator=Accelerator(device=device, backend="gloo", name="CPU"),
+            payloads=Payloads(shape=None, dtype=torch.float32),
+            describe=lambda rank: f"rank {rank}",
+            timeout_s=_LIMIT_S,
+        ).connect(endpoint, [1 - rank], settings)
+        assert made is not None
+        self.transport: Transport = made
+        self._peer = 1 - rank
+
+    def send(self, payload: torch.Tensor) -> None:
+        """Sends a tensor."""
+        self.transport.send(self._peer, _LABEL, payload)
+
+    def receive(self) -> torch.Tensor:
+        """Waits for the next tensor."""
+        arrival: Any = self.transport.completions.wait(time.monotonic() + _LIMIT_S)
+        payload: torch.Tensor = arrival.take()
+        return payload
+
+    def stream_s(self, payload: torch.Tensor, messages: int, *, sends: bool) -> float | None:
+        """Returns the seconds per message of a one-way stream, on the node that sends."""
+        token = torch.zeros(8, dtype=torch.uint8)
+        if not sends:
+            self.send(token)
+            for _ in range(messages):
+                self.receive()
+            self.send(token)
+            return None
+        self.receive()
+        start_s = time.perf_counter()
+        for _ in range(messages):
+            self.send(payload)
+        self.receive()
+        return (time.perf_counter() - start_s) / messages
+
+    def half_round_trip_s(self, payload: torch.Tensor, rounds: int, *, sends: bool) -> float:
+        """Returns the mean seconds of a message from one node to the other."""
+        first, second = (lambda: self.send(payload)), self.receive
+        if not sends:
+            first, second = second, first  # type: ignore[assignment]
+        start_s = time.perf_counter()
+        for _ in range(rounds):
+            first()
+            second()
+        return (time.perf_counter() - start_s) / rounds / 2
+
+
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None, None]
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
+    """Returns median and mean seconds of the channel alone, by ``csrc/tests/rdma_measure.cc``."""
+    options = options_for(SIZES[0], rank)
+    addresses = os.environ["LAB_ADDRS"].split(",")
+    done = subprocess.run(
+        [
+            *(str(program), str(LATENCY_BYTES), str(_ROUNDS)),
+            *(str(options["slots"]), str(options["slot_bytes"])),
+        ],
+        # Its rank 0 tells the result.
+        env={
+            **os.environ,
+            "RANK": str(1 - rank),
+            "LAB_ADDRS": ",".join(reversed(addresses)),
+            "LAB_FIRST_PORT": str(port),
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_LIMIT_S,
+    )
+    found = dict(re.findall(r"(median|mean) ([0-9.]+)", done.stdout))
+    typical_us, mean_us = (float(found.get(name, "nan")) for name in ("median", "mean"))
+    return 1e-6 * typical_us, 1e-6 * mean_us
+
+
+def main() -> None:
+    """Takes turns; every sample is in seconds per message."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repetitions", type=int, required=True)
+    arguments = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    share = Path(os.environ["LAB_SHARE"])
+    program = share / "rdma_measure"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+    links = {nbytes: Link(rank, nbytes) for nbytes in SIZES}
+    payloads = {nbytes: torch.ones(nbytes, dtype=torch.uint8) for nbytes in SIZES}
+    ping = torch.ones(LATENCY_BYTES, dtype=torch.uint8)
+    sends = rank == 1
+    samples: dict[str, list[float]] = defaultdict(list)
+
+    def keep(name: str, seconds: float | None, repetition: int) -> None:
+        if repetition >= 0 and seconds is not None:
+            samples[name].append(seconds)
+
+    for repetition in range(-1, arguments.repetitions):
+        for nbytes, link in links.items():
+            rate = perftest.bandwidth(nbytes, total_bytes=_TOTAL_BYTES)
+            keep(f"perftest {nbytes}", nbytes / rate, repetition)
+            messages = max(8, _TOTAL_BYTES // nbytes)
+            seconds = link.stream_s(payloads[nbytes], messages, sends=sends)
+            keep(f"rdma {nbytes}", seconds, repetition)
+        median_us, mean_us = perftest.latencies(LATENCY_BYTES, count=_ROUNDS)
+        keep("perftest median", 1e-6 * median_us, repetition)
+        keep("perftest mean", 1e-6 * mean_us, repetition)
+        if program.exists():
+            port = _PORT + 10 * (repetition + 1)
+            keep("channel median", from_cpp(program, port, rank)[0], repetition)
+        link = links[SIZES[0]]
+        link.half_round_trip_s(ping, _WARMUPS, sends=sends)
+        keep("latency", link.half_round_trip_s(ping, _ROUNDS, sends=sends), repetition)
+    if sends:
+        result = share / "samples.json"
+        draft = result.with_suffix(".new")
+        draft.write_text(json.dumps(samples))
+        draft.rename(result)
+    for link in links.values():
+        link.transport.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""Wrong command lines and files: each must end with one line, status 2, within 10 seconds.
+
+:data:`CASES` is the table; ``{f}`` in a command line is the folder of :func:`write_files`.
+Tests run it in their own process, :func:`measure` runs each line as a user does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.trace.trace_format import TraceHeader, header_line, trace_file_name
+from tests.multiprocess.launch import ROOT
+
+LIMIT_S = 10.0
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
+"""A name that would set the title of a terminal, clear it, and turn its text around."""
+DEEP = "[" * 100_000
+
+_CLUSTER = """
+format: 1
+nodes:
+- {gpu: A100-40, count: 2, gpus_per_node: 2, link: {bandwidth: 230 GB/s}}
+network: {bandwidth: 40 Gbit/s}
+"""
+_PLAN = "plan --model gpt2-xl --global-batch-size 8 --cluster {f}/cluster.yaml"
+_CONF = "submit {f}/conf.sh --dry-run --plan {f}"
+_TRAINER = (
+    "pretrain-gpt --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
+    " --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3"
+    " --train-iters 2 --mock-data --vocab-size 63 --tokenizer-type NullTokenizer"
+)
+CASES: tuple[tuple[str, str], ...] = tuple(
+    (line.partition(" => ")[0].strip(), line.partition(" => ")[2])
+    for line in f"""
+simulate --stages 100000 --microbatches 8 => give at most
+simulate --stages 4 --microbatches 100000000000 => --microbatches
+simulate --stages 4 --microbatches 99999999999999999999999999 => --microbatches
+simulate --stages 64 --chunks 64 --microbatches 5000 => actions
+simulate --stages 4 --microbatches 8 --jitter 0.1 --draws 100000000 => --draws
+simulate --stages -1 --microbatches 8 => --stages
+simulate --stages 4 --microbatches 8 --forward nan => forward time
+simulate --stages 4 --microbatches 8 --latency -1 => latency_s is -1
+simulate --stages 4 --microbatches 8 --jitter inf => action_sigma is inf
+simulate --stages 4 --microbatches 8 --forward 0 --backward 0 --weight 0 => above 0
+simulate --stages 4 --microbatches 8 --weight-pieces 1000000000 => --weight-pieces
+simulate --stages 4 --microbatches 8 --slow-rank 0:nan => factor of rank 0
+simulate --stages 4 --microbatches 8 --schedules bogus => bogus
+simulate --stages 0 --microbatches 8 => '0' is not a whole number from 1 to 1,000,000
+simulate --microbatches 8 => --stages
+simulate --stages 4 --microbatches 8 --speed 3 => --speed
+simulate --stages 4 --microbatches 8 --schedules adaptive --cap 0.5 => the least cap is 1
+simulate --stages 4 --microbatches 8 --schedules adaptive --cap nan => the least cap is 1
+simulate --stages 4 --microbatches 3 --schedules interleaved => raise the global batch size
+simulate --stages 4 --microbatches 8 --slow-rank 4:2 => a rank from 0 to 3
+simulate --stages 4 --microbatches 8 --slow-rank fast => give RANK:FACTOR
+simulate --stages 4 --microbatches 8 --profile {{f}}/none.json => name a profile
+simulate --stages 1 --microbatches 8 --profile {{f}}/deep.json => levels deep
+simulate --stages 1 --microbatches 8 --profile {{f}}/empty.json => no JSON
+simulate --stages 1 --microbatches 8 --profile {{f}}/links.json => links
+simulate --stages 1 --microbatches 8 --profile {{f}} => Is a directory
+{_PLAN} --profile {{f}}/deep.json => levels deep
+{_PLAN} --profile {{f}}/wide.json => 64 bits
+{_PLAN} --profile {{f}}/nan.json => not a finite
+{_PLAN} --profile {{f}}/twice.json => given twice
+{_PLAN} --profile {{f}}/binary.json => no valid UTF-8
+{_PLAN} --profile {{f}}/unreadable.json => error:
+{_PLAN} --top 1000000000 => --top
+{_PLAN} --tokens nan => --tokens
+{_PLAN} --tp 99999999999999999999 => --tp
+{_PLAN} --time-limit 5 => --time-limit
+plan --model gpt2-xl --global-batch-size 1000000000000 --cluster {{f}}/cluster.yaml => --global
+plan --model gpt2-xl --global-batch-size -8 --cluster {{f}}/cluster.yaml => --global
+plan --model gpt2-xl --global-batch-size 8 --cluster {{f}}/deep.yaml => nested
+plan --model gpt2-xl --global-batch-size 8 --cluster {{f}}/deep.toml => nested
+plan --model gpt2-xl --global-batch-size 8 --cluster {{f}}/deep.json => levels deep
+plan --model gpt2-xl --global-batch-size 8 --cluster {{f}}/bomb.yaml => is not a key
+plan --model gpt2-xl --global-batch-size 8 --cluster {{f}}/many.yaml => nodes
+plan --model gpt2-xl --global-batch-size 8 --cluster {{f}}/none.yaml => No such file
+plan --model {{f}}/layers.json --global-batch-size 8 --cluster {{f}}/cluster.yaml => at most
+plan --model {{f}}/deep.json --global-batch-size 8 --cluster {{f}}/cluster.yaml => levels deep
+{_CONF}/future.json => version
+{_CONF}/deep.json => levels deep
+{_CONF}/list.json => plan
+{_CONF}/empty.json => no JSON
+{_CONF}/binary.json => no valid UTF-8
+{_CONF}/types.json => is not a key
+submit {{f}}/none.sh => no such file
+submit {{f}}/conf.sh --dry-run --set NNODES=99999999999 => NNODES
+submit {{f}}/conf.sh --dry-run --set NNODES=999999999 => at most
+submit {{f}}/conf.sh --dry-run --set TENSOR_MP_SIZE=3 => WORLD_SIZE
+submit {{f}}/loop.sh --dry-run => read_variables
+{_TRAINER} --lr nan => --lr
+{_TRAINER} --micro-batch-size 99999999999999999999999 => --micro-batch-size
+{_TRAINER} --model-chunks 1000000 => --num-virtual-stages-per-pipeline-rank 1000000
+{_TRAINER} --num-layers 9000000000000000000 => error:
+{_TRAINER} --pipeline-model-parallel-size 1000000000 => error:
+{_TRAINER} --schedule bogus => --schedule
+{_TRAINER} --replay-schedule {{f}}/deep.json => deep.json
+{_TRAINER} --data-path {{f}}/none => exclude
+trace {{f}}/trace-deep => levels deep
+trace {{f}}/trace-world => world_size
+trace {{f}}/trace-wide => 64 bits
+trace {{f}}/trace-types => expected
+trace {{f}}/trace-future => version
+trace {{f}}/trace-binary => JSON
+trace {{f}}/trace-names => mixes runs
+trace {{f}}/trace-empty => empty
+trace {{f}}/none => does not exist
+trace {{f}}/cluster.yaml => does not say its shape
+trace diagnose {{f}}/trace-deep => levels deep
+top {{f}}/none --once => none
+top => there is no runs/latest here; give the folder of a run or its traces
+top --interval 0 => '0' is not a time in seconds from 0.05 to 3600; see --help
+top --twice => top: unrecognized arguments: --twice; the nearest is --once
+top {{f}} --once --width 1000000000 => --width
+run --status {{f}}/job-deep => levels deep
+run --status {{f}}/job-list => not the state
+run --status {{f}}/job-types => damaged
+run --status {{f}}/job-future => format
+run --status {{f}}/none => No such file
+run --max-restarts 99999999999999999999 {{f}}/conf.sh => --max-restarts
+run --checkpoint {{f}}/c --wait 1e400 x.py => --wait
+report {{f}}/none => give the folder of logs
+status {HOSTILE} --log-dir {{f}} => Slurm does not know
+validate --data {{f}}/none => none
+profile --output p => give one of --model, --merge, --cut-points to say what is profiled
+profile --output p --model gpt2 --cut-points x.csv => not --model and --cut-points
+profile --output p --model bert-large => builds GPT and Llama models alone
+profile --output p --model gpt2 --micro-batch-sizes 1,0 => --micro-batch-sizes 1,0: write different
+profile --output p --model gpt2 --tp 5 => --tp 5: heads and feed-forward width of gpt2 do not
+profile --output p --model gpt2 --tp 2 => the 1 processes of a node do not divide into groups of 2
+profile --output p --model gpt2 --repeats 0 => '0' is not a whole number from 1 to 100,000
+profile --output p --merge {{f}}/none.json => No such file
+doctor --master-addr 127.0.0.1 --master-port 99999999 => --master-port
+transport => --check is all there is
+transport --check --transport udp => 'udp' is not one of auto, shm
+transport --check --seconds nan => --seconds
+run-single --resume => leave the option out
+run-single --pipeline_paralel 2 => the nearest is --pipeline_parallel
+run-single --train-iters 5 => options of the trainer follow after --
+run-single --pipeline_parallel => expected one argument
+run-single --pipeline_parallel two => 'two' is not a whole number from 1 to 1,000,000
+run-single --schedule fastest => adaptive
+run-single stray => unrecognized arguments: stray
+launch => training_script
+launch --bogus 3 x.py => unrecognized arguments: --bogus
+launch --nproc-per-node abc x.py => --nproc-per-node abc: is no number
+launch --nproc-per-node 0 x.py => at least 1 process
+launch --nnodes a x.py => --nnodes a
+launch --rdzv-backend mail x.py => --rdzv-backend mail
+launch --nproc-per-node 2 /nowhere/pretrain_gpt.py => no such file
+launch --nproc-per-node 2 / => is a folder
+launch --nproc-per-node 99999999999 {{f}}/conf.sh => --nproc-per-node
+preprocess-data --input {{f}}/deep.json --output-prefix {{f}}/o --workers 1000000000 => --workers
+make-corpus => --output-dir
+make-corpus --output-dir x --vocab-size 10 => 257 is the least
+make-corpus --output-dir x --workers 0 => --workers: '0' is not a whole number from 1
+make-corpus --output-dir {{f}}/corpus --max-bytes 99999999999999999999 => --max-bytes
+{HOSTILE} => unknown subcommand
+""".strip().splitlines()
+)
+"""Command line and a part of the answer."""
+
+
+def write_files(folder: Path) -> None:
+    """Writes the files that the table names."""
+    header = TraceHeader(
+        run="one", rank=0, world_size=1, pp_rank=0, num_ranks=1, num_chunks=1,
+        num_microbatches=4, schedule=HOSTILE, host=HOSTILE,
+    )  # fmt: skip
+    line = header_line(header)
+
+    def changed(**values: Any) -> str:
+        return json.dumps({**json.loads(line), **values}) + "\n"
+
+    texts = {
+        "deep.json": DEEP,
+        "deep.yaml": DEEP,
+        "deep.toml": f"a = {DEEP}",
+        "empty.json": "",
+        "list.json": "[1, 2]",
+        "layers.json": '{"format": 1, "shape": {"layers": 999999999, "hidden": 8, "heads": 1, '
+        '"sequence": 8, "vocabulary": 8}}',
+        "wide.json": f'{{"model": {"9" * 400}}}',
+        "nan.json": '{"layers": NaN}',
+        "twice.json": '{"layers": [], "layers": []}',
+        "links.json": '{"version": 1, "forward_s": [1], "backward_s": [1], "links": '
+        '[{"from": [1], "to": {}, "latency_s": 1}]}',
+        "future.json": '{"version": 999}',
+        "types.json": '{"version": 1, "stages": 7, "world_size": {"a": []}}',
+        "cluster.yaml": _CLUSTER,
+        "many.yaml": _CLUSTER.replace("count: 2", "count: 999999999999"),
+        "bomb.yaml": "".join(
+            f"{name}: &{name} [{', '.join([f'*{before}'] * 9) if before else 'x'}]\n"
+            for before, name in zip(["", *"abcdefgh"], "abcdefghi", strict=True)
+        ),
+        "conf.sh": "MODEL=tiny\nDEVICE=cpu\nNNODES=2\nNPROC_PER_NODE=2\n",
+        "loop.sh": "read_variables",
+        "trace-deep": f"{DEEP}\n",
+        "trace-world": changed(world_size=2_000_000_000),
+        "trace-wide": line.replace('"world_size": 1,', f'"world_size": {"9" * 30},'),
+        "trace-types": changed(world_size="2e9"),
+        "trace-future": changed(version=99),
+        "trace-binary": "\0\1\2\n",
+        "trace-empty": "",
+        "trace-names": changed(world_size=2, run=HOSTILE),
+        "job-deep": DEEP,
+        "job-list": "[]",
+        "job-types": '{"format": 1, "iteration": [], "epochs": 7}',
+        "job-future": '{"format": 99}',
+    }
+    for name, text in texts.items():
+        kind = name.partition("-")[0]
+        path = folder / name
+        if kind == "trace":
+            path = path / trace_file_name(0)
+        elif kind == "job":
+            path = path / "elastic" / "state.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "trace-names" / trace_file_name(1)).write_text(changed(world_size=2, rank=1))
+    (folder / "binary.json").write_bytes(random.Random(1).randbytes(4096))
+    if os.geteuid():
+        (folder / "unreadable.json").touch(0)
+    else:  # root may read all but this
+        (folder / "unreadable.json").symlink_to("/proc/self/mem")
+
+
+def complaint(status: int, errors: str, part: str) -> str:
+    """Says what is wrong with the end of a program that got wrong input, empty for nothing.
+
+    Args:
+        status: that it ended with.
+        errors: its standard error.
+        part: of the line that is expected.
+    """
+    lines = errors.splitlines()
+    if status != 2:
+        return f"status {status}: {errors[-300:]!r}"
+    if len(lines) != 1 or not lines[0].isprintable():
+        return f"{len(lines)} lines: {errors[-300:]!r}"
+    return "" if part in lines[0] and len(lines[0]) < 1000 else f"{lines[0][:300]!r}"
+
+
+def measure(cases: Sequence[tuple[str, str]] = CASES) -> dict[str, Any]:
+    """Runs every line as a program of its own, two at a time.
+
+    Returns:
+        ``cases``: how many; ``wrong``: command line and what was wrong; ``longest_s``.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        environment.pop(name, None)
+
+    def one(case: tuple[str, str]) -> tuple[str, str, float]:
+        words = [word.replace("{f}", folder) for word in case[0].split(" ")]
+        begin_s = time.monotonic()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "megatron.adaptive", *words],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+            )
+            why = complaint(done.returncode, done.stderr, case[1])
+        except subprocess.TimeoutExpired:
+            why = f"no end within {LIMIT_S:g} s"
+        return case[0], why, time.monotonic() - begin_s
+
+    with tempfile.TemporaryDirectory(prefix="faults-commands-") as folder:
+        write_files(Path(folder))
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(one, cases))
+    return {
+        "cases": len(found),
+        "wrong": {words: why for words, why, _ in found if why},
+        "longest_s": max(seconds for _, _, seconds in found),
+    }

@@ -1,0 +1,331 @@
+"""Damages to checkpoints of the trainer and of a ``Pipeline``: each is found, and its file named.
+
+Checkpoints of several shapes are trained once. Each damage is done in place, looked for by what
+``checkpoint verify`` does, and undone. A sample of them is loaded, by the trainer and by a Pipeline
+in a process of their own: that must be refused with the same answer. Blocks are checked as they are
+read, so a refused load may have filled some weights: ``is_changed`` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder, StepFolders
+from megatron.adaptive.errors import AdaptiveError
+from tests.cluster.jobs import FLAGS, TRAINER
+from tests.multiprocess.launch import ROOT, torchrun
+from tests.support.ranks import LoadingRank
+from tests.support.report import Result, Row, measured
+
+KINDS = ("bit", "byte", "zeros", "truncated", "swapped", "missing")
+SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
+STEPS, SAMPLES = 4, 4
+USED = "used: "
+LIMIT_S = 300.0
+_ALONE = [*FLAGS, "--train-iters", str(STEPS), "--pipeline-model-parallel-size", "1"]
+_ALONE += ["--make-vocab-size-divisible-by", "32"]  # as many rows in every shape
+_SHAPES = {
+    "trainer-1": (1, ()),
+    "trainer-pp2": (2, ("--pipeline-model-parallel-size", "2")),
+    "trainer-tp2": (2, ("--tensor-model-parallel-size", "2")),
+    "trainer-dp2": (2, ("--ckpt-fully-parallel-save",)),
+    "pipeline-1": (1, ()),
+    "pipeline-2": (2, ()),
+}
+"""Ranks, and flags of the trainer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A complete checkpoint.
+
+    Attributes:
+        folder: of checkpoints.
+        step: that it is of.
+        is_pipeline: whether a ``Pipeline`` made it.
+    """
+
+    folder: str
+    step: int
+    is_pipeline: bool
+
+    @property
+    def steps(self) -> StepFolders:
+        """Returns the folder as loading has it."""
+        return (PipelineFolder if self.is_pipeline else CheckpointFolder)(self.folder)
+
+    def verify(self) -> str:
+        """Looks for damages as ``checkpoint verify`` does; returns what it says of them."""
+        return "\n".join(self.steps.verify(self.step))
+
+
+def measure(
+    folder: Path,
+    damages: int,
+    whole: int,
+    loads: int,
+    seed: int,
+    shapes: Sequence[str] = tuple(_SHAPES),
+) -> Result:
+    """Damages checkpoints.
+
+    Args:
+        folder: an empty one, for checkpoints.
+        damages: how many.
+        whole: undamaged checkpoints that are looked at.
+        loads: damages that are also loaded.
+        seed: of the first; others follow.
+        shapes: names of those that are trained in.
+    """
+    every = make_checkpoints(folder, shapes)
+    seeds = range(seed, seed + damages)
+    answers: dict[int, tuple[set[str], str]] = {}
+    times_s = []
+    for number in seeds:
+        with damaged(every, number) as (saved, names, what):
+            begun_s = time.perf_counter()
+            error = saved.verify()
+            times_s.append(time.perf_counter() - begun_s)
+            answers[number] = names, error
+            if not error:
+                print(f"not found: {what}")
+    alarms = [error for number in range(whole) if (error := every[number % len(every)].verify())]
+    loaded = load_damaged(folder, every, random.Random(seed).sample(list(seeds), loads))
+    found = [number for number, (_, error) in answers.items() if error]
+    named = [
+        number for number in found if any(name in answers[number][1] for name in answers[number][0])
+    ]
+    late = [one for one in loaded if not one["error"] or one["error"].startswith(USED)]
+    unlike = [one for one in loaded if bool(one["error"]) != bool(answers[one["seed"]][1])]
+    kinds = Counter(KINDS[number % len(KINDS)] for number in set(seeds) - set(found))
+    missed = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+    rows = [
+        Row(
+            what=f"{damages} random damages to checkpoints: found",
+            value=100 * len(found) / damages,
+            unit="%",
+            goal=100,
+            least=True,
+            note=f"not found: {missed}" if missed else f"{len(every)} checkpoints of both kinds",
+        ),
+        Row(
+            what="and the damaged file is named",
+            value=100 * len(named) / max(1, len(found)),
+            unit="%",
+            goal=100,
+            least=True,
+        ),
+        Row(what=f"wrong alarms in {whole} whole ones", value=len(alarms), goal=0),
+        Row(
+            what=f"{loads} of them loaded: used, or found otherwise than above",
+            value=len(late) + len(unlike),
+            goal=0,
+            note="; ".join(one["error"] or "loaded" for one in (late + unlike)[:1])[:200],
+        ),
+        measured("time to look at a checkpoint", [1e3 * statistics.median(times_s)], unit="ms"),
+    ]
+    return Result(rows=rows, facts={"damages": {"alarms": alarms, "loaded": loaded}})
+
+
+def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
+    """Trains in each shape; returns all checkpoints, two of each."""
+    found = []
+    for name in shapes:
+        ranks, flags = _SHAPES[name]
+        target, is_pipeline = folder / name, name.startswith("pipeline")
+        target.mkdir()
+        saved = target / "checkpoints"
+        if is_pipeline:
+            more = {"folder": str(saved), "save_interval": STEPS // 2, "state": True}
+            words = [str(STEPS), str(SAMPLES), str(target), json.dumps(more)]
+        else:
+            words = [*_ALONE, *flags, "--save", str(saved), "--save-interval", str(STEPS // 2)]
+        script = SCRIPT if is_pipeline else TRAINER
+        torchrun(script, words, world_size=ranks, log=target / "log.txt", limit_s=LIMIT_S)
+        for step in (STEPS // 2, STEPS):
+            found.append(Saved(folder=str(saved), step=step, is_pipeline=is_pipeline))
+    return found
+
+
+@contextlib.contextmanager
+def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str], str]]:
+    """Damages one of some checkpoints, and mends it again.
+
+    Yields:
+        The checkpoint, the names of its files that are damaged, and what was done.
+    """
+    draw = random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
+    saved = draw.choice(every)
+    steps = saved.steps.steps()
+    folder = steps[saved.step]
+    files = [one for one in sorted(folder.iterdir()) if one.stat().st_size]
+    # As many in small files as in the bytes of large ones.
+    sizes = [one.stat().st_size for one in files]
+    path = draw.choice(files) if draw.random() < 0.5 else draw.choices(files, sizes)[0]
+    before, names = {path: path.read_bytes()}, {path.name}
+    if kind == "swapped":
+        others = [other / path.name for other in steps.values()]
+        others = [one for one in [*files, *others] if one.exists()]
+        others = [one for one in others if one.read_bytes() != before[path]]
+        other = draw.choice(others)
+        before[other] = other.read_bytes()
+        path.write_bytes(before[other])
+        other.write_bytes(before[path])
+        names.add(other.name)
+        what = f"swapped with {other.parent.name}/{other.name}"
+    else:
+        what = damage(path, kind, draw)
+    try:
+        yield saved, names, f"{folder}/{path.name} {what}"
+    finally:
+        for one, content in before.items():
+            one.write_bytes(content)
+
+
+def damage(path: Path, kind: str, draw: random.Random) -> str:
+    """Damages a file in place.
+
+    Args:
+        path: of the file; not empty.
+        kind: ``bit``, ``byte``, ``zeros`` (some other byte if there are zeros already),
+            ``truncated`` or ``missing``.
+        draw: random numbers.
+
+    Returns:
+        What was done, in words.
+    """
+    size = path.stat().st_size
+    at = draw.randrange(size)
+    if kind == "missing":
+        path.unlink()
+        return "is missing"
+    if kind == "truncated":
+        os.truncate(path, at)
+        return f"was cut to {at} of {size} bytes"
+    with path.open("r+b") as file:
+        file.seek(at)
+        before = file.read(draw.choice((16, 512, 4096)) if kind == "zeros" else 1)
+        if kind == "bit":
+            after = bytes([before[0] ^ 1 << draw.randrange(8)])
+        elif kind == "zeros" and any(before):
+            after = bytes(len(before))
+        else:
+            after = bytes([before[0] ^ draw.randrange(1, 256)])
+        file.seek(at)
+        file.write(after)
+    return f"has another {kind} at {at} of {size} bytes"
+
+
+def load_damaged(
+    folder: Path, every: Sequence[Saved], seeds: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Loads damaged checkpoints in processes of their own.
+
+    Returns:
+        For each its ``seed``, ``error``, empty where it was loaded, and ``is_changed``, whether a
+        weight was.
+    """
+    found: list[dict[str, Any]] = []
+    for is_pipeline in (False, True):
+        given = folder / f"loads-{is_pipeline}.json"
+        own = []
+        for number in seeds:
+            if random.Random(number).choice(every).is_pipeline == is_pipeline:
+                own.append(number)
+        order = {"saved": [asdict(one) for one in every], "seeds": own}
+        given.write_text(json.dumps({**order, "is_pipeline": is_pipeline}))
+        log = folder / f"loads-{is_pipeline}.txt"
+        torchrun(Path(__file__), [str(given)], world_size=1, log=log, limit_s=LIMIT_S)
+        found += json.loads(given.read_text())
+    return found
+
+
+def _load_all(path: Path) -> None:
+    """Is the process that loads: each damaged one, and before and after all of them a whole one."""
+    from megatron.adaptive import accelerator
+
+    accelerator.install()
+    accelerator.quiet_libraries()
+    order = json.loads(path.read_text())
+    every = [Saved(**one) for one in order["saved"]]
+    kind = [one for one in every if one.is_pipeline == order["is_pipeline"]]
+    loader = _PipelineLoader() if order["is_pipeline"] else _TrainerLoader()
+    loader.load(kind[0])
+    found = []
+    for number in order["seeds"]:
+        with damaged(every, number) as (saved, _, _):
+            before, error = loader.weights(), ""
+            try:
+                loader.load(saved)
+            except AdaptiveError as failure:
+                error = str(failure)
+            except Exception as failure:  # of a file that was used as it is
+                error = f"{USED}{type(failure).__name__}: {failure}"
+            is_changed = error.startswith(USED) or loader.weights() != before
+            found.append({"seed": number, "error": error, "is_changed": is_changed})
+            if is_changed or not error:
+                loader.load(kind[0])
+    for one in kind:
+        loader.load(one)
+    loader.close()
+    path.write_text(json.dumps(found))
+
+
+class _TrainerLoader:
+    def __init__(self) -> None:
+        self._rank = LoadingRank(_ALONE)
+        self.close = self._rank.close
+
+    def load(self, saved: Saved) -> None:
+        progress = self._rank.load(saved.step, load=saved.folder)
+        assert progress is not None
+        assert progress.iteration == saved.step
+
+    def weights(self) -> int:
+        return _sum_of(one for chunk in self._rank.chunks for one in chunk.parameters())
+
+
+class _PipelineLoader:
+    def __init__(self) -> None:
+        import torch
+
+        from megatron.adaptive import Pipeline
+        from tests.cluster.pipeline_script import Net, batch_of
+
+        self._pipeline = Pipeline(Net(""), batch_of(0, SAMPLES))
+        optimizer = torch.optim.AdamW(self._pipeline.parameters(), lr=1e-2)
+        self._pipeline.set_optimizer(optimizer, clip_norm=1.0)
+        self._state = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)}
+
+    def load(self, saved: Saved) -> None:
+        self._pipeline.load(saved.folder, step=saved.step, state=self._state)
+
+    def weights(self) -> int:
+        return _sum_of(self._pipeline.parameters())
+
+    def close(self) -> None:
+        self._pipeline.close()
+
+
+def _sum_of(tensors: Any) -> int:
+    found = 0
+    for one in tensors:
+        found = zlib.crc32(one.detach().contiguous().numpy().tobytes(), found)
+    return found
+
+
+if __name__ == "__main__":
+    _load_all(Path(sys.argv[1]))

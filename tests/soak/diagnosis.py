@@ -1,0 +1,171 @@
+"""Measures how right the diagnosis and the figures of traces are, against limits.
+
+    python -m tests.soak.diagnosis [--quick] [--part PART ...] [--json FILE]
+
+Parts: ``detection``, how often the diagnosis names the right fault in made-up runs; ``real``, the
+same in processes that work by sleeping; ``clock``, how far processes with wrong clocks are apart
+after alignment; ``bubble``, the bubble of a trace against the true one; ``aggregate``, figures of
+ten million spans; ``repairs``, twelve repairs that the what-if predicts, done in processes that
+work by sleeping. Exits with status 1 if a limit is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tests.soak.tracing import aggregate, cases, clocks, repairs  # noqa: E402
+from tests.soak.tracing import slept_runs as emulated  # noqa: E402
+from tests.soak.tracing.cases import WEAK, Outcome  # noqa: E402
+from tests.support.report import Result, Row, measure, measured, parser_of  # noqa: E402
+
+MILLION = 1_000_000
+
+
+def of_detection(options: argparse.Namespace) -> Result:
+    """Part ``detection``."""
+    found = list(cases.outcomes(40 if options.quick else 200, options.seed))
+    facts = {"detection": [vars(outcome) for outcome in found]}
+    return Result(rows=_rates("made-up", found), facts=facts)
+
+
+def of_real(options: argparse.Namespace) -> Result:
+    """Part ``real``."""
+    found = emulated.measure(7 if options.quick else 30, options.seed, limit_s=1800)
+    facts = {"real": [vars(outcome) for outcome in found]}
+    return Result(rows=_rates("real", found), facts=facts)
+
+
+def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
+    """Rows of the shares of right answers."""
+    rows = []
+    strong = {group for group, _ in cases.GROUPS} - {WEAK}
+    right_cause = "right cause and culprit"
+    for groups, text, goal in (
+        (strong, f"x1.3 and above, links, spikes, data, {right_cause}", 0.95),
+        ({WEAK}, f"x1.1, {right_cause}", 0.80),
+        ({"quiet"}, "false alarms in quiet runs", 0.02),
+    ):
+        found = [o for o in outcomes if o.group in groups]
+        is_quiet = "quiet" in groups
+        count = sum(o.right != is_quiet for o in found)
+        wrong = sorted({f"{o.group} {o.case.get('number', '')}" for o in found if not o.right})
+        rows.append(
+            Row(
+                what=f"detection, {kind}: {text}",
+                value=count / len(found) if found else None,
+                goal=goal,
+                least=not is_quiet,
+                note=f"{count} of {len(found)} runs" + (f"; not {wrong[:6]}" if wrong else ""),
+                optional=not found,
+            )
+        )
+    return rows
+
+
+def of_clock(options: argparse.Namespace) -> Result:
+    """Part ``clock``."""
+    found = clocks.measure(4.0 if options.quick else 10.0, 1 if options.quick else 4)
+    rows = [
+        measured(
+            "clock: median error, offsets of 5 s and drifts of 50 ppm",
+            found["error_us"],
+            unit="us",
+            goal=50,
+        ),
+        measured("clock: error of the drift", found["drift_error_ppm"], unit="ppm"),
+    ]
+    return Result(rows=rows, facts={"clock": found})
+
+
+def of_bubble(options: argparse.Namespace) -> Result:
+    """Part ``bubble``."""
+    rows, facts = [], {}
+    for what, half_s in emulated.HALF_S.items():
+        errors = emulated.bubble_errors(2 if options.quick else 6, options.seed, half_s)
+        facts[what] = errors
+        note = f"trace minus truth: {', '.join(f'{error:+.2f}' for error in errors)}"
+        rows.append(
+            measured(
+                f"bubble: trace against emulated truth, {what}",
+                [abs(error) for error in errors],
+                unit="points",
+                goal=0.5,
+                note=note,
+            )
+        )
+    return Result(rows=rows, facts={"bubble": facts})
+
+
+def of_aggregate(options: argparse.Namespace) -> Result:
+    """Part ``aggregate``; the short form reads fewer spans in as much less time."""
+    spans = MILLION if options.quick else 10 * MILLION
+    found = aggregate.measure(spans)
+    note = f"{found['spans']:.0f} spans of {aggregate.RANKS} ranks"
+    rows = [
+        measured("aggregate: figures", [found["read_s"]], unit="s", goal=60, note=note),
+        measured("aggregate: memory", [found["peak_bytes"] / 1e9], unit="GB", goal=4),
+        measured("aggregate: diagnosis", [found["diagnose_s"]], unit="s", note="one process"),
+    ]
+    return Result(rows=rows, facts={"aggregate": found})
+
+
+def of_repairs(options: argparse.Namespace) -> Result:
+    """Part ``repairs``; the short form is the same."""
+    done = list(repairs.measure())
+    right, pairs = repairs.ordered_right(done)
+    note = "; ".join(
+        f"{one.what.strip(': ')} ({one.job}): {1e3 * one.before_s:.0f} ms, predicted "
+        f"{1e3 * one.predicted_s:.0f}, real {1e3 * one.real_s:.0f}"
+        for one in done
+    )
+    rows = [
+        measured(
+            f"repairs: median error of the predicted step, {len(done)} done for real",
+            [one.error for one in done],
+            goal=0.03,
+            note=note,
+        ),
+        Row(
+            what="repairs: order right, part of the pairs of a job",
+            value=right / pairs,
+            goal=0.9,
+            least=True,
+            note=f"{right} of {pairs}",
+        ),
+    ]
+    return Result(rows=rows, facts={"repairs": [vars(one) for one in done]})
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
+    "detection": of_detection,
+    "real": of_real,
+    "clock": of_clock,
+    "bubble": of_bubble,
+    "aggregate": of_aggregate,
+    "repairs": of_repairs,
+}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = parser_of(__doc__, PARTS, "fewer runs, within ten minutes")
+    parser.add_argument("--seed", type=int, default=9000, help="of the faults and the noise")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Measure and print; returns 1 where a goal is missed."""
+    options = parse()
+    return measure({name: partial(part, options) for name, part in PARTS.items()}, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

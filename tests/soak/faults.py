@@ -1,0 +1,121 @@
+"""Measures what damages, strangers, lost nodes and full disks do to a job.
+
+    python -m tests.soak.faults [--quick] [--part PART ...] [--json FILE]
+
+Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, looked for
+and loaded; ``leases``, jobs that begin on one folder, and
+holders of it that are killed; ``strangers``, who talk to all that listens during real jobs;
+``secrets``, planted ones, looked for as another user; ``commands``, wrong command lines and files;
+``control``, the manager of a job of a thousand nodes that join at once and are lost bit by bit;
+``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and filled up, with full
+disks of traces and flipped bits in checkpoints among it; ``hangs``, jobs that stand still, and
+what is said of them; ``interrupts``, jobs of all kinds whose processes are interrupted and killed
+at random moments. A part that fails is a goal missed, and the others are measured all the same.
+Exits with status 1 where a goal is missed.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tests.soak import (  # noqa: E402
+    commands,
+    control_plane,
+    damages,
+    hangs,
+    interrupts,
+    leases,
+    planted_secrets,
+    strangers,
+)
+from tests.soak.lost_nodes import end_in_order, soaked  # noqa: E402
+from tests.support.report import Result, Row, measure, one_line, parser_of  # noqa: E402
+
+PARTS = (
+    *("damages", "leases", "strangers", "secrets", "commands", "control", "soak"),
+    *("hangs", "interrupts"),
+)
+FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure as the command line says; returns the exit status."""
+    parser = parser_of(__doc__, PARTS)
+    parser.add_argument("--seed", type=int, default=1, help="of all that is random (1)")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="folder for what is written; hangs go on from it"
+    )
+    parser.add_argument("--beside", type=int, default=1, help="hanging jobs at a time (1)")
+    parser.add_argument("--hangs", type=int, help="hangs (100; 8 with --quick)")
+    parser.add_argument("--quiet-min", type=float, help="minutes without any (1000; 1)")
+    options = parser.parse_args(words)
+    quick, seed = options.quick, options.seed
+    signal.signal(signal.SIGTERM, end_in_order)
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        base = Path(name) if options.keep is None else options.keep
+
+        def folder(part: str) -> Path:
+            made = base / part
+            made.mkdir(parents=True, exist_ok=part == "hangs")
+            return made
+
+        counts = (1500, 150, 30) if quick else (10_000, 1000, 60)
+        jobs, real = ((16, 8), 1) if quick else ((200, 100), 3)
+        talk = (20_000, 30.0) if quick else (1_000_000, 900.0)
+        minutes, every_s = (1.0, 5.0) if quick else (10.0, 60.0)
+        still = (8, 1.0) if quick else (100, 1000.0)
+        hanging = still[0] if options.hangs is None else options.hangs
+        quiet_min = still[1] if options.quiet_min is None else options.quiet_min
+        events, limit_min = (6, 1.5) if quick else (100, 55.0)
+        parts = {
+            "damages": lambda: damages.measure(folder("damages"), *counts, seed),
+            "leases": lambda: leases.measure(folder("leases"), *jobs, seed, real),
+            "strangers": lambda: strangers.rows(*talk, seed),
+            "secrets": lambda: look_for_secrets(seed),
+            "commands": give_wrong_commands,
+            "control": lambda: control_plane.measure(
+                1000, minutes, every_s, folder("control"), seed
+            ),
+            "soak": lambda: soaked(base, events, limit_min, seed, FIRST_EVENTS),
+            "hangs": lambda: hangs.measure(
+                folder("hangs"), hanging, quiet_min, seed, options.beside
+            ),
+            "interrupts": lambda: interrupts.measure(
+                folder("interrupts"), 2 if quick else 40, seed
+            ),
+        }
+        return measure(parts, options, seed=seed)
+
+
+def look_for_secrets(seed: int) -> Result:
+    """Plants secrets in jobs and looks for them."""
+    found = planted_secrets.measure(seed)
+    if found["seen"] < 2 or found["arrived"] < found["jobs"]:
+        raise RuntimeError(f"the jobs or the scanner did not work: {found}")
+    note = f"{found['commands']} command lines, {found['files']} files, {found['jobs']} jobs"
+    note = one_line("; ".join([note, *found["skipped"], *found["found"]]))
+    what = "secrets found in command lines, files, logs, pages"
+    rows = [Row(what=what, value=len(found["found"]), goal=0, note=note)]
+    return Result(rows=rows, facts={"secrets": found})
+
+
+def give_wrong_commands() -> Result:
+    """Gives wrong command lines and files."""
+    found = commands.measure()
+    note = f"the slowest took {found['longest_s']:.1f} s"
+    wrong = [f"{words}: {why}" for words, why in found["wrong"].items()]
+    note = one_line("; ".join([note, *wrong]))
+    what = f"{found['cases']} wrong command lines and files: other ends than one line, status 2"
+    rows = [Row(what=what, value=len(found["wrong"]), goal=0, note=note)]
+    return Result(rows=rows, facts={"commands": found})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

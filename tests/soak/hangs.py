@@ -1,0 +1,374 @@
+"""Jobs of the trainer that stand still, each for one known reason, and jobs that do not.
+
+Each kind is brought about in one rank (``hanging_trainer.py``) by what really causes it, but for
+two: a cut network, whose messages the sender drops, and disks of data and checkpoints that do not
+answer, for which a pipe that nobody writes to stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.multiprocess.launch import ROOT, SMALL_GPT, Forkserver, Ranks, forkserver
+from tests.support.report import Result, Row, one_line
+
+KINDS = (
+    *("stopped", "collective", "reader", "disk", "schedule", "network", "lock"),
+    *("interpreter lock", "disk behind"),
+)
+CAUSES = {
+    "stopped": "is stopped",
+    "collective": r"which it has not entered",
+    "reader": "reads data",
+    "disk": "reads or writes a checkpoint",
+    "disk behind": "reads or writes a checkpoint",
+    "schedule": "wait for each other",
+    "network": "lost on the way",
+    "lock": "waits for a lock",
+    "interpreter lock": "holds the interpreter's lock",
+}
+SHAPES = ((2, 2, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (4, 2, 2), (8, 4, 1), (8, 2, 2))
+"""Ranks, pipeline ranks, tensor-parallel ranks."""
+TRAINER = Path(__file__).with_name("hanging_trainer.py")
+LIMIT_S = 240.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job with one hang.
+
+    Attributes:
+        kind: of the hang; ``none`` for a job without one.
+        shape: of :data:`SHAPES`.
+        rank: where it is.
+        iteration: when.
+        action: position within the step's actions.
+        after_s: ``--hang-after-s``.
+        machines: that the ranks count as of.
+        program: ``trainer``, or ``pipeline`` for a user's loop around a ``Pipeline``.
+    """
+
+    kind: str
+    shape: tuple[int, int, int]
+    rank: int
+    iteration: int = 4
+    action: int = 0
+    after_s: float = 10.0
+    machines: int = 1
+    program: str = "trainer"
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, self.shape))
+        job = f"{self.kind} on rank {self.rank} of {self.program} {sizes}"
+        return f"{job}, machines: {self.machines}"
+
+
+def cases(count: int, seed: int) -> list[Case]:
+    """Returns so many hangs, of all kinds in turn."""
+    draw = random.Random(seed)
+    found = []
+    for number in range(count):
+        kind = KINDS[number % len(KINDS)]
+        many = [one for one in SHAPES if one[1] > 1] if kind in _OF_PIPELINES else SHAPES
+        shape = many[number // len(KINDS) % len(many)]
+        ranks, stages, _ = shape
+        rank = draw.randrange(ranks)
+        if kind == "reader":  # of the first stage or the last
+            rank = draw.choice([rank % (ranks // stages), ranks - 1 - rank % (ranks // stages)])
+        if kind == "schedule":  # of any stage but the first, whose order contradicts no other
+            shape = (ranks, stages, 1)
+            rank = draw.randrange(ranks // stages, ranks)
+        program = "trainer"
+        if kind in _ALSO_OF_A_LOOP and number // len(KINDS) % 3 == 2:
+            program, shape = "pipeline", (shape[0], shape[1], 1)
+        found.append(
+            Case(
+                kind=kind,
+                shape=shape,
+                rank=rank,
+                iteration=draw.randrange(3, 6),
+                action=draw.randrange(4),
+                machines=1 + (number // len(KINDS)) % 2,
+                program=program,
+            )
+        )
+    return found
+
+
+_OF_PIPELINES = ("schedule", "network")
+_ALSO_OF_A_LOOP = ("stopped", "collective", "reader", "lock", "interpreter lock")
+
+
+def run(
+    case: Case,
+    folder: Path,
+    *,
+    iterations: int = 1000,
+    on_hang: str = "report",
+    server: Forkserver | None = None,
+) -> dict[str, Any]:
+    """Runs a job until it says that it hangs.
+
+    Args:
+        case: the job.
+        folder: new, for what it writes.
+        iterations: its length where nothing hangs.
+        on_hang: ``report`` or ``end``.
+        server: forks its ranks, ``None`` for the one of this process.
+
+    Returns:
+        ``said``, the line; ``waited_s``, from the last iteration's end to it; ``text``, all output;
+        ``ended``, the statuses of the ranks where they are to end; ``shares``, of a processor,
+        that the processes beside the ranks took, each.
+    """
+    log, ended = folder / "log.txt", {}
+    job = start(case, folder, iterations, on_hang, server)
+    try:
+        said, waited_s = _until_said(log, job)
+        shares = _shares(job)
+        if on_hang == "end":
+            for key in job.keys:
+                ended |= job.server.wait([key], 30.0)
+    finally:
+        _end(job)
+    text = log.read_text(errors="replace")
+    return {"said": said, "waited_s": waited_s, "text": text, "ended": ended, "shares": shares}
+
+
+def start(
+    case: Case, folder: Path, iterations: int, on_hang: str, server: Forkserver | None
+) -> Ranks:
+    """Starts the ranks of a job, which write ``log.txt``; see :func:`run`."""
+    folder.mkdir(parents=True)
+    ranks, stages, tensor = case.shape
+    limits = [str(case.after_s), on_hang]
+    words = [str(TRAINER), *SMALL_GPT.split(), "--num-layers", str(stages), "--mock-data"]
+    words += ["--train-iters", str(iterations), "--lr-decay-style", "constant"]
+    words += ["--log-interval", "1", "--hang-after-s", limits[0], "--on-hang", on_hang]
+    words += ["--pipeline-model-parallel-size", str(stages), "--progress-dir", str(folder)]
+    words += ["--tensor-model-parallel-size", str(tensor)]
+    words += ["--save", str(folder / "saved"), "--save-interval", str(case.iteration)]
+    if case.kind == "schedule":
+        words += _orders(folder, stages, 8 * stages * tensor // ranks)
+    if case.kind == "disk behind":
+        words += ["--async-save"]
+    if case.kind == "network":
+        words += ["--transport", "tcp"]
+    if case.kind == "quiet":
+        words += ["--keep-checkpoints", "1", "--eval-interval", "15"]
+    if case.program == "pipeline":
+        words = [str(TRAINER.with_name("hanging_pipeline.py")), str(folder), str(iterations)]
+        words += limits
+    hang = {**vars(case), "folder": str(folder), "step_s": 0.05}
+    return Ranks(
+        words,
+        world_size=ranks,
+        log=folder / "log.txt",
+        limit_s=LIMIT_S,
+        variables={"HANG": json.dumps(hang), "CUDA_VISIBLE_DEVICES": ""},
+        server=server,
+    )
+
+
+def _end(job: Ranks) -> None:
+    """Kills the ranks of a job, which may not hear a request, and all that they started."""
+    for process in job.processes():
+        process.kill()
+    job.kill()
+
+
+def _until_said(log: Path, job: Ranks) -> tuple[str, float]:
+    seen, still_since_s, end_s = 0, time.monotonic(), time.monotonic() + LIMIT_S
+    is_over = False
+    while True:
+        text = log.read_text(errors="replace")
+        found = re.search("^hang: nothing.*", text, re.MULTILINE)
+        if found or is_over or time.monotonic() > end_s:
+            return found[0] if found else "", time.monotonic() - still_since_s
+        if len(text) != seen:
+            seen, still_since_s = len(text), time.monotonic()
+        ended = job.wait(0.2)
+        is_over = len(ended) == len(job.keys) or any(ended)
+
+
+def _shares(job: Ranks) -> list[float]:
+    """Returns what share of a processor each process that watches has taken."""
+    found = []
+    for process in job.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in process.children():
+                if any(word.endswith("trace/hang_watch.py") for word in child.cmdline()):
+                    used = child.cpu_times()
+                    found.append((used.user + used.system) / (time.time() - child.create_time()))
+    return found
+
+
+def _orders(folder: Path, stages: int, count: int) -> list[str]:
+    """Writes two schedules, each possible, but not one on one rank and the other on another."""
+    rows: dict[str, list[str]] = {"order": [], "other": []}
+    for stage in range(stages):
+        forwards = [f"{stage}F{m}" for m in range(count)]
+        backwards = [f"{stage}B{m}" for m in range(count)]
+        turns = [word for both in zip(forwards, backwards, strict=True) for word in both]
+        rows["order"].append(",".join(turns))
+        rows["other"].append(",".join(forwards + backwards))
+    for name, lines in rows.items():
+        (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    return ["--pipeline-schedule", "file", "--schedule-file", str(folder / "order.csv")]
+
+
+def is_named_right(case: Case, said: str) -> bool:
+    """Whether a line names rank and reason."""
+    ranks = set(map(int, re.findall(r"rank (\d+) \(stage", said)))
+    # Of a machine whose only rank hangs the others know no more.
+    if not re.search(CAUSES[case.kind], said) and (case.machines < 2 or "no word" not in said):
+        return False
+    return case.rank in ranks if case.kind in _OF_PIPELINES else ranks == {case.rank}
+
+
+def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int = 1) -> Result:
+    """Runs hangs, and jobs without one.
+
+    What has ended stands in ``hangs.jsonl`` and ``quiet.jsonl``, a line each, and is not done again
+    where a folder is given once more.
+
+    Args:
+        folder: for what they write.
+        count: hangs.
+        quiet_min: minutes of the others, together.
+        seed: of where they are.
+        beside: hanging jobs at a time.
+    """
+    kept = _Kept(folder / "hangs.jsonl")
+    left = [one for one in enumerate(cases(count, seed)) if f"{seed}/{one[0]}" not in kept.rows]
+    servers = threading.local()
+
+    def hang(numbered: tuple[int, Case]) -> None:
+        if not hasattr(servers, "own"):
+            servers.own = Forkserver(str(ROOT))
+        number, case = numbered
+        found = run(case, folder / f"{seed}-{number}-{time.time_ns()}", server=servers.own)
+        said = found["said"] or one_line(found["text"][-300:])
+        right = is_named_right(case, found["said"])
+        more = {"after_limit_s": found["waited_s"] - case.after_s, "shares": found["shares"]}
+        kept.add(f"{seed}/{number}", kind=case.kind, case=str(case), right=right, said=said, **more)
+
+    with ThreadPoolExecutor(beside) as pool:
+        list(pool.map(hang, left))
+    rows = [kept.rows[f"{seed}/{number}"] for number in range(count)]
+    wrong = [f"{row['case']}: {row['said']}" for row in rows if not row["right"]]
+    waits = [row["after_limit_s"] for row in rows if row["right"]]
+    shares = [share for row in rows for share in row["shares"]]
+    minutes, alarms = quiet(folder, quiet_min, seed)
+    kinds = {kind: [row["right"] for row in rows if row["kind"] == kind] for kind in KINDS}
+    table = [
+        Row(
+            what=f"{count} hangs: rank and reason named right",
+            value=count - len(wrong),
+            goal=round(0.98 * count),
+            least=True,
+            note=one_line("; ".join(wrong)),
+        ),
+        *(Row(what=f"of {len(one)}: {kind}", value=sum(one)) for kind, one in kinds.items()),
+        Row(what="of them later than the limit + 15 s", value=sum(w > 15 for w in waits), goal=0),
+        Row(what="longest after the limit", value=max(waits, default=None), unit="s"),
+        Row(
+            what="of a processor for the watch of a machine, reports and stacks included",
+            value=max(shares, default=None),
+            goal=0.01 if rows else None,
+        ),
+        Row(what="quiet minutes of jobs", value=minutes, goal=quiet_min, least=True),
+        Row(
+            what="false alarms in them", value=len(alarms), goal=0, note=one_line("; ".join(alarms))
+        ),
+    ]
+    return Result(rows=table, facts={"hangs": {"wrong": wrong, "after_limit_s": waits}})
+
+
+class _Kept:
+    """Keeps rows of what has ended, so that a benchmark that was stopped can go on.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
+
+    def add(self, key: str, **row: Any) -> None:
+        """Keeps a row under a key."""
+        self.rows[key] = {"key": key, **row}
+        with self._path.open("a") as file:
+            file.write(json.dumps(self.rows[key]) + "\n")
+
+
+QUIET_AT_ONCE = 30
+QUIET_LIMITS_S = (8.0, 12.0, 20.0)
+"""``--hang-after-s`` of quiet jobs."""
+
+
+def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
+    """Runs jobs side by side that pause in all ways in which a job may, with short limits.
+
+    Two thirds are loops around a ``Pipeline``, the others runs of the trainer, with evaluations and
+    checkpoints. Each job counts with the time for which its ranks have been running.
+
+    Returns:
+        Minutes of all jobs together, and the alarms.
+    """
+    kept = _Kept(folder / "quiet.jsonl")
+    known = sum(row["minutes"] for row in kept.rows.values())
+    draw = random.Random(f"{seed} {len(kept.rows)}")
+    if known >= minutes:
+        return known, [alarm for row in kept.rows.values() for alarm in row["alarms"]]
+    server = forkserver()
+    count = max(1, min(QUIET_AT_ONCE, round((minutes - known) / 5)))
+    span_s = min(420.0, 60 * (minutes - known) / count + 5)
+    with contextlib.ExitStack() as stack:
+        started = []
+        for number in range(count):
+            case = Case(
+                kind="quiet",
+                shape=(2, 2, 1),
+                rank=draw.randrange(1 << 30),  # seed of its pauses
+                after_s=draw.choice(QUIET_LIMITS_S),
+                machines=draw.choice((1, 2)),
+                iteration=20,
+                program="trainer" if number % 3 == 2 else "pipeline",
+            )
+            place = folder / f"quiet-{len(kept.rows) + number}-{time.time_ns()}"
+            job = start(case, place, 100_000, "report", server)
+            stack.callback(_end, job)
+            started.append((case, place, job, time.monotonic()))
+            time.sleep(1.0)  # a start is work
+        end_s = time.monotonic() + span_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            server.wait([key for one in started for key in one[2].keys], min(left_s, 1.0))
+            time.sleep(0.5)
+        now_s = time.monotonic()
+        for case, place, job, since_s in started:
+            text = (place / "log.txt").read_text(errors="replace")
+            if job.wait(0.0):
+                raise RuntimeError(f"{case} ended: {text[-2000:]}")
+            steps = len(re.findall(r"^step |iteration +\d+/", text, re.MULTILINE))
+            kept.add(
+                f"{len(kept.rows)} {time.time_ns()}",
+                case=str(case),
+                minutes=(now_s - since_s) / 60,
+                steps=steps,
+                alarms=re.findall("^hang: nothing.*", text, re.MULTILINE),
+            )
+    return quiet(folder, minutes, seed)

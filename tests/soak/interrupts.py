@@ -1,0 +1,434 @@
+"""Interrupts and kills processes of jobs at random moments, and looks at what each job makes of it.
+
+A chain is one folder of checkpoints. Its jobs follow each other: each goes on from the newest
+checkpoint, and one of its processes gets a signal at a random moment. Then nothing may be left
+behind, nobody may print a traceback or a native stack, each process says at most one line of why,
+the next job begins at the newest whole checkpoint, and all losses are those of an undisturbed job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder, StepFolders
+from tests.cluster.jobs import FLAGS, TRAINER
+from tests.multiprocess.launch import ROOT, environment, forking, start, tail
+from tests.support.report import Result, Row, one_line
+
+SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGKILL", "SIGSTOP")
+"""Names of the signals that are drawn from; a process that is stopped goes on after a while."""
+STOPPED_S = (0.5, 4.0)
+"""Bounds of the time in seconds for which a process is stopped."""
+END_LIMIT_S = 240.0
+AGAIN_LIMIT_S = 6.0
+"""Seconds after which a job that goes on in spite of a signal is asked to end."""
+LEFT_LIMIT_S = 20.0
+STEPS_OF_A_JOB = 12
+TOLERANCE, LEAST = 1e-5, 1e-6
+"""Largest relative difference of losses between shapes of an elastic job, or absolute one."""
+_BAD = re.compile(
+    r"Traceback|InvalidStateError|did not prove|^frame #|C\+\+ CapturedTraceback|Fatal Python"
+    r"|Exception ignored|Exception in|terminate called|Segmentation|\*\*\* "
+)
+_REASON = re.compile(
+    r"^(\[?rank ?\d+\]?:? |\[elastic\] )?(error|stopped by|fatal|complete)\b", re.IGNORECASE
+)
+_LOST = "errors.PeerLostError: "
+_SHARED = Path("/dev/shm")
+_LAUNCH = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+_TRAINING = [*FLAGS, "--train-iters", "2000", "--save-interval", "3", "--num-workers", "1"]
+
+_BIT_FOR_BIT = ("launch", "torchrun", "pipeline")
+KINDS = ("launch", "torchrun", "machines", "pipeline", "single")
+
+
+@dataclass(kw_only=True)
+class Chain:
+    """Jobs of one kind that go on from each other's checkpoints.
+
+    Attributes:
+        kind: One of :data:`KINDS`.
+        folder: Folder of all files of the chain.
+        is_async: Whether checkpoints are written behind training.
+        is_fresh: Whether processes import everything themselves.
+    """
+
+    kind: str
+    folder: Path
+    is_async: bool = False
+    is_fresh: bool = False
+
+    @property
+    def checkpoints(self) -> StepFolders:
+        """Checkpoints of all jobs of the chain."""
+        path = self.folder / "checkpoints"
+        return PipelineFolder(path) if self.kind == "pipeline" else CheckpointFolder(path)
+
+    def newest_whole(self) -> int:
+        """Returns the step of the newest checkpoint without a damage, 0 if there is none."""
+        found = self.checkpoints
+        whole = (step for step in reversed(found.steps()) if not found.verify(step))
+        return next(whole, 0)
+
+    def progress(self, number: int) -> Path:
+        """Returns the folder for what the job of a number says of its steps."""
+        made = self.folder / f"progress-{number}"
+        made.mkdir(exist_ok=True)
+        return made
+
+    def command(self, number: int, last: int | None = None) -> list[str]:
+        """Returns the command line of a job.
+
+        Args:
+            number: Number of the job in the chain.
+            last: Step after which it ends, ``None`` for one that is far away.
+        """
+        saved, progress = str(self.folder / "checkpoints"), str(self.progress(number))
+        if self.kind == "pipeline":
+            more = {"folder": saved, "save_interval": 3, "async_save": self.is_async}
+            words = [str(SCRIPT), str(last or 20_000), "4", progress, json.dumps(more)]
+            return [*_LAUNCH, "--nproc-per-node", "2", *words]
+        words = [*_TRAINING, *(["--async-save"] if self.is_async else [])]
+        if last is not None:
+            words += ["--exit-interval", str(last)]
+        if self.kind == "machines":
+            (self.folder / "machines.txt").write_text("localhost name=a\nlocalhost name=b\n")
+            run = [sys.executable, "-m", "megatron.adaptive", "run", "--checkpoint", saved]
+            run += ["--machines", str(self.folder / "machines.txt")]
+            return [*run, str(TRAINER), *words]
+        words += ["--progress-dir", progress, "--save", saved, "--load", saved]
+        if self.kind == "single":
+            run = [sys.executable, "-m", "megatron.adaptive", "run-single", "--runs-dir"]
+            # It makes a corpus and its vocabulary itself.
+            text = " ".join(words).replace("--tokenizer-type NullTokenizer --vocab-size 63", "")
+            words = text.replace("--mock-data", "").split()
+            return [*run, str(self.folder / "runs"), "--", *words]
+        start_words = _LAUNCH if self.kind == "launch" else _TORCHRUN
+        return [*start_words, "--nproc-per-node", "2", str(TRAINER), *words]
+
+    def losses(self, number: int) -> list[tuple[int, float]]:
+        """Returns the steps that a job did, each with its loss, in order."""
+        files = [self.progress(number) / "progress.jsonl"]
+        if self.kind == "pipeline":
+            files = sorted(self.progress(number).glob("epoch-*-1.jsonl"))
+        if self.kind == "machines":
+            files = sorted((self.folder / "checkpoints").glob("elastic/epoch-*/progress.jsonl"))
+            files = [one for one in files if one not in self._seen.get(number, files)]
+        found = []
+        for path in files:
+            for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+                if self.kind == "pipeline":
+                    found.append((line["step"] + 1, line["loss"]))
+                elif "iteration" in line and "loss" in line:
+                    found.append((line["iteration"], line["loss"]))
+        return found
+
+    _seen: dict[int, list[Path]] = field(default_factory=dict, init=False)
+
+    def begin(self, number: int, last: int | None = None) -> RunningJob:
+        """Starts the job of a number."""
+        pattern = "elastic/epoch-*/progress.jsonl"
+        self._seen[number] = sorted((self.folder / "checkpoints").glob(pattern))
+        temporary = self.folder / f"tmp-{number}"
+        temporary.mkdir()
+        variables = environment() if self.is_fresh else forking()
+        variables |= {"TMPDIR": str(temporary)}
+        log = self.folder / f"log-{number}.txt"
+        return RunningJob(self.command(number, last), log, variables)
+
+
+class RunningJob:
+    """A job that runs, and all processes that it ever had.
+
+    Args:
+        command: Command line.
+        log: New file for what all of its processes print.
+        variables: Whole environment.
+    """
+
+    def __init__(self, command: list[str], log: Path, variables: Mapping[str, str]) -> None:
+        self.log = log
+        self.begun_s = time.monotonic()
+        self._shared = set(os.listdir(_SHARED))
+        self.root = start(command, log, variables)
+        self.family: dict[int, psutil.Process] = {}
+        self._forks = variables.get("TESTS_NODE_FORKSERVERS")
+
+    def processes(self) -> dict[int, str]:
+        """Returns the roles of all processes that live, without those that stand for a fork."""
+        roles: dict[int, str] = {}
+        left = [(self.root.pid, 0)]
+        while left:
+            pid, depth = left.pop()
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if process.status() == psutil.STATUS_ZOMBIE or pid in roles:
+                    continue
+                self.family[pid] = process
+                roles[pid] = f"{_role(process)} of depth {depth}"
+                left += [(child.pid, depth + 1) for child in process.children()]
+                if self._forks and (told := Path(f"{self._forks}-{pid}")).exists():
+                    roles[pid] = "stand-in"
+                    left.append((int(told.read_text() or 0), depth))
+        return {pid: role for pid, role in roles.items() if role != "stand-in"}
+
+    def wait(self, limit_s: float) -> int | None:
+        """Waits for the end of the job; returns its status, ``None`` at the limit."""
+        end_s = time.monotonic() + limit_s
+        while time.monotonic() < end_s:
+            self.processes()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.root.wait(0.1)
+        return None
+
+    def left(self) -> list[str]:
+        """Returns processes and shared memory of the job that outlive it."""
+        _, alive = psutil.wait_procs(list(self.family.values()), timeout=LEFT_LIMIT_S)
+        found = []
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(f"{process.pid} {' '.join(process.cmdline())[-100:]}")
+        # The watch for hangs removes its folder a second after its rank was killed.
+        end_s = time.monotonic() + LEFT_LIMIT_S
+        while (shared := self._shared_memory()) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        return [*found, *shared]
+
+    def _shared_memory(self) -> list[str]:
+        """Returns files of shared memory that were made since and name a process of the job."""
+        names = set(os.listdir(_SHARED)) - self._shared
+        return [
+            f"{_SHARED}/{name}"
+            for name in names
+            if set(map(int, re.findall(r"\d+", name)[-4:])) & set(self.family)
+        ]
+
+    def close(self) -> None:
+        """Ends whatever is left of it."""
+        self.processes()
+        for process in self.family.values():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.root.wait(20)
+
+
+def _role(process: psutil.Process) -> str:
+    """Returns what a process is, by its command line and the name that a fork has."""
+    name, text = process.name(), " ".join(process.cmdline()[1:4])
+    if "rank_forkserver" in text:  # so are those that it has forked
+        return f"fork {name.rstrip('0123456789')}"
+    return text[-60:] or name
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """Describes a signal and what became of the job.
+
+    Attributes:
+        what: Kind of job, signal, role, and moment.
+        faults: Sentences on all that is not as it should be.
+        status: Exit status of the job.
+        steps: Number of steps that it did.
+    """
+
+    what: str
+    faults: list[str]
+    status: int | None
+    steps: int
+
+
+def run_chain(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) -> list[Outcome]:
+    """Runs jobs of a chain, one signal each, and a last one that is only asked to end.
+
+    Args:
+        chain: Chain with an empty folder.
+        seed: Seed of all that is random.
+        hits: Number of signals.
+        tell: Function that takes a line of a report.
+    """
+    draw = random.Random(seed)
+    (chain.folder / "reference").mkdir(parents=True)
+    found: list[Outcome] = []
+    losses: dict[int, set[float]] = {}
+    span_s = 0.0
+    for number in range(hits + 1):
+        before = chain.newest_whole()
+        job = chain.begin(number)
+        try:
+            if number == hits or not span_s:
+                outcome, span_s = _undisturbed_end(chain, job, number)
+            else:
+                outcome = _hit(chain, job, number, draw, span_s)
+        finally:
+            job.close()
+        done = chain.losses(number)
+        if done and done[0][0] != before + 1:
+            outcome.faults.append(f"began after {done[0][0] - 1}, whole is {before}")
+        for step, loss in done:
+            losses.setdefault(step, set()).add(loss)
+        found.append(outcome)
+        tell(f"{outcome.what}: status {outcome.status}, {outcome.steps} steps, from {before}")
+        for fault in outcome.faults:
+            tell(f"    FAULT {fault}")
+    if losses:
+        found[-1].faults += _unlike(chain, losses)
+        for fault in found[-1].faults:
+            tell(f"    FAULT {fault}")
+    return found
+
+
+def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
+    """Lets a job train some steps and asks it to end; returns the time of all that in seconds."""
+    end_s = time.monotonic() + END_LIMIT_S
+    while len(chain.losses(number)) < 4 and job.wait(0.2) is None and time.monotonic() < end_s:
+        pass
+    span_s = 2.5 * (time.monotonic() - job.begun_s)
+    job.root.send_signal(signal.SIGTERM)
+    outcome = _judge(chain, job, number, f"{chain.kind} undisturbed", job.wait(END_LIMIT_S))
+    return outcome, span_s
+
+
+def _hit(chain: Chain, job: RunningJob, number: int, draw: random.Random, span_s: float) -> Outcome:
+    name, after_s = draw.choice(SIGNALS), draw.uniform(0.0, span_s)
+    ended = job.wait(after_s)
+    processes = job.processes()
+    by_role: dict[str, list[int]] = {}
+    for pid, role in processes.items():
+        by_role.setdefault(role, []).append(pid)
+    if ended is not None or not by_role:
+        return _judge(chain, job, number, f"{chain.kind} ended by itself", ended)
+    role = draw.choice(sorted(by_role))
+    pid = draw.choice(sorted(by_role[role]))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, getattr(signal, name))
+    if name == "SIGSTOP":
+        job.wait(draw.uniform(*STOPPED_S))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    what = f"{chain.kind}{' async' * chain.is_async} {name} to {role} {pid} after {after_s:.2f} s"
+    status = job.wait(AGAIN_LIMIT_S)
+    if status is None:  # it goes on, as it may
+        job.root.send_signal(signal.SIGTERM)
+        what += ", then SIGTERM"
+        status = job.wait(END_LIMIT_S)
+    return _judge(chain, job, number, what, status)
+
+
+def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | None) -> Outcome:
+    faults = [f"no end within {END_LIMIT_S:g} s"] if status is None else []
+    left = job.left() if status is not None else []
+    faults += [f"left: {one}" for one in left]
+    lines = job.log.read_text(errors="replace").splitlines()
+    bad = [line for line in lines if _BAD.search(line)]
+    if chain.kind == "pipeline" and any(_LOST in line for line in lines):
+        bad = []  # the errors of a library, which a user's script does not catch
+    if chain.kind == "torchrun" and not any("[rank" in line for line in bad):
+        bad = []  # of torch's launcher, which reports a signal so
+    if any("init_import_site" in line for line in lines):
+        bad = []  # of the interpreter, which has not come to any program yet
+    if bad:
+        faults.append(f"{bad[0][:200]!r} in {job.log}")
+    reasons = [line for line in lines if _REASON.search(line)]
+    # Ranks, launcher or manager, and agents.
+    if len(reasons) > 5:
+        faults.append(f"{len(reasons)} lines say why in {job.log}")
+    is_ours = chain.kind != "torchrun" and "SIGKILL" not in what
+    # Before any program of ours runs, a signal ends the interpreter without a word.
+    has_begun = bool(lines) or "to fork" in what
+    if status not in (0, None, -signal.SIGKILL) and not reasons and is_ours and has_begun:
+        faults.append(f"status {status}, and no line says why: {tail(job.log, 300)!r}")
+    done = chain.losses(number)
+    # Whoever asks a whole job to end, not one process of it, loses no step.
+    is_asked = what.endswith(("then SIGTERM", "undisturbed")) or re.search(
+        r"SIG(INT|TERM|HUP) to .* of depth 0 ", what
+    )
+    is_saved = status == 128 + signal.SIGTERM or "then" not in what
+    if (
+        is_asked
+        and is_saved
+        and done
+        and status is not None
+        and chain.newest_whole() != done[-1][0]
+    ):
+        faults.append(f"did step {done[-1][0]}, but saved {chain.newest_whole()}")
+    return Outcome(what=what, faults=faults, status=status, steps=len(done))
+
+
+def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
+    """Compares losses with those of a job that nothing disturbs."""
+    alone = Chain(
+        kind="launch" if chain.kind == "machines" else chain.kind,
+        folder=chain.folder / "reference",
+        is_fresh=chain.is_fresh,
+    )
+    job = alone.begin(0, max(losses))
+    try:
+        status = job.wait(END_LIMIT_S)
+    finally:
+        job.close()
+    expected = dict(alone.losses(0))
+    if status != 0 or not set(losses) <= set(expected):
+        return [f"reference: status {status}, {sorted(set(losses) - set(expected))[:3]} not done"]
+    most, least = (0.0, 0.0) if chain.kind in _BIT_FOR_BIT else (TOLERANCE, LEAST)
+    return [
+        f"loss of step {step} is {loss!r}, not {expected[step]!r}"
+        for step, values in sorted(losses.items())
+        for loss in values
+        if abs(loss - expected[step]) > max(most * abs(expected[step]), least)
+    ][:3]
+
+
+def measure(folder: Path, hits: int, seed: int) -> Result:
+    """Runs a chain of each kind of job.
+
+    Args:
+        folder: Empty folder for all that jobs write.
+        hits: Number of signals for each kind.
+        seed: Seed of all that is random.
+    """
+    outcomes: list[Outcome] = []
+    for kind in KINDS:
+        chain = Chain(kind=kind, folder=folder / kind, is_async=kind != "torchrun")
+        outcomes += run_chain(chain, seed, hits, partial(print, flush=True))
+    wrong = [f"{one.what}: {fault}" for one in outcomes for fault in one.faults]
+    what = f"{hits * len(KINDS)} signals at random moments: what was not as it should be"
+    row = Row(what=what, value=len(wrong), goal=0, note=one_line("; ".join(wrong)))
+    return Result(rows=[row], facts={"interrupts": wrong})
+
+
+def main() -> int:
+    """Runs chains: ``interrupts.py KIND[,KIND...] SEED HITS [async] [fresh]``; 1 after a fault."""
+    kinds, seed, hits = sys.argv[1].split(","), int(sys.argv[2]), int(sys.argv[3])
+    base = Path(os.environ.get("INTERRUPTS_FOLDER", tempfile.gettempdir()))
+    has_fault = False
+    for kind in kinds:
+        folder = base / f"interrupts-{kind}-{seed}"
+        shutil.rmtree(folder, ignore_errors=True)
+        is_async, is_fresh = "async" in sys.argv, "fresh" in sys.argv
+        chain = Chain(kind=kind, folder=folder, is_async=is_async, is_fresh=is_fresh)
+        found = run_chain(chain, seed, hits, partial(print, flush=True))
+        has_fault |= any(outcome.faults for outcome in found)
+    return int(has_fault)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

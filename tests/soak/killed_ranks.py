@@ -1,0 +1,296 @@
+"""Kills one of three ranks at a random moment, again and again, and looks at what is left.
+
+::
+
+    rank 0 ── rank 1 ── rank 2      all send, reserve, wait, hold and drop at random;
+                                    one is killed
+
+    python -m tests.soak.killed_ranks [--quick] [--part shm tcp] [--count 100] [--json FILE]
+
+The trials run in a process of their own, which imports everything once and forks the ranks.
+A killed rank in the middle leaves two survivors. One at an end leaves a neighbour, and a third rank
+that ends in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from megatron.adaptive import extension
+from megatron.adaptive.errors import PeerLostError
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.transport.interface import Label
+from megatron.adaptive.transport.native import NativeTransport
+from tests.support.ranks import run_module
+from tests.support.report import Result, Row, one_line, parser_of
+from tests.support.report import measure as run_parts
+
+RANKS = 3
+SLOT_BYTES, SLOTS = 256 << 10, 6
+SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
+START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
+MOST_S = 5.0
+"""Seconds within which a neighbour has to notice."""
+# Within it a rank sends some hundred messages; in the small machines of the RDMA lab all takes
+# longer.
+_LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}
+KINDS = tuple(_LATEST_KILL_S)
+_FORWARD = Label(0, Action(ActionKind.F, 0, 0))
+
+
+def neighbours(rank: int) -> list[int]:
+    """Ranks that a rank has channels with."""
+    return [peer for peer in (rank - 1, rank + 1) if 0 <= peer < RANKS]
+
+
+def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
+    """Body of a rank; says over ``connection`` where it is, and what ended it."""
+    node = extension.require("the benchmark").Node(rank, bytes(16), seed, RANKS)
+    connection.send(node.listen("unix") if kind == "shm" else node.listen("tcp", "127.0.0.1"))
+    addresses = connection.recv()
+    for peer in neighbours(rank):
+        node.open(kind, peer, addresses[peer], START_S, slot_bytes=SLOT_BYTES, slots=SLOTS)
+    transport = NativeTransport(
+        node, dict.fromkeys(neighbours(rank), kind), device=torch.device("cpu")
+    )
+    connection.send("open")
+    try:
+        live(transport, rank, random.Random(seed * RANKS + rank), connection)
+        connection.send(("told to end", time.monotonic(), ""))
+    except PeerLostError as error:
+        connection.send(("PeerLostError", time.monotonic(), str(error)))
+    except Exception as error:
+        connection.send((type(error).__name__, time.monotonic(), str(error)))
+    try:
+        transport.close()
+    except Exception as error:
+        print(f"rank {rank}: close: {type(error).__name__}: {error}", file=sys.stderr)
+    connection.send("closed")
+
+
+def live(
+    transport: NativeTransport, rank: int, draw: random.Random, connection: Connection
+) -> None:
+    """Send and receive at random until the other end of ``connection`` says stop."""
+    payloads = [torch.ones(size, dtype=torch.uint8) for size in SIZES]
+    held: list[torch.Tensor] = []
+    turn = 0
+    while True:
+        turn += 1
+        if turn % 16 == 0 and connection.poll():
+            return
+        peer = draw.choice(neighbours(rank))
+        choice = draw.random()
+        if choice < 0.4:
+            transport.send(peer, _FORWARD, draw.choice(payloads))
+        elif choice < 0.5:
+            transport.send(peer, _FORWARD, transport.reserve(peer, (SLOT_BYTES,), torch.uint8))
+        item: Any = transport.completions.wait(time.monotonic() + draw.choice((0.0, 0.002)))
+        if item is not None:
+            held.append(item.take())
+        while len(held) > SLOTS // 2:
+            held.pop(draw.randrange(len(held)))
+
+
+class Trial:
+    """One kill.
+
+    Args:
+        kind: transport.
+        seed: of all draws.
+    """
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._latest_kill_s = _LATEST_KILL_S[kind]
+        context = multiprocessing.get_context("fork")
+        self._ends: list[Connection] = []
+        self._ranks = []
+        for rank in range(RANKS):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=be_rank, args=(rank, kind, theirs, seed), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(mine)
+            self._ranks.append(process)
+
+    def run(self) -> dict[str, Any]:
+        """Kill one; returns what its neighbours did and how long that took."""
+        addresses = [self._expect(rank, START_S) for rank in range(RANKS)]
+        for end in self._ends:
+            end.send(addresses)
+        for rank in range(RANKS):
+            assert self._expect(rank, START_S) == "open"
+        victim = self._draw.randrange(RANKS)
+        time.sleep(self._draw.uniform(0.0, self._latest_kill_s))
+        killed_at = time.monotonic()
+        pid = self._ranks[victim].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        outcomes = {}
+        survivors = [rank for rank in range(RANKS) if rank != victim]
+        for rank in neighbours(victim):
+            name, at, text = self._expect(rank, SURVIVE_S)
+            outcomes[rank] = {"raised": name, "seconds": at - killed_at, "text": text}
+        for rank in survivors:
+            if rank not in outcomes:
+                self._say_stop(rank)
+                outcomes[rank] = {"raised": self._expect(rank, SURVIVE_S)[0], "seconds": None}
+        for rank in survivors:
+            assert self._expect(rank, END_S) == "closed"
+            self._ranks[rank].join(END_S)
+        return {"victim": victim, "outcomes": outcomes, "left": self._left()}
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self._ranks:
+            process.kill()
+            process.join()
+        for end in self._ends:
+            end.close()
+
+    def _say_stop(self, rank: int) -> None:
+        with contextlib.suppress(OSError):  # it has heard of the loss, and ended
+            self._ends[rank].send("stop")
+
+    def _expect(self, rank: int, limit_s: float) -> Any:
+        if not self._ends[rank].poll(limit_s):
+            raise TimeoutError(f"rank {rank} said nothing for {limit_s:g} s")
+        return self._ends[rank].recv()
+
+    def _left(self) -> list[str]:
+        """Processes that did not end."""
+        return [f"process {rank.pid}" for rank in self._ranks if rank.is_alive()]
+
+
+def litter() -> set[str]:
+    """What a process may leave behind: shared memory, sockets, files, children, RDMA objects."""
+    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    found |= {str(path) for path in Path(tempfile.gettempdir()).iterdir()}
+    sockets = Path("/proc/net/unix").read_text(encoding="utf-8").split()
+    found |= {name for name in sockets if name.startswith("@megatron-adaptive-")}
+    found |= {f"process {child.pid}" for child in psutil.Process().children()}
+    found |= {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)}
+    return found | rdma_objects()
+
+
+def rdma_objects() -> set[str]:
+    """Per RDMA device, how many queue pairs, memory regions and so on the kernel holds."""
+    if not Path("/sys/class/infiniband").exists() or shutil.which("rdma") is None:
+        return set()
+    done = subprocess.run(["rdma", "resource", "show"], capture_output=True, text=True, check=False)
+    return {f"RDMA device {line}" for line in done.stdout.splitlines()}
+
+
+def _open(fd: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+    except OSError:
+        return False
+
+
+def measure(count: int, kind: str) -> Result:
+    """Kills ranks that are connected by a transport, in a process of its own.
+
+    Args:
+        count: Number of kills.
+        kind: Name of the transport.
+    """
+    words = ("--raw", kind, "--count", count)
+    with tempfile.TemporaryDirectory() as private:
+        outcomes = run_module(
+            "tests.soak.killed_ranks", *words, limit_s=120.0 + 60.0 * count, TMPDIR=private
+        )
+    what = f"{count} kills at random moments, {kind}"
+    return Result(rows=rows_of(outcomes, what), facts={f"kills, {kind}": outcomes})
+
+
+def rows_of(found: dict[str, Any], what: str) -> list[Row]:
+    """Returns the rows of what :func:`main` printed."""
+    trials = found["trials"]
+    failed = [trial["failed"] for trial in trials if "failed" in trial]
+    whole = [trial for trial in trials if "failed" not in trial]
+    neighbours = [
+        outcome
+        for trial in whole
+        for outcome in trial["outcomes"].values()
+        if outcome["seconds"] is not None
+    ]
+    strange = [one for one in neighbours if one["raised"] != "PeerLostError"]
+    left = found["litter"] + [name for trial in whole for name in trial["left"]]
+    seconds = [one["seconds"] for one in neighbours]
+    notes = [*failed[:1], *(f"{one['raised']}: {one['text']}" for one in strange[:1])]
+    return [
+        Row(
+            what=f"{what}: neighbours without PeerLostError",
+            value=len(failed) + len(strange),
+            goal=0,
+            note=one_line("; ".join(notes)) if notes else f"of {len(neighbours)}",
+        ),
+        Row(
+            what="the same: slowest to raise",
+            value=max(seconds, default=None),
+            unit="s",
+            goal=MOST_S,
+            note=f"median {statistics.median(seconds):.3g} s" if seconds else "",
+        ),
+        Row(
+            what="the same: segments, files, sockets and processes left",
+            value=len(left),
+            goal=0,
+            note=one_line(", ".join(left)),
+        ),
+    ]
+
+
+def main() -> int:
+    """Runs the trials; prints a table, or the outcomes as JSON."""
+    parser = parser_of(__doc__, KINDS, "kill 20 ranks over each transport")
+    parser.add_argument("--count", type=int, help="number of kills (100; 20 with --quick)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the moments (1)")
+    parser.add_argument("--raw", choices=KINDS, help="kill here, and print the outcomes as JSON")
+    options = parser.parse_args()
+    count = options.count or (20 if options.quick else 100)
+    if options.raw is None:
+        return run_parts({kind: partial(measure, count, kind) for kind in ("shm", "tcp")}, options)
+    torch.set_num_threads(1)
+    before = litter()
+    trials = []
+    for index in range(count):
+        trial = Trial(options.raw, options.seed + index)
+        try:
+            trials.append(trial.run())
+        except (AssertionError, EOFError, OSError, TimeoutError) as error:
+            trials.append({"failed": f"{type(error).__name__}: {error}"})
+        finally:
+            trial.end()
+    # Other programs' files come and go; what this one left stays.
+    left = litter() - before
+    end = time.monotonic() + END_S
+    while left and time.monotonic() < end:
+        time.sleep(0.2)
+        left &= litter()
+    print(json.dumps({"trials": trials, "litter": sorted(left)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

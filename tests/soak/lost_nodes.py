@@ -1,0 +1,460 @@
+"""A job whose nodes are killed, stopped, cut off and filled up at random, until its time is over.
+
+After each event the job must go on, or end and say why, within a deadline; after all of them no
+process, no step and no checkpoint may be wrong. ``nodes`` has the nodes, ``record`` the checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from tests.cluster.jobs import FLAGS, environment
+from tests.soak.job_record import Record, faults, steps_of_logs
+from tests.soak.node_events import WEIGHTS, Events, role
+from tests.support.nodes import Node, Nodes, why_not
+from tests.support.ranks import run_ranks, train
+from tests.support.report import Result, Row, measured, missing
+
+_FLAGS = ("--lr", "1e-4", "--distributed-timeout-minutes", "1", "--transport-silence-s", "10")
+TRAINER = str(Path(__file__).with_name("slow_trainer.py"))
+SLOTS = (2, 1, 1)
+SHARED_BYTES = 96 << 20
+BATCH, FIRST = 4, 10
+STEP_S = 0.4
+TOLERANCE = 1e-5
+DEADLINE_S, GONE_S = 450.0, 90.0
+"""Three times what it takes, on a machine that others use too."""
+_TOGETHER = 0.25
+"""How often the next event comes before the job is over this one."""
+_LOOK_S = 0.2
+_MOST_ENDS = 3
+"""Ends with a reason from one event on, before the job must go on."""
+_OURS = re.compile(
+    r'File ".*/(cluster/(?!rank_forkserver)\w+|cli/run)\.py"|never retrieved|Exception in callback'
+)
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:.*  .*\n)*(.*)")
+_REASON = re.compile(r"^(error: |\[elastic\] )", re.MULTILINE)
+_KILLED, _TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
+
+
+class SoakError(Exception):
+    """The job did not do what it must."""
+
+
+@dataclass(kw_only=True)
+class SoakResult:
+    """What came of a soak.
+
+    Attributes:
+        seed: of the random events.
+        events: what was done, a line each.
+        counts: events by kind.
+        ended: how often it ended with a reason, each with it.
+        failures: what must not be, a text each.
+        recoveries_s: by kind, from an event, or its end where it lasts, until the job went on; of
+            several together it is the last one's.
+        figures: about the whole.
+        tracebacks: last lines of those in the logs: of ranks whose peers were killed, most often.
+    """
+
+    seed: int
+    events: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    ended: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    recoveries_s: dict[str, list[float]] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    tracebacks: list[str] = field(default_factory=list)
+
+    def rows(self) -> list[Row]:
+        """What followed each kind of event; others came before the job was over the rest."""
+        rows = []
+        for name in [*sorted(self.counts), "join"]:
+            times_s = self.recoveries_s.get(name, [])
+            note = f"{self.counts[name]} events" if name != "join" else "nodes that came back"
+            note += f"; the slowest {max(times_s):.1f} s" if times_s else ""
+            rows.append(measured(f"soak, {name}: until it went on", times_s, unit="s", note=note))
+        what = f"{self.counts.total()} events: times that it neither went on nor gave a reason"
+        return [*rows, Row(what=what, value=len(self.failures), goal=0)]
+
+
+class Soak:
+    """Runs one; use it as a context, and :meth:`run` once.
+
+    Args:
+        folder: for logs and the shared folder.
+        seed: of the events.
+        flags: of the trainer.
+        say: told what happens, as it does.
+        kinds: of the first events, in this order; others are drawn.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        flags: Sequence[str],
+        say: Callable[[str], None],
+        kinds: Sequence[str] = (),
+    ) -> None:
+        self.result = SoakResult(seed=seed)
+        self._folder = folder
+        self._flags = [*flags, "--train-iters", "999999"]
+        self._alone = [*self._flags, "--pipeline-model-parallel-size", "1"]
+        self._say = say
+        self._kinds = list(kinds)
+        self._draw = random.Random(seed)
+        self._told: set[str] = set()  # nodes whose end was noticed
+        self._start_s = time.monotonic()
+        self._moment_ns = 0  # of the last event, or when it was over
+        self._last = "join"  # its kind
+        self._nodes = Nodes(folder, SLOTS, SHARED_BYTES)
+        self._checkpoints = self._nodes.shared / "checkpoints"
+        self._events = Events(self._nodes, self._draw, self._note, self._checkpoints)
+        self._record = Record(self._checkpoints / "elastic")
+
+    def __enter__(self) -> Soak:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._nodes.close()
+
+    def run(self, events: int, limit_s: float) -> SoakResult:
+        """Do events until there were so many, or the time is over; then check everything."""
+        self._first_checkpoint()
+        for node in self._nodes.all:
+            self._boot(node)
+        self._guard(self._settle)
+        end_s = time.monotonic() + limit_s
+        while sum(self.result.counts.values()) < events and time.monotonic() < end_s:
+            self._guard(self._once)
+        self._guard(self._settle)
+        for node in self._out():
+            self._boot(node)
+        self._guard(self._settle)
+        self._guard(self._end_all)
+        self._judge()
+        return self.result
+
+    def _once(self) -> None:
+        """Do one event and see what comes of it."""
+        out = self._out()
+        running = [node for node in self._nodes.all if node not in out]
+        if out and (len(running) < 2 or self._draw.random() < 0.5):
+            self._join(self._draw.choice(out))
+        else:
+            (name,) = self._draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
+            name = self._kinds[0] if self._kinds else name
+            what = self._events.do(name, self._draw.choice(running))
+            if what is None:
+                self._pass(1.0)
+                return
+            del self._kinds[:1]
+            self.result.counts[name] += 1
+            self._last = name
+            self._note(what)
+            self._moment_ns = time.time_ns()
+        if self._draw.random() < _TOGETHER:
+            self._pass(self._draw.uniform(0.0, 8.0))
+        else:
+            self._settle()
+            self._pass(self._draw.uniform(0.0, 2.0))
+
+    def _join(self, node: Node) -> None:
+        self._note(f"join {node.name}")
+        self._last = "join"
+        self._boot(node)
+
+    def _boot(self, node: Node) -> None:
+        command = [sys.executable, "-m", "megatron.adaptive", "run"]
+        command += ["--checkpoint", str(self._checkpoints), "--name", node.name]
+        command += ["--slots", str(node.slots), "--nodes", str(len(SLOTS)), "--wait", "300"]
+        command += ["--join-within", "60", TRAINER, *self._flags, "--save-interval", "10"]
+        command += ["--async-save", "--keep-checkpoints", "12", "--diagnose-interval", "0"]
+        command += ["--trace-dir", str(self._nodes.traces)]
+        self._told.discard(node.name)
+        node.boot(command, {**environment(), "SOAK_STEP_S": str(STEP_S)})
+        self._moment_ns = time.time_ns()
+
+    def _pass(self, seconds: float) -> None:
+        """Let time pass, and end what is due to end."""
+        until_s = time.monotonic() + seconds
+        while True:
+            now_s = time.monotonic()
+            if self._events.end_due():
+                self._moment_ns = time.time_ns()
+            self._record.refresh()
+            self._look_at_ended()
+            if now_s >= until_s:
+                return
+            time.sleep(min(_LOOK_S, until_s - now_s))
+
+    def _settle(self) -> None:
+        """Wait until everything that lasts is over and the job goes on with all that runs.
+
+        Raises:
+            SoakError: it does neither go on nor end within the deadline.
+        """
+        begin_s = over_s = time.monotonic()
+        ends = 0
+        while True:
+            self._pass(_LOOK_S)
+            if not self._events.are_over:
+                over_s = time.monotonic()
+                continue
+            if not any(node.is_running for node in self._nodes.all):
+                ends += 1
+                if ends > _MOST_ENDS:
+                    raise SoakError(f"it ended {ends} times, one after the other; {self._tails()}")
+                self._all_ended()
+                over_s = time.monotonic()
+                continue
+            lacking = self._lacking()
+            if not lacking:
+                took_s = time.monotonic() - over_s
+                self.result.recoveries_s.setdefault(self._last, []).append(took_s)
+                return
+            if time.monotonic() - over_s > DEADLINE_S:
+                took_s = time.monotonic() - begin_s
+                raise SoakError(f"{took_s:.0f} s after the event: {lacking}; {self._tails()}")
+
+    def _lacking(self) -> str:
+        """What is missing before the job goes on as it must; the empty text for nothing."""
+        if len(self._record.steps_since(self._moment_ns)) < 2:
+            return "no two new steps"
+        state = self._state()
+        if state.get("unix_ns", 0) < self._moment_ns:
+            return "the state of the job is not written"
+        present = {one["name"] for one in state["machines"] if one["status"] == "present"}
+        absent = [one.name for one in self._nodes.all if one.is_running and one.name not in present]
+        if absent:
+            return f"{absent[0]} runs and has no part in the job"
+        for node in self._nodes.all:
+            left = node.processes() if node.status is not None else []
+            if left:
+                return f"{node.name} has ended and left {[role(one) for one in left]}"
+        return ""
+
+    def _look_at_ended(self) -> None:
+        """Note nodes that ended by themselves, and ask them why."""
+        for node in self._nodes.all:
+            if not node.is_on or node.status is None or node.name in self._told:
+                continue
+            self._told.add(node.name)
+            if node.status == _KILLED:
+                continue
+            reasons = [line for line in node.said.splitlines() if _REASON.match(line)]
+            reason = reasons[-1] if reasons else ""
+            self._note(f"    {node.name} ended with status {node.status}: {reason}")
+            is_early = node.status == _TERMINATED and not node.said  # before it had begun
+            if not reason and not is_early:
+                self._fail(f"{node.name} ended with status {node.status} and no reason")
+            if node.status == 1:
+                self._fail(f"{node.name} ended with status 1: {_tail(node.said)}")
+
+    def _all_ended(self) -> None:
+        """Every node has ended: the job must have said why. Starts them again."""
+        last = next((line for line in reversed(self.result.events) if "ended with" in line), "")
+        self.result.ended.append(last.strip())
+        self._gone()
+        for node in self._nodes.all:
+            self._boot(node)
+        self._note("    the job has ended; all nodes start again")
+
+    def _gone(self) -> None:
+        """See that nothing is left on nodes that have ended.
+
+        Raises:
+            SoakError: something is.
+        """
+        end_s = time.monotonic() + GONE_S
+        while time.monotonic() < end_s:
+            left = {
+                node.name: [role(one) for one in node.processes()]
+                for node in self._nodes.all
+                if node.processes()
+            }
+            if not left:
+                return
+            time.sleep(_LOOK_S)
+        raise SoakError(f"left behind: {left}")
+
+    def _end_all(self) -> None:
+        """Take all nodes at once: the job saves and ends."""
+        self._note("end: SIGTERM to all nodes")
+        for node in self._nodes.all:
+            for runner in node.helpers()[:1]:
+                runner.send_signal(signal.SIGTERM)
+        end_s = time.monotonic() + DEADLINE_S
+        while any(node.status is None for node in self._nodes.all):
+            self._pass(_LOOK_S)
+            if time.monotonic() > end_s:
+                raise SoakError(f"the job did not end within {DEADLINE_S:g} s; {self._tails()}")
+        self._gone()
+
+    def _judge(self) -> None:
+        """Check everything that the job has left."""
+        self._record.refresh()
+        for node in self._nodes.all:
+            node.off()
+        texts = [node.log.read_text(errors="replace") for node in self._nodes.all]
+        for node, text in zip(self._nodes.all, texts, strict=True):
+            if match := _OURS.search(text):
+                at = match.start()
+                self._fail(
+                    f"{node.name} had an error of its own: {text[max(0, at - 900) : at + 900]}"
+                )
+        last = self._record.last
+        printed = steps_of_logs(texts)
+        expected = self._undisturbed(max([last, *(step.iteration for step in printed)]))
+        epochs = self._record.epochs
+        found, worst = faults(
+            epochs,
+            printed,
+            expected,
+            first=FIRST + 1,
+            batch=BATCH,
+            tolerance=TOLERANCE,
+            damaged=[one[:2] for one in self._events.damaged],
+        )
+        for text in found[:20]:
+            self._fail(text)
+        self.result.tracebacks += [one for text in texts for one in _TRACEBACK.findall(text)]
+        self.result.figures |= {
+            "steps": last,
+            "epochs": len(epochs),
+            "loss_difference": worst,
+            "checkpoints": self._reload(),
+            "tracebacks": sum(text.count("Traceback") for text in texts),
+            "minutes": round((time.monotonic() - self._start_s) / 60, 1),
+        }
+
+    def _reload(self) -> int:
+        """Load every complete checkpoint that is left, but for damaged ones; returns how many."""
+        folder = CheckpointFolder(self._checkpoints)
+        inodes = {inode for _, _, inode in self._events.damaged}
+        steps = folder.steps()
+        found = [step for step, path in steps.items() if path.stat().st_ino not in inodes]
+        for iteration in found:
+            folder.open(iteration)
+        words = ["--reload", ",".join(map(str, found)), *self._alone]
+        try:
+            run_ranks([TRAINER, *words, "--load", str(self._checkpoints)], 1, 300.0)
+        except RuntimeError as error:
+            self._fail(f"not all of {found} load: {error}")
+        if folder.latest() != max(steps):
+            self._fail(f"the latest checkpoint is {folder.latest()}, and there are {list(steps)}")
+        return len(found)
+
+    def _first_checkpoint(self) -> None:
+        """Train a few steps in one process: how weights are drawn depends on the shape."""
+        words = ["--save", str(self._checkpoints), "--save-interval", "10"]
+        words += ["--exit-interval", str(FIRST)]
+        run_ranks([TRAINER, *self._alone, *words], 1, 1800.0)
+        shutil.copytree(self._checkpoints, self._folder / "first")
+
+    def _undisturbed(self, last: int) -> dict[int, float]:
+        """Losses of one process that goes on alone from the first checkpoint."""
+        words = ["--load", str(self._folder / "first"), "--exit-interval", str(last)]
+        words = [TRAINER, *self._alone, *words]
+        lines = train(words, self._folder / "undisturbed", 1, 1800.0)
+        return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Do something; after a failure all nodes are started anew."""
+        try:
+            action()
+        except SoakError as error:
+            self._fail(str(error))
+            self._events.end_due(all_of_them=True)
+            for node in self._nodes.all:
+                self._boot(node)
+            self._settle()  # if even that fails, so does the soak
+
+    def _out(self) -> list[Node]:
+        return [node for node in self._nodes.all if not node.is_running]
+
+    def _state(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            told: dict[str, Any] = json.loads(
+                (self._checkpoints / "elastic" / "state.json").read_text()
+            )
+            return told
+        return {}
+
+    def _note(self, text: str) -> None:
+        line = f"{time.monotonic() - self._start_s:7.1f} s  {text}"
+        self.result.events.append(line)
+        self._say(line)
+        with contextlib.suppress(OSError), (self._folder / "events.txt").open("a") as file:
+            file.write(line + "\n")
+
+    def _fail(self, text: str) -> None:
+        self.result.failures.append(text)
+        self._note(f"FAILED: {text}")
+
+    def _tails(self) -> str:
+        return "".join(
+            f"\n--- {node.name} (status {node.status}, {[role(one) for one in node.processes()]})"
+            f"\n{_tail(node.said)}"
+            for node in self._nodes.all
+            if node.is_on
+        )
+
+
+def soaked(
+    folder: Path, events: int, minutes: float, seed: int, kinds: Sequence[str] = ()
+) -> Result:
+    """Runs a soak and prints what happens as it does; of no rows but a note without root.
+
+    Args:
+        folder: for its logs.
+        events: how many.
+        minutes: after which no event comes.
+        seed: of the events.
+        kinds: of the first ones.
+    """
+    if (reason := why_not()) is not None:
+        return Result(rows=[missing("soak", reason)])
+    signal.signal(signal.SIGTERM, end_in_order)
+    folder = folder / "soak"
+    folder.mkdir(parents=True)
+    with Soak(folder, seed, [*FLAGS, *_FLAGS], _say, kinds) as job:
+        found = job.run(events, minutes * 60)
+    went_on = sum(map(len, found.recoveries_s.values()))
+    print(f"seed {found.seed}: went on {went_on} times, ended {len(found.ended)} times")
+    for line in found.ended:
+        print(f"ended with the reason: {line}")
+    print(", ".join(f"{value} {name}" for name, value in found.figures.items()))
+    for text in found.tracebacks:
+        print(f"a traceback ended with: {text}")
+    for text in found.failures:
+        print(f"FAILED (seed {found.seed}): {text}")
+    return Result(rows=found.rows(), facts={"soak": vars(found)})
+
+
+def end_in_order(number: int, frame: object) -> None:
+    """Let what is open be closed: namespaces and mounts outlive this program."""
+    raise SystemExit(128 + number)
+
+
+def _say(text: str) -> None:
+    """Print at once: a soak takes long."""
+    print(text, flush=True)
+
+
+def _tail(text: str, lines: int = 25) -> str:
+    return "\n".join(line[:300] for line in text.splitlines()[-lines:])

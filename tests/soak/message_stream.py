@@ -1,0 +1,270 @@
+"""Millions of messages through one channel: none may be lost, and nothing may grow.
+
+The receiver keeps a few payloads and drops them in another order, so that slots come back out of
+order. Both ends look at their memory and descriptors all the way.
+
+    python -m tests.soak.message_stream [--quick] [--messages 10000000] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import random
+import sys
+import time
+from collections import deque
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from megatron.adaptive import extension
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.transport.interface import Label
+from megatron.adaptive.transport.native import NativeTransport
+from tests.support.report import Result, Row, parser_of
+from tests.support.report import measure as run_parts
+
+SLOT_BYTES, SLOTS = 64 << 10, 16
+CHANNEL_FILE = "/memfd:megatron-adaptive-channel"
+WORDS = (0, 1, 128, 1024, 8192)
+"""Elements of 8 bytes: nothing, little, and a whole slot."""
+PIECES_WORDS = 40_000
+"""More than a slot."""
+LIMIT_S = 60.0
+MOST_GROWTH_MIB, MOST_MAPPED = 2.0, 1.05
+_LABEL = Label(0, Action(ActionKind.F, 0, 0))
+_BATCH = 256
+_HELD = 8
+_LOOKS = 50
+_ROTATING = 24
+"""Tensors of a size that the sender uses in turns: more than there are slots, so that some wait."""
+
+
+class Link:
+    """One end of a channel over shared memory between two processes.
+
+    Args:
+        rank: Rank of this process, 0 or 1.
+        connection: Connection to the parent, which exchanges the addresses.
+    """
+
+    def __init__(self, rank: int, connection: Connection) -> None:
+        node = extension.require("this soak").Node(rank, bytes(16), 1, 2)
+        connection.send(node.listen("unix"))
+        self._peer = 1 - rank
+        node.open("shm", self._peer, connection.recv(), LIMIT_S, slot_bytes=SLOT_BYTES, slots=SLOTS)
+        self.transport = NativeTransport(node, {self._peer: "shm"}, device=torch.device("cpu"))
+
+    def send(self, payload: torch.Tensor) -> None:
+        """Sends a tensor."""
+        self.transport.send(self._peer, _LABEL, payload)
+
+    def settle(self) -> None:
+        """Waits until no payload is needed here any more."""
+        self.transport.flush(LIMIT_S)
+
+    def receive(self) -> torch.Tensor:
+        """Waits for the next tensor."""
+        arrival: Any = self.transport.completions.wait(time.monotonic() + LIMIT_S)
+        assert arrival is not None, f"nothing arrived within {LIMIT_S:g} s"
+        payload: torch.Tensor = arrival.take()
+        return payload
+
+
+def be_rank(rank: int, connection: Connection, messages: int) -> None:
+    """Is one end; sends the parent its figures, or the error as text."""
+    try:
+        link = Link(rank, connection)
+        looks: list[tuple[int, int]] = []
+        every = max(_BATCH, messages // _LOOKS // _BATCH * _BATCH)
+        start_s = time.monotonic()
+        (_receive if rank else _send)(link, messages, every, looks)
+        seconds = time.monotonic() - start_s
+        figures = {"looks": looks, "mapped_bytes": mapped_bytes(), "seconds": seconds}
+        link.settle()
+        connection.send(figures)
+        connection.recv()  # the other end is done as well
+        link.transport.close()
+    except Exception as error:
+        connection.send(f"rank {rank}: {type(error).__name__}: {error}")
+
+
+def stream(messages: int, limit_s: float) -> list[dict[str, Any]]:
+    """Sends messages from one forked process to another; returns the figures of both.
+
+    Raises:
+        RuntimeError: A message was lost or wrong, or the time limit passed.
+    """
+    context = multiprocessing.get_context("fork")
+    ends, processes = [], []
+    for rank in range(2):
+        end, other_end = context.Pipe()
+        process = context.Process(target=be_rank, args=(rank, other_end, messages), daemon=True)
+        process.start()
+        other_end.close()
+        ends.append(end)
+        processes.append(process)
+    end_s = time.monotonic() + limit_s
+
+    def said(end: Connection) -> Any:
+        if not end.poll(max(0.0, end_s - time.monotonic())):
+            raise RuntimeError(f"{messages} messages took more than {limit_s:g} s")
+        answer = end.recv()
+        if isinstance(answer, str) and answer.startswith("rank "):
+            raise RuntimeError(answer)
+        return answer
+
+    try:
+        for end, address in zip(ends, reversed([said(end) for end in ends]), strict=True):
+            end.send(address)
+        figures = [said(end) for end in ends]
+        for end in ends:
+            end.send("done")
+        for process in processes:
+            process.join(LIMIT_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for end in ends:
+            end.close()
+    return figures
+
+
+def measure(messages: int) -> Result:
+    """Sends messages and compares the memory of both ends with the limits."""
+    figures = stream(messages, 60.0 + messages / 5e3)
+    asked_bytes = 2 * SLOTS * SLOT_BYTES
+    gains = [growth(end["looks"]) for end in figures]
+    rate = messages / max(end["seconds"] for end in figures)
+    return Result(
+        rows=[
+            Row(
+                what=f"{messages:,} messages over shm: memory gained",
+                value=max(gain_bytes for gain_bytes, _ in gains) / 2**20,
+                unit="MiB",
+                goal=MOST_GROWTH_MIB,
+                note=f"after the first fifth; {rate:,.0f} a second, all checked",
+            ),
+            Row(
+                what="the same: descriptors gained",
+                value=max(descriptors for _, descriptors in gains),
+                goal=0,
+            ),
+            Row(
+                what="the same: memory of the channels, both ways, over what was asked for",
+                value=max(end["mapped_bytes"] for end in figures) / asked_bytes,
+                goal=MOST_MAPPED,
+            ),
+        ],
+        facts={"looks": [end["looks"] for end in figures]},
+    )
+
+
+def mapped_bytes() -> int:
+    """Size of all channels over shared memory that this process has."""
+    ranges = [
+        line.split()[0].split("-")
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        if CHANNEL_FILE in line
+    ]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+
+def look() -> tuple[int, int]:
+    """Resident bytes and descriptors of this process."""
+    own = psutil.Process()
+    return own.memory_info().rss, own.num_fds()
+
+
+def words_of(number: int) -> int:
+    """Size of a message, the same on both ends."""
+    if number % 1009 == 1008:
+        return PIECES_WORDS
+    return WORDS[2] if number % 16 else WORDS[number // 16 % len(WORDS)]
+
+
+def _send(link: Link, messages: int, every: int, looks: list[tuple[int, int]]) -> None:
+    rings = {
+        words: [torch.arange(words, dtype=torch.int64) for _ in range(_ROTATING)]
+        for words in (*WORDS, PIECES_WORDS)
+    }
+    used = dict.fromkeys(rings, 0)
+    for number in range(messages):
+        words = words_of(number)
+        turn = used[words]
+        used[words] += 1
+        if turn % _ROTATING == 0:
+            link.settle()  # none of this size may still be on its way when it is written again
+        payload = rings[words][turn % _ROTATING]
+        if words:
+            ctypes.c_int64.from_address(payload.data_ptr()).value = number
+        link.send(payload)
+        if number % _BATCH == _BATCH - 1:
+            link.receive()
+            if number % every == every - 1:
+                looks.append(look())
+
+
+def _receive(link: Link, messages: int, every: int, looks: list[tuple[int, int]]) -> None:
+    held: deque[torch.Tensor] = deque()
+    draw = random.Random(1)
+    token = torch.zeros(1, dtype=torch.int64)
+    for number in range(messages):
+        payload = link.receive()
+        _check(payload, number)
+        held.append(payload)
+        del payload
+        if len(held) > _HELD:
+            if draw.random() < 0.5:
+                held.pop()
+            held.popleft()
+        if number % _BATCH == _BATCH - 1:
+            held.clear()
+            link.send(token)
+            if number % every == every - 1:
+                looks.append(look())
+
+
+def _check(payload: torch.Tensor, number: int) -> None:
+    words = words_of(number)
+    assert payload.numel() == words, f"message {number} has {payload.numel()} elements, not {words}"
+    if words == 0:
+        return
+    address = payload.data_ptr()
+    first = ctypes.c_int64.from_address(address).value
+    assert first == number, f"message {first} came where {number} was due"
+    last = ctypes.c_int64.from_address(address + 8 * (words - 1)).value
+    assert words == 1 or last == words - 1, f"message {number} ends with {last}, not {words - 1}"
+
+
+def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
+    """Bytes and descriptors by which a process grew, after the first fifth of the soak.
+
+    Compared are the least of the second fifth and the least of the last: a process that grows does
+    not come back.
+    """
+    fifth = max(1, len(looks) // 5)
+    early, late = looks[fifth : 2 * fifth] or looks[:1], looks[-fifth:]
+    return (
+        min(one[0] for one in late) - min(one[0] for one in early),
+        min(one[1] for one in late) - min(one[1] for one in early),
+    )
+
+
+def main() -> int:
+    """Streams as the command line says; returns 1 if a limit is missed."""
+    parser = parser_of(__doc__, ("messages",), "send 200,000 messages")
+    parser.add_argument("--messages", type=int, help="number of messages (10,000,000)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    messages = options.messages or (200_000 if options.quick else 10_000_000)
+    return run_parts({"messages": lambda: measure(messages)}, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

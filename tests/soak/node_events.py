@@ -1,0 +1,161 @@
+"""What happens to the nodes of a job: each kind of event, and its end where it lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from tests.soak.damages import damage
+from tests.support.nodes import Node, Nodes, fill, send
+
+Undo = Callable[[], object]
+
+
+WEIGHTS = {
+    "kill-rank": 14,
+    "kill-agent": 14,
+    "kill-node": 8,
+    "power-off": 5,
+    "stop-rank": 8,
+    "stop-agent": 8,
+    "stop-node": 6,
+    "cut": 8,
+    "unplug": 5,
+    "disk-full": 9,
+    "trace-full": 5,
+    "bit-flip": 5,
+    "notice": 15,
+}
+"""Weights by which kinds of events are drawn."""
+LASTS_S = ((1.0, 8.0), (22.0, 32.0))
+"""Ranges of how long it lasts, where it does: less than the time limit of silence, and more."""
+
+
+class Events:
+    """Does events to nodes.
+
+    Args:
+        nodes: to do them to.
+        draw: random numbers.
+        note: told when something that lasts is over.
+        checkpoints: folder of the job's.
+
+    Attributes:
+        damaged: checkpoints of which a bit was flipped: iteration, moment in ns, and inode of the
+            folder, by which one that was written anew is known.
+    """
+
+    def __init__(
+        self, nodes: Nodes, draw: random.Random, note: Callable[[str], None], checkpoints: Path
+    ) -> None:
+        self._nodes = nodes
+        self._draw = draw
+        self._note = note
+        self._checkpoints = CheckpointFolder(checkpoints)
+        self._undo: list[tuple[float, str, Undo]] = []
+        self.damaged: list[tuple[int, int, int]] = []
+
+    @property
+    def are_over(self) -> bool:
+        """Whether nothing lasts any more."""
+        return not self._undo
+
+    def do(self, name: str, node: Node) -> str | None:
+        """Do one.
+
+        Args:
+            name: of its kind.
+            node: to do it to.
+
+        Returns:
+            What was done, ``None`` where there is nothing to do it to.
+        """
+        what = node.name
+        undo: Undo | None = None
+        if name in ("kill-rank", "kill-agent", "stop-rank", "stop-agent"):
+            processes = node.ranks() if name.endswith("rank") else node.helpers()
+            if not processes:
+                return None
+            one = self._draw.choice(processes)
+            what += f", {role(one)}"
+            send([one], signal.SIGKILL if name.startswith("kill") else signal.SIGSTOP)
+            undo = None if name.startswith("kill") else partial(send, [one], signal.SIGCONT)
+        elif name == "kill-node":
+            node.off()
+        elif name == "power-off":
+            node.cut(silently=True)
+            node.off()
+        elif name == "stop-node":
+            processes = node.processes()
+            send(processes, signal.SIGSTOP)
+            undo = partial(send, processes, signal.SIGCONT)
+        elif name in ("cut", "unplug"):
+            node.cut(silently=name == "cut")
+            undo = node.mend
+        elif name in ("disk-full", "trace-full"):
+            disk = self._nodes.shared if name == "disk-full" else self._nodes.traces
+            what = f"the folder of {disk.name}"
+            undo = partial((disk / "filler").unlink, missing_ok=True)
+            fill(disk / "filler")
+        elif name == "bit-flip":  # and a rank is lost, so that it is loaded
+            if not (ranks := node.ranks()) or (flipped := self._flip_bit()) is None:
+                return None
+            what += f", {flipped}"
+            send([self._draw.choice(ranks)], signal.SIGKILL)
+        else:
+            number = self._draw.choice((signal.SIGTERM, signal.SIGUSR1))
+            if not (runner := node.helpers()[:1]):
+                return None
+            send(runner, number)
+            what += f", {number.name}"
+        if undo is None:
+            return f"{name} {what}"
+        lasts_s = self._draw.uniform(*self._draw.choice(LASTS_S))
+        self._undo.append((time.monotonic() + lasts_s, f"{name} {what} is over", undo))
+        return f"{name} {what} for {lasts_s:.1f} s"
+
+    def _flip_bit(self) -> str | None:
+        """Flip a bit of the newest complete checkpoint; names file and bit.
+
+        Without a whole one before it nothing is left that the job could go on from: ``None``.
+        """
+        steps = sorted(self._checkpoints.steps().items())
+        inodes = {inode for _, _, inode in self.damaged}
+        if not any(path.stat().st_ino not in inodes for _, path in steps[:-1]):
+            return None
+        iteration, folder = steps[-1]
+        path = self._draw.choice([one for one in sorted(folder.iterdir()) if one.stat().st_size])
+        self.damaged.append((iteration, time.time_ns(), folder.stat().st_ino))
+        return f"{folder.name}/{path.name}: {damage(path, 'bit', self._draw)}"
+
+    def end_due(self, *, all_of_them: bool = False) -> bool:
+        """End what has lasted long enough; whether there was any."""
+        now_s = time.monotonic()
+        due = [one for one in self._undo if all_of_them or one[0] <= now_s]
+        for entry in due:
+            self._undo.remove(entry)
+            self._note(entry[1])
+            entry[2]()
+        return bool(due)
+
+
+def role(process: psutil.Process) -> str:
+    """What a process of the job is, in a word, and its state."""
+    with contextlib.suppress(psutil.Error):
+        words = process.cmdline()
+        parent = process.parent()
+        name = "forkserver" if any("rank_forkserver" in word for word in words) else "run"
+        if name == "forkserver" and parent is not None and parent.cmdline() == words:
+            name = "rank"
+        if "--agent" in words:
+            name = "agent"
+        return f"{name} {process.pid} {process.status()}"
+    return f"process {process.pid}"

@@ -1,0 +1,43 @@
+"""The trainer, which writes down where its ranks listen and counts them as of two machines.
+
+Folder and seconds of a step are in ``OBSERVED_PORTS`` and ``OBSERVED_STEP_S``: a step waits, so
+that those who talk to its listeners get their share of the processors.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive import accelerator as device
+
+device.install()  # before megatron-core is imported
+device.quiet_libraries()
+
+from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
+from megatron.adaptive.engine import executor_setup  # noqa: E402
+from megatron.adaptive.trace import clock  # noqa: E402
+from tests.soak.slow_trainer import slow_down  # noqa: E402
+
+
+def observe(folder: Path) -> None:
+    """Lets the ranks compare their clocks, as on two machines, and note the port of it."""
+    start, serve = executor_setup.start_clock_sync, clock.ClockServer.__init__
+
+    def start_between_machines(*, clock_id: str, rank: int, **more: Any) -> Any:
+        return start(clock_id=f"{clock_id} {rank}", rank=rank, **more)
+
+    def serve_observed(self: Any, *given: Any, **more: Any) -> None:
+        serve(self, *given, **more)
+        (folder / "clocks").write_text(str(self.port))
+
+    executor_setup.start_clock_sync = start_between_machines
+    clock.ClockServer.__init__ = serve_observed  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    observe(Path(os.environ["OBSERVED_PORTS"]))
+    slow_down(float(os.environ["OBSERVED_STEP_S"]))
+    sys.exit(run())

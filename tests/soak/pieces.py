@@ -1,0 +1,104 @@
+"""Steps of models with cut points: as the planner predicts them from a profile, and as measured.
+
+Two processes of this machine. The model is profiled, the planner chooses as it does for a
+``Pipeline`` without sizes, and its best shapes are trained in. Run as a program it is one rank of
+that, and its arguments are the name of a model, steps, and a file for its results.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.multiprocess.launch import ROOT
+from tests.support.ranks import run_ranks
+from tests.support.report import Result, Row
+
+EXAMPLES = ROOT / "examples" / "cutpoint"
+PROCESSES, SHAPES, LIMIT_S = 2, 2, 120.0
+STEPS, QUICK_STEPS, WARM_UP = 30, 10, 3
+SIZES = {"mlp": 256, "vit": 16}
+"""Samples of a step of each model of ``examples/cutpoint``."""
+
+
+def pieces(folder: Path, *, quick: bool) -> Result:
+    """Compare them; a row for each model and shape.
+
+    Args:
+        folder: for what the ranks tell.
+        quick: with fewer steps.
+    """
+    found: dict[str, Any] = {}
+    rows = []
+    for name, samples in SIZES.items():
+        output = folder / f"{name}.json"
+        words = [str(Path(__file__).resolve()), name, str(QUICK_STEPS if quick else STEPS)]
+        run_ranks([*words, str(output)], PROCESSES, LIMIT_S)
+        found[name] = json.loads(output.read_text())
+        for one in found[name]:
+            what = f"{name}, steps of {samples} samples, {one['shape']}: predicted by measured"
+            low, _, high = (value * 1e3 for value in one["quartiles_s"])
+            note = f"{one['predicted_s'] * 1e3:.1f} ms by {one['measured_s'] * 1e3:.1f} ms"
+            note += f" (the middle half {low:.1f} to {high:.1f})"
+            rows.append(Row(what=what, value=one["predicted_s"] / one["measured_s"], note=note))
+    return Result(rows=rows, facts={"pieces": found})
+
+
+def _rank(name: str, steps: int, target: Path) -> None:
+    import torch
+
+    from megatron.adaptive import Pipeline
+
+    sys.path.insert(0, str(EXAMPLES))
+    example = importlib.import_module(name)
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(1)  # the same on all ranks
+        wide: torch.nn.Module
+        wide = example.Mlp(512, 8) if name == "mlp" else example.Vit(width=128)
+        return wide
+
+    batch = example.make_batch(SIZES[name])
+    if name == "mlp":
+        batch["x"] = torch.randn(SIZES[name], 512, generator=torch.Generator().manual_seed(2))
+    options = {"loss": example.loss} if name == "vit" else {}
+    with Pipeline(model(), batch, **options) as chosen:
+        plan = chosen.plan
+        assert plan is not None
+    told = []
+    for option in (plan.best, *plan.others)[:SHAPES]:
+        with Pipeline(
+            model(),
+            batch,
+            micro_batch_size=option.micro_batch_size,
+            pipeline_size=option.pipeline_size,
+            partition=option.partition,
+            **options,
+        ) as pipeline:
+            pipeline.set_optimizer(lambda ones: torch.optim.AdamW(ones, lr=1e-3))
+            part = pipeline.share(batch)
+            seconds = []
+            for _ in range(WARM_UP + steps):
+                begin_s = time.perf_counter()
+                pipeline.step(part)
+                seconds.append(time.perf_counter() - begin_s)
+            taken = seconds[WARM_UP:]
+            told.append(
+                {
+                    "shape": str(option),
+                    "predicted_s": option.seconds,
+                    "measured_s": statistics.median(taken),
+                    "quartiles_s": statistics.quantiles(taken, n=4),
+                }
+            )
+            if torch.distributed.get_rank() == 0:
+                target.write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

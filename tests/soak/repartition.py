@@ -1,0 +1,154 @@
+"""What live re-partition regains of a slow rank's time, and what moving a layer takes.
+
+Four ranks train a GPT whose layers take a given time (``timed_layers.py``), on one of them 1.5
+times as long. ``--repartition auto`` chooses a partition; then the same processes train in turns
+under that one, under equal stages and under the partition that is best of all in simulation, so
+that what else the machine does meanwhile falls on all three. Then a small GPT at full speed hands
+single layers to and fro.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.planner.choose_partition import Loads, simulated_step
+from megatron.adaptive.schedule.catalog import make_candidate
+from megatron.adaptive.schedule.stage_placement import Placement
+from tests.support.ranks import train
+from tests.support.report import Result, Row
+
+WORKER = Path(__file__).parents[1] / "support" / "timed_layers.py"
+GOAL_SHARE, GOAL_STEPS, GOAL_LOSS = 0.8, 2.0, 1e-5
+LIMIT_S = 400.0
+RANKS, LAYERS, MICROBATCHES, LAYER_MS, SLOW_RANK, FACTOR = 4, 24, 8, 8.0, 1, 1.5
+COMMON = (
+    "--micro-batch-size 1 --lr 1e-2 --lr-decay-style constant --eval-iters 0 --log-interval 1 "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --mock-data --num-attention-heads 4 "
+    f"--pipeline-model-parallel-size {RANKS} --distributed-timeout-minutes 2"
+).split()
+TIMED = (
+    f"--num-layers {LAYERS} --hidden-size 32 --seq-length 16 --max-position-embeddings 16 "
+    # The norm that gradients are clipped by adds up in another order after a move.
+    f"--global-batch-size {MICROBATCHES} --pipeline-schedule 1f1b --clip-grad 0"
+).split()
+SMALL = (
+    "--num-layers 8 --hidden-size 128 --seq-length 128 --max-position-embeddings 128 "
+    "--global-batch-size 8"
+).split()
+TURN_STEPS, MOST_BEFORE = 4, 22
+AUTO = ["--repartition", "auto", "--repartition-interval", "8"]
+
+
+def repartition(folder: Path, *, quick: bool) -> Result:
+    """Measure both."""
+    figures = _regained(folder, rounds=3 if quick else 8) | _move(folder, moves=4 if quick else 12)
+    loss = "repartition_loss_difference"
+    rows = [
+        Row(
+            what="share of the ideal that a slow rank regains",
+            value=figures["regained"],
+            goal=GOAL_SHARE,
+            least=True,
+        ),
+        Row(what="steps that moving a layer takes", value=figures["move_steps"], goal=GOAL_STEPS),
+        Row(what="largest difference of a loss", value=figures[loss], goal=GOAL_LOSS),
+    ]
+    return Result(rows=rows, facts=figures)
+
+
+def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
+    best, told = _ideal(), folder / "turns.json"
+    even = (LAYERS // RANKS,) * RANKS
+    most = MOST_BEFORE + 3 * TURN_STEPS * rounds
+    asked = {"others": [even, best], "steps": TURN_STEPS, "rounds": rounds, "told": str(told)}
+    slow = {"LAYER_MS": str(LAYER_MS), "SLOW_RANKS": str(SLOW_RANK), "SLOW_FACTOR": str(FACTOR)}
+    words = [*TIMED, *AUTO]
+    lines = _train(words, folder / "turns", most, {**slow, "COMPARE": json.dumps(asked)})
+    losses = {line["iteration"]: line["loss"] for line in lines if "loss" in line}
+    still = _train([*TIMED], folder / "still", most, {})
+    pairs = [(losses[line["iteration"]], line["loss"]) for line in still if "loss" in line]
+    worst = max(abs(first / second - 1) for first, second in pairs)
+    turns = json.loads(told.read_text())
+    chosen = tuple(turns["chosen"])
+    took = _took(lines, turns)
+    lost = took[even] - took[best]
+    # Without a move, or on a machine too busy to tell a slow rank, nothing is regained.
+    regained = (took[even] - took[chosen]) / lost if chosen != even and lost > 0 else 0.0
+    first = turns["turns"][0][0] - 1
+    named = {"even": even, "ideal": best, "auto": chosen}
+    print(
+        f"steps of {took[even]:.0f} ms with a rank x{FACTOR:g}, {took[best]:.0f} ms under "
+        f"{format_partition(best)}, the ideal, and {took[chosen]:.0f} ms under "
+        f"{format_partition(chosen)}, chosen after step {first}: {regained:.0%} regained; "
+        f"losses differ by {worst:.1e} at most"
+    )
+    return {
+        "regained": regained,
+        "repartition_chosen": list(chosen),
+        "repartition_chosen_after": first,
+        "repartition_step_ms": {name: took[one] for name, one in named.items()},
+        "repartition_loss_difference": worst,
+    }
+
+
+def _took(lines: Sequence[dict[str, Any]], turns: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """Median of a step under each partition, without the first one after each move."""
+    steps = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
+    found: dict[tuple[int, ...], list[float]] = {}
+    for at, partition in turns["turns"]:
+        found.setdefault(tuple(partition), []).extend(
+            steps[step] for step in range(at + 1, at + TURN_STEPS)
+        )
+    return {partition: statistics.median(values) for partition, values in found.items()}
+
+
+def _ideal() -> tuple[int, ...]:
+    """The best of all partitions for the speeds that the ranks truly have."""
+    each = [LAYER_MS / 1e3 * (FACTOR if rank == SLOW_RANK else 1) for rank in range(RANKS)]
+    even = (LAYERS // RANKS,) * RANKS
+    loads = Loads(
+        placement=Placement(num_ranks=RANKS, num_chunks=1),
+        partition=even,
+        layer_s=tuple(((one, 2 * one, 0.0),) for one in each),
+        beside_s=((0.0, 0.0, 0.0),) * RANKS,
+        most_layers=(math.inf,) * RANKS,
+    )
+    step_s = simulated_step(loads, make_candidate("1f1b", RANKS, 1, MICROBATCHES), MICROBATCHES)
+    near = range(even[0] - 3, even[0] + 4)
+    every = [(*first, LAYERS - sum(first)) for first in itertools.product(near, repeat=RANKS - 1)]
+    return min((one for one in every if one[-1] >= 0), key=step_s)
+
+
+def _move(folder: Path, *, moves: int) -> dict[str, Any]:
+    """Hand a layer from one rank to the next and back."""
+    partitions = itertools.cycle(("3-1-2-2", "2-2-2-2"))
+    at = [6 + 4 * number for number in range(moves)]
+    words = ",".join(f"{step}:{next(partitions)}" for step in at)
+    lines = _train([*SMALL, *AUTO], folder / "moves", at[-1] + 4, {"MOVES": words})
+    steps = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
+    took_ms = [line["seconds"] * 1e3 for line in lines if "repartitioned" in line]
+    assert len(took_ms) == moves
+    step_ms = statistics.median(steps[step] for number in at for step in (number - 1, number))
+    after_ms = statistics.median(steps[step + 1] for step in at)
+    move_ms = statistics.median(took_ms)
+    whole = (move_ms + max(0.0, after_ms - step_ms)) / step_ms
+    print(
+        f"moving a layer takes {move_ms:.0f} ms, steps {step_ms:.0f} ms and the first one after a "
+        f"move {after_ms:.0f} ms: {whole:.2f} steps in all"
+    )
+    return {"move_ms": move_ms, "move_step_ms": step_ms, "move_steps": whole}
+
+
+def _train(
+    words: Sequence[str], folder: Path, steps: int, settings: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Train on four ranks; returns the lines of the progress."""
+    words = [str(WORKER), *COMMON, *words, "--train-iters", str(steps)]
+    return train(words, folder, RANKS, LIMIT_S, settings)

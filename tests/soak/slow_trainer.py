@@ -1,0 +1,55 @@
+"""The trainer with steps that take a while, as if the model were large, at no cost of processors.
+
+Seconds that each step waits are in ``SOAK_STEP_S``; what is computed stays the same. With
+``--reload ITERATION,... TRAINER_FLAGS... --load DIR`` it only loads checkpoints, one after the
+other as training does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.adaptive import accelerator as device
+
+device.install()  # before megatron-core is imported
+device.quiet_libraries()
+
+from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
+from megatron.adaptive.gpt.train_step import Step  # noqa: E402
+from tests.support.ranks import LoadingRank  # noqa: E402
+
+
+def slow_down(seconds: float) -> None:
+    """Let each step of this process begin with a wait."""
+    train = Step.train
+
+    def slow(self: Step, *arguments: Any) -> Any:
+        time.sleep(seconds)
+        return train(self, *arguments)
+
+    Step.train = slow  # type: ignore[method-assign]
+
+
+def reload(iterations: Sequence[int], words: Sequence[str]) -> None:
+    """Load checkpoints into one model; exits with a message where one is not what it says."""
+    rank = LoadingRank(words)
+    batch = rank.config.batch.global_batch_size
+    for iteration in iterations:
+        progress = rank.load(iteration)
+        assert progress is not None
+        done = progress.iteration, progress.consumed_train_samples, progress.skipped_iterations
+        if done != (iteration, iteration * batch, 0):
+            sys.exit(f"the checkpoint of iteration {iteration} says {done}")
+    rank.close()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--reload":
+        reload([int(word) for word in sys.argv[2].split(",") if word], sys.argv[3:])
+        sys.exit()
+    slow_down(float(os.environ.get("SOAK_STEP_S", "0")))
+    sys.exit(run())

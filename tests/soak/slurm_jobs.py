@@ -1,0 +1,269 @@
+"""Measures what a job costs that Slurm starts, and how soon the monitor names a lost node.
+
+    python -m tests.soak.slurm_jobs [--quick] [--part PART ...] [--json FILE]
+
+Parts: ``start``, from sbatch to the first iteration on a Slurm of two nodes, less the start of the
+same job by torchrun alone; ``crash``, from a node's end to its name in the monitor, and processes
+that the job leaves behind. Both need root and the packages of ``bash prerequisite.sh --slurm``.
+Exits with status 1 if a limit is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from megatron.adaptive.cli.submit import batch_script, settings_text
+from megatron.adaptive.cluster.conf import LaunchConf, load_conf
+from megatron.adaptive.cluster.node_processes import trainer_flags
+from tests.labs import slurm_lab
+from tests.labs.slurm_lab import Kind, Lab
+from tests.multiprocess.launch import ROOT, kill_tree, start
+from tests.support.report import Result, Row, measure, measured, missing, parser_of
+
+LIMIT_S = 240.0
+LEFT_S = 20.0
+"""Processes that a job leaves are orphans if they live so long after it."""
+PORT = 29711
+WAYS = ("crash", "poweroff", "unplug")
+CONF = """
+MODEL=tiny
+DEVICE=cpu
+TRAIN_ITERS=100000
+GLOBAL_BATCH_SIZE=4
+PIPELINE_MP_SIZE=2
+NNODES=2
+NPROC_PER_NODE=1
+REQUEUE=false
+TRAINER_FLAGS='--vocab-size 255'
+export OMP_NUM_THREADS=1
+"""
+ITERATION = re.compile(r"^ \[[\d :-]{19}\] iteration ", re.MULTILINE)
+
+
+@contextlib.contextmanager
+def started_lab() -> Iterator[Lab]:
+    """A Slurm of two nodes, and a third for what comes after a crash."""
+    with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
+        os.chmod(folder, 0o755)
+        with Lab(Path(folder, "lab"), [Kind("node", 3, 0)], accounting=True) as lab:
+            yield lab
+
+
+def until(what: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> float:
+    """Wait for something; returns the seconds that it took."""
+    begin_s = time.perf_counter()
+    while not what():
+        if time.perf_counter() - begin_s > limit_s:
+            raise TimeoutError(f"no {name} within {limit_s:g} s")
+        time.sleep(0.05)
+    return time.perf_counter() - begin_s
+
+
+def has_iterated(folder: Path) -> bool:
+    """Whether a file of a job holds the line of an iteration."""
+    return any(ITERATION.search(path.read_text()) for path in folder.glob("*.out"))
+
+
+def conf_in(folder: Path) -> LaunchConf:
+    """Return the configuration of all jobs here, in a folder of its own."""
+    folder.mkdir(parents=True)
+    (folder / "conf.sh").write_text(CONF)
+    return load_conf(folder / "conf.sh")
+
+
+def submitted(lab: Lab, conf: LaunchConf) -> int:
+    """Give a job to sbatch, with the script that submit writes."""
+    settings = conf.folder / "settings.json"
+    settings.write_text(settings_text(conf))
+    script = conf.folder / "job.sbatch"
+    script.write_text(batch_script(conf, settings))
+    conf.path("LOG_DIR").mkdir(exist_ok=True)
+    return int(lab.output("sbatch", "--parsable", str(script)).partition(";")[0])
+
+
+def first_iteration(lab: Lab, job: int, logs: Path) -> None:
+    """Wait for the first iteration of a job.
+
+    Raises:
+        TimeoutError: it did not come; what Slurm and the job said goes to stderr.
+    """
+    try:
+        until(lambda: has_iterated(logs), "iteration")
+    except TimeoutError:
+        said = [lab.output("squeue", "-o", "%i %T %r %N"), lab.output("sinfo", "-N")]
+        for path in sorted(logs.glob("*.???")):
+            said += [f"--- {path.name}", path.read_text(errors="replace")[-3000:]]
+        print(f"job {job}:", *said, sep="\n", file=sys.stderr)
+        raise
+
+
+def finished(lab: Lab, job: int) -> None:
+    """Wait until a job has left the queue and its nodes are free."""
+    until(lambda: not lab.output("squeue", "-h", "-j", str(job)), "end of a job")
+
+
+def slurm_start(lab: Lab, folder: Path) -> float:
+    """Return the seconds from sbatch to the first iteration."""
+    conf = conf_in(folder)
+    begin_s = time.perf_counter()
+    job = submitted(lab, conf)
+    logs = conf.path("LOG_DIR") / str(job)
+    first_iteration(lab, job, logs)
+    took_s = time.perf_counter() - begin_s
+    lab.output("scancel", str(job))
+    finished(lab, job)
+    return took_s
+
+
+def torchrun_start(lab: Lab, folder: Path) -> float:
+    """Return the seconds from torchrun on both nodes to the first iteration."""
+    conf = conf_in(folder)
+    words = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
+    words += ["CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "torch.distributed.run"]
+    words += ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.66.0.11"]
+    begin_s = time.perf_counter()
+    started = []
+    try:
+        for rank, name in enumerate(("n1", "n2")):
+            place = [f"--master-port={PORT}", f"--node-rank={rank}", str(ROOT / "pretrain_gpt.py")]
+            command = [*lab.enter(name, str(ROOT)), *words, *place, *trainer_flags(conf, folder)]
+            started.append(start(command, folder / f"{name}.out", lab.variables))
+        until(lambda: has_iterated(folder), "iteration")
+        return time.perf_counter() - begin_s
+    finally:
+        for one in started:
+            kill_tree(one)
+
+
+def of_start(options: argparse.Namespace) -> Result:
+    """Part ``start``: both take turns."""
+    with started_lab() as lab, tempfile.TemporaryDirectory() as folder:
+        alone, slurm = [], []
+        for turn in range(options.repetitions):
+            alone.append(torchrun_start(lab, Path(folder, f"alone{turn}")))
+            slurm.append(slurm_start(lab, Path(folder, f"slurm{turn}")))
+    more = [one - other for one, other in zip(slurm, alone, strict=True)]
+    rows = [
+        measured("start: torchrun alone to the first iteration", alone, unit="s"),
+        measured("start: sbatch to the first iteration", slurm, unit="s"),
+        Row(
+            what="start: sbatch takes longer by",
+            value=statistics.median(slurm) - statistics.median(alone),
+            unit="s",
+            goal=3,
+            samples=more,
+            note="difference of the medians",
+        ),
+    ]
+    return Result(rows=rows, facts={"start": {"alone_s": alone, "slurm_s": slurm}})
+
+
+def of_crash(_: argparse.Namespace) -> Result:
+    """Part ``crash``: a node ends in several ways."""
+    named: dict[str, float] = {}
+    ended: dict[str, float] = {}
+    left: list[str] = []
+    with started_lab() as lab, tempfile.TemporaryDirectory() as folder:
+        for way in WAYS:
+            named[way], ended[way], orphans = lost_node(lab, Path(folder, way), way)
+            left += orphans
+    rows = [
+        Row(
+            what="crash: node lost to its name in the monitor, longest",
+            value=max(named.values()),
+            unit="s",
+            goal=30,
+            note=", ".join(f"{way} {value:.1f} s" for way, value in named.items()),
+        ),
+        Row(
+            what="crash: node lost to the end of the job, longest",
+            value=max(ended.values()),
+            unit="s",
+            note="Slurm's SlurmdTimeout is 15 s here",
+        ),
+        Row(what="crash: processes left", value=len(left), goal=0, note="; ".join(left)[:200]),
+    ]
+    return Result(rows=rows, facts={"crash": {"named_s": named, "ended_s": ended}})
+
+
+def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]]:
+    """Lose the second node of a job; returns seconds to its name and to the end, and orphans."""
+    conf = conf_in(folder)
+    job = submitted(lab, conf)
+    logs = conf.path("LOG_DIR")
+    first_iteration(lab, job, logs / str(job))
+    held = lab.output("squeue", "-h", "-j", str(job), "-o", "%N")
+    node = lab.output("scontrol", "show", "hostnames", held).split()[-1]
+    words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "megatron.adaptive", "status"]
+    words += [str(job), "--json", "--log-dir", str(logs)]
+
+    def is_named() -> bool:
+        shown = json.loads(lab.run(words).stdout)
+        errors = [line for one in shown["nodes"] for line in one["errors"]]
+        return node in shown["lost"] or any(f"node {node}" in line for line in errors)
+
+    begin_s = time.perf_counter()
+    getattr(lab, way)(node)
+    until(is_named, f"name of {node}")
+    named_s = time.perf_counter() - begin_s
+    finished(lab, job)
+    ended_s = time.perf_counter() - begin_s
+    if way == "unplug":
+        lab.plug(node)
+    else:
+        lab.put_back(node)
+
+    def left() -> list[str]:
+        return [
+            f"{way}: {name} {one.name()}" for name, _ in lab.nodes for one in lab.processes(name)
+        ]
+
+    try:
+        until(lambda: not left(), "end of its processes", LEFT_S)
+    except TimeoutError:
+        return named_s, ended_s, left()
+    until(
+        lambda: len(lab.output("sinfo", "-hN", "-p", "all", "-t", "idle").split("\n")) > 2, "node"
+    )
+    return named_s, ended_s, []
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {"start": of_start, "crash": of_crash}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = parser_of(__doc__, PARTS, "fewer turns, within ten minutes")
+    parser.add_argument("--repetitions", type=int, help="of part start, at least 3")
+    options = parser.parse_args(arguments)
+    options.repetitions = max(3, options.repetitions or (3 if options.quick else 7))
+    return options
+
+
+def result_of(part: str, options: argparse.Namespace) -> Result:
+    """Measure a part; what cannot be measured here is a row that says why."""
+    reason = slurm_lab.why_not(accounting=True)
+    if reason is not None:
+        return Result(rows=[missing(part, reason)])
+    return PARTS[part](options)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print; returns 1 where a goal is missed."""
+    options = parse(arguments)
+    return measure({part: partial(result_of, part, options) for part in PARTS}, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,573 @@
+"""Strangers at the listeners of real jobs: they change nothing, end nothing and move no loss.
+
+An elastic job of two nodes that keep snapshots for each other and compare clocks, a master of pods
+that waits for its worker, ``doctor``, and ranks that wait for a peer over ``tcp`` and ``shm`` run
+on this machine. Meanwhile a process for each listener, with many connections from many addresses,
+says random bytes, what a node of a version without secrets would say, handshakes that are cut
+short, guessed, repeated or sent back, and holds hundreds of connections open without a word. No
+connection is closed before the listener has ended it, so that all that was said could be read. At
+Unix sockets it is another user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron.adaptive import extension
+from megatron.adaptive.cli.doctor import check_way
+from megatron.adaptive.handshake import Handshake, Session, StrangerError, new_secret
+from tests.cluster.jobs import ElasticJob
+from tests.multiprocess.launch import ROOT, forking, free_port, kill_tree, start, tail, wait_until
+from tests.soak.planted_secrets import NOBODY
+from tests.support.report import Result, Row, one_line
+
+LIMIT_S = 200.0
+HELD = 200
+_AT_ONCE = 48
+_END_S = 6.0
+"""A listener ends who has said something wrong at once, and who says nothing in five seconds."""
+_ANSWER_BYTES = 72
+_MOST_COMPARED = 300
+_TRAINER = Path(__file__).with_name("observed_trainer.py")
+_STEP_S = 0.1
+_NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT of <linux/in.h>: takes a port once it connects
+_SHARES = {"elastic": 0.5, "pods": 0.15, "doctor": 0.13, "tcp": 0.16, "shm": 0.06}
+"""Of the time that strangers have, by what they talk to."""
+_WORDS = (
+    {"what": "join", "secret": "guessed", "name": "a", "host": "h", "pid": 1, "slots": 1},
+    {"what": "hello", "host": "h", "gpus": 0, "processes": None, "node_rank": [], "address": ""},
+    {"what": "leave", "status": 0},
+    {"what": "start", "ranks": [{"key": "1/0", "script": "/bin/sh", "folder": "/"}]},
+    {"run": "", "rank": 0, "generation": 1, "secret": "", "head_bytes": 1 << 62},
+)
+_CONF = """
+MODEL=tiny
+DEVICE=cpu
+TRAIN_ITERS=5
+GLOBAL_BATCH_SIZE=4
+PIPELINE_MP_SIZE=2
+NNODES=2
+NPROC_PER_NODE=1
+TRAINER_FLAGS='--vocab-size 255'
+"""
+
+
+@dataclass
+class Visit:
+    """One stranger's connection.
+
+    Attributes:
+        first: what it says at once.
+        then: makes of the listener's answer what it says next, ``None`` where it waits for none.
+    """
+
+    first: bytes
+    then: Callable[[bytes], bytes] | None = None
+
+
+def visits(draw: random.Random) -> Iterator[Visit]:
+    """Yields visits of all kinds, for ever."""
+    hello = Handshake("guessed", "manager", visiting=True).first
+    wrong = Session(b"one", b"two")
+    while True:
+        shake = Handshake("guessed", draw.choice(("manager", "pods", "snapshots")), visiting=True)
+        size = draw.choice((1, 39, 40, 41, 72, 200, 4096))
+        text = json.dumps(draw.choice(_WORDS)).encode() + b"\n"
+        sealed = wrong.seal(text)
+        yield from (
+            Visit(draw.randbytes(size)),
+            Visit(text),
+            Visit(b'{"what": "join", "x": ' + b"[" * 5000),
+            Visit(struct.pack("!I", 0xFFFFFFFF) + draw.randbytes(64)),
+            Visit(shake.first[: draw.randrange(1, 40)]),
+            Visit(shake.first + draw.randbytes(32) + sealed),
+            Visit(shake.first, lambda answer: answer[-32:]),  # the listener's own proof
+            Visit(shake.first, lambda answer, shake=shake: _guess(shake, answer)),  # type: ignore[misc]
+            Visit(hello, lambda answer, sealed=sealed: answer[:32] + sealed),  # type: ignore[misc]
+            Visit(b"\0" * 65536),
+        )
+
+
+def hellos(draw: random.Random) -> Iterator[Visit]:
+    """Yields visits to a rank that waits for its peers, for ever."""
+    while True:
+        version, verdict, zero = draw.choice((0, 1, 2, 0xFFFF)), draw.choice((0, 1, 255)), 0
+        token, purpose = draw.randbytes(16), draw.choice((b"tcp", b"shm", b"rdma", b"\xff" * 16))
+        rank, target = draw.choice((0, 1, -1, 1 << 30)), draw.choice((0, 1, -1))
+        form = struct.Struct("<IHBB16sii16s")
+        hello = form.pack(0x4D41484C, version, verdict, zero, token, rank, target, purpose)
+        record = struct.pack("<III", 0x4D415243, 0xFFFFFFFF, draw.randrange(4))
+        yield from (
+            Visit(hello),
+            Visit(form.pack(0x4D41484C, 1, 0, 0, bytes(16), 0, 1, b"tcp") + record),
+            Visit(hello[: draw.randrange(1, 48)]),
+            Visit(draw.randbytes(48)),
+            Visit(hello, lambda answer: answer),
+            Visit(hello + record + draw.randbytes(512)),
+            Visit(json.dumps(draw.choice(_WORDS)).encode() + b"\n"),
+        )
+
+
+def _guess(shake: Handshake, answer: bytes) -> bytes:
+    """Goes on as if the secret had been the right one."""
+    with contextlib.suppress(StrangerError):
+        shake.advance(answer)
+    return shake._prove("visitor") + Session(b"one", b"two").seal(b'{"what": "welcome"}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Names a listener.
+
+    Attributes:
+        name: of it.
+        port: of TCP on the loopback, 0 for a Unix socket.
+        unix: abstract name of that.
+        kind: of its socket.
+        says: yields what is said there.
+    """
+
+    name: str
+    port: int = 0
+    unix: str = ""
+    kind: int = socket.SOCK_STREAM
+    says: Callable[[random.Random], Iterator[Visit]] = visits
+
+
+class Crowd:
+    """Talks to one listener from many addresses of this machine over many connections at once.
+
+    Args:
+        place: where it listens.
+        seed: of what is said.
+    """
+
+    def __init__(self, place: Place, seed: int) -> None:
+        self._place = place
+        self._draw = random.Random(seed)
+        self._visits = place.says(random.Random(seed + 1))
+        self._open: deque[tuple[socket.socket, Visit]] = deque()
+        self._held: list[socket.socket] = []
+        self.said = self.unheard = 0
+
+    def speak(self, messages: int, is_over: Callable[[], bool]) -> None:
+        """Says so many messages, or until something has become true."""
+        visited = 0
+        while self.said < messages and not is_over():
+            visited += 1
+            if visited % 8 == 0 and self._place.port:
+                self._hold()
+            with contextlib.suppress(OSError):
+                visit = next(self._visits)
+                one = self._connect()
+                self._open.append((one, visit))
+                self._say(one, visit.first, is_last=visit.then is None)
+            if len(self._open) >= _AT_ONCE:
+                self._finish(*self._open.popleft())
+        while self._open and not is_over():  # who listens may wait for nobody any more
+            self._finish(*self._open.popleft())
+        for one in [*self._held, *(one for one, _ in self._open)]:
+            one.close()
+
+    def _hold(self) -> None:
+        """Sends a byte now and then on connections that stay; others come for those that ended."""
+        if len(self._held) >= HELD:
+            one = self._held.pop(self._draw.randrange(HELD))
+            with contextlib.suppress(OSError):
+                one.send(b"M")
+                self._held.append(one)
+                return
+            one.close()
+        with contextlib.suppress(OSError):
+            self._held.append(self._connect())
+
+    def _connect(self) -> socket.socket:
+        place = self._place
+        if not place.port:
+            one = socket.socket(socket.AF_UNIX, place.kind)
+            one.settimeout(_END_S)
+            one.connect(f"\0{place.unix}")
+            return one
+        one = socket.socket()
+        one.settimeout(_END_S)
+        # Closing resets the connection: else the machine runs out of ports within seconds.
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        one.setsockopt(socket.IPPROTO_IP, _NO_PORT, 1)
+        try:
+            one.bind((f"127.{self._draw.randrange(1, 255)}.0.{self._draw.randrange(1, 255)}", 0))
+            one.connect(("127.0.0.1", place.port))
+        except OSError:
+            one.close()
+            raise
+        return one
+
+    def _say(self, one: socket.socket, data: bytes, *, is_last: bool) -> None:
+        self.said += 1
+        with contextlib.suppress(OSError):
+            one.sendall(data)
+            if is_last:
+                one.shutdown(socket.SHUT_WR)
+
+    def _finish(self, one: socket.socket, visit: Visit) -> None:
+        """Goes on once the listener has answered, and ends once it has ended."""
+        try:
+            answer = one.recv(4096)
+            if visit.then is not None and len(answer) >= min(_ANSWER_BYTES, 48):
+                self._say(one, visit.then(answer), is_last=True)
+                self._open.append((one, Visit(b"")))
+                return
+            while answer:
+                answer = one.recv(4096)
+        except TimeoutError:
+            self.unheard += 1
+        except OSError:
+            pass  # it reset the connection
+        one.close()
+
+
+@contextlib.contextmanager
+def crowds(
+    places: Sequence[Place], messages: int, seed: int, found: dict[str, Any] | None = None
+) -> Iterator[list[Any]]:
+    """Lets strangers talk to listeners until the context ends.
+
+    Args:
+        places: the listeners.
+        messages: to each of them.
+        seed: of what is said.
+        found: takes what was said to whom, where it is of interest.
+
+    Yields:
+        Their processes, one for each listener.
+    """
+    context = multiprocessing.get_context("fork")
+    over, counts = context.Event(), context.SimpleQueue()
+    talking = []
+    for number, place in enumerate(places):
+        given = (place, messages, seed + 10 * number, counts, over.is_set)
+        talking.append(context.Process(target=_speak, args=given, daemon=True))
+        talking[-1].start()
+    try:
+        yield talking
+        over.set()
+        for place, one in zip(places, talking, strict=True):
+            one.join(LIMIT_S)
+            if one.is_alive():
+                raise RuntimeError(f"the strangers at {place.name} came to no end")
+    finally:
+        for one in talking:
+            one.kill()
+            one.join()
+    while found is not None and not counts.empty():
+        name, said, unheard, took_s = counts.get()
+        found["said"][name] = said
+        found["per_s"][name] = said / max(0.1, took_s)
+        if unheard:
+            found["unheard"][name] = unheard
+
+
+def _speak(
+    place: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
+) -> None:
+    """Is the process of a crowd."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if place.unix:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    crowd, begun_s = Crowd(place, seed), time.monotonic()
+    crowd.speak(messages, is_over)
+    counts.put((place.name, crowd.said, crowd.unheard, time.monotonic() - begun_s))
+    os._exit(0)
+
+
+def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
+    """Lists the abstract Unix sockets of this package at which some processes listen.
+
+    Those of ranks are streams, at which nobody waits any more once their channels stand; those of
+    keepers keep the ends of messages.
+    """
+    rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
+    listen = {row[7] for row in rows if len(row) == 8 and row[3] == "00010000"}
+    every = [one for pid in pids for one in psutil.Process(pid).net_connections(kind="unix")]
+    names = {one.laddr for one in every if one.type == kind} & listen
+    return sorted(name[1:] for name in names if name.startswith("@megatron-adaptive-"))
+
+
+def rows(messages: int, limit_s: float, seed: int) -> Result:
+    """Lets strangers say ``messages`` to every listener; see :func:`measure`."""
+    found = measure(messages, limit_s, seed)
+    least = min(found["said"].values())
+    said = ", ".join(
+        f"{name} {count:,} ({found['per_s'][name]:,.0f}/s)" for name, count in found["said"].items()
+    )
+    table = [
+        Row(
+            what=f"strangers: {text}",
+            value=len(found[key]),
+            goal=0,
+            note=one_line("; ".join(found[key])),
+        )
+        for key, text in (("ends", "jobs or nodes that ended"), ("effects", "other effects"))
+    ]
+    value = found["differences"] if found["steps"] else None
+    note = f"{found['steps']} steps"
+    table.append(Row(what="strangers: losses that differ", value=value, goal=0, note=note))
+    note = f"of {messages:,}, in {found['talked_s']:.0f} s of talking; {said}"
+    table.append(
+        Row(what="strangers: messages to the least visited listener", value=least, note=note)
+    )
+    return Result(rows=table, facts={"strangers": found})
+
+
+def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
+    """Lets strangers say ``messages`` to each listener of jobs.
+
+    Args:
+        messages: to each.
+        limit_s: of all talking together.
+        seed: of what is said.
+
+    Returns:
+        ``said`` and ``per_s``, messages, and how many a second, by listener; ``unheard``, visits
+        that a listener did not end, by listener; ``ends``, jobs and nodes that ended or began anew;
+        ``effects``, in words, what else they did; ``steps``, compared with a run of its own, and
+        ``differences``, losses among them that are not equal bit for bit; ``talked_s``.
+    """
+    found: dict[str, Any] = {
+        **{name: {} for name in ("said", "per_s", "unheard")},
+        **{name: [] for name in ("ends", "effects")},
+        "talked_s": 0.0,
+    }
+    limits_s = {name: share * limit_s for name, share in _SHARES.items()}
+    with tempfile.TemporaryDirectory(prefix="strangers-") as name:
+        folder = Path(name)
+        _elastic(folder, messages, limits_s["elastic"], seed, found)
+        _pods(folder, messages, limits_s["pods"], seed, found)
+        _doctor(folder, messages, limits_s["doctor"], seed, found)
+        for kind in ("tcp", "shm"):
+            _ranks(kind, messages, limits_s[kind], seed, found)
+    return found
+
+
+def _talk(
+    places: Sequence[Place],
+    messages: int,
+    limit_s: float,
+    seed: int,
+    found: dict[str, Any],
+    is_over: Callable[[], object],
+    then: Callable[[], object] = lambda: None,
+) -> None:
+    """Lets strangers talk, and does something while they still do, without a goal, at the end."""
+    begun_s = time.monotonic()
+    with crowds(places, messages, seed, found) as talking:
+        while any(one.is_alive() for one in talking) and not is_over():
+            if time.monotonic() > begun_s + limit_s:
+                break
+            time.sleep(0.1)
+        found["talked_s"] += time.monotonic() - begun_s
+        then()
+
+
+def listening(process: psutil.Process) -> list[int]:
+    """Lists the TCP ports that a process listens at."""
+    connections = process.net_connections(kind="tcp")
+    return sorted({one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN})
+
+
+def _elastic(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
+    flags = ["--train-iters", "100000", "--save-interval", "100000"]
+    ports = folder / "ports"
+    variables = {"OBSERVED_PORTS": str(ports), "OBSERVED_STEP_S": str(_STEP_S)}
+    for path in (folder / "elastic", ports):
+        path.mkdir()
+    begun_s = time.monotonic()
+    job = ElasticJob(
+        folder / "elastic",
+        "ab",
+        [*flags, "--trace-dir", str(folder / "traces")],
+        ["--replicate-every", "5"],
+        script=_TRAINER,
+        variables=variables,
+    )
+    try:
+        job.trained(1, 6)
+        helpers = [job.manager.pid, job.agent("a"), job.agent("b")]
+        names = ("manager", "keeper a", "keeper b")
+        places = [
+            Place(name=name, port=port)
+            for name, pid in zip(names, helpers, strict=True)
+            for port in listening(psutil.Process(pid))
+        ]
+        places.append(Place(name="clocks", port=int((ports / "clocks").read_text())))
+        if os.geteuid() == 0:
+            kind = socket.SOCK_SEQPACKET
+            places += [
+                Place(name=f"keeper's Unix socket {number}", unix=name, kind=kind)
+                for number, name in enumerate(_unix_names(kind, helpers), 1)
+            ]
+        _talk(places, messages, limit_s, seed, found, lambda: job.manager.poll() is not None)
+        job.trained(1, max(job.steps(1)) + 5)
+        now = job.state()
+        if len(now["epochs"]) > 1 or [job.agent("a"), job.agent("b")] != helpers[1:]:
+            found["ends"].append(f"elastic: {now['epochs'][-1]['reason']}")
+        found["effects"] += [
+            f"elastic: a node {node['name']} joined"
+            for node in now["machines"]
+            if node["name"] not in "ab"
+        ]
+        if "off" in now["copies"]:
+            found["effects"].append(f"elastic: snapshots are {now['copies']}")
+        lines = len(places) * (1 + int(time.monotonic() - begun_s) // 60)  # one a minute each
+        found["effects"] += _complaints(job.said(), lines)
+        job.stop()
+    except AssertionError as error:
+        found["ends"].append(f"elastic: {error}")
+    finally:
+        job.close()
+    disturbed = {line["iteration"]: line["loss"] for line in job.lines() if "iteration" in line}
+    compared = min(max(disturbed, default=0), _MOST_COMPARED)
+    (folder / "alone").mkdir()
+    flags = ["--train-iters", str(compared), "--save-interval", "100000"]
+    alone = ElasticJob(folder / "alone", "ab", flags)
+    try:
+        if status := alone.end(LIMIT_S):
+            found["ends"].append(f"the job for comparison: status {status}: {alone.said()[-2000:]}")
+    finally:
+        alone.close()
+    expected = {line["iteration"]: line["loss"] for line in alone.lines() if "iteration" in line}
+    found["steps"] = len(expected)
+    found["differences"] = sum(disturbed.get(at) != loss for at, loss in expected.items())
+
+
+def _complaints(said: str, most: int) -> list[str]:
+    """Returns what a job printed about strangers that it should not have."""
+    warnings = [line for line in said.splitlines() if "is not of this job and was refused" in line]
+    found = ["a traceback"] if "Traceback" in said else []
+    return found + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])
+
+
+@contextlib.contextmanager
+def _started(
+    log: Path, *command: str | Path, **variables: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a program as long as the context lasts."""
+    program = start(command, log, {**forking(), **variables})
+    try:
+        yield program
+    finally:
+        kill_tree(program)
+
+
+def _pods(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
+    own = folder / "pods"
+    own.mkdir()
+    conf, logs, said = own / "conf.sh", own / "logs", own / "master.txt"
+    conf.write_text(_CONF)
+    port, begun_s = free_port(), time.monotonic()
+    waiting = logs / "master.json"
+    variables = {"PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with contextlib.ExitStack() as stack:
+        words = ["bash", ROOT / "run_master.sh", conf, "--timeout", "3000"]
+        master = stack.enter_context(_started(said, *words, **variables))
+        wait_until(lambda: waiting.exists() and _is_open(port), said.read_text, LIMIT_S)
+        nodes = {said: master}
+
+        def join() -> None:
+            """Lets the worker come while strangers still do: until the nodes have met."""
+            end_s = time.monotonic() + LIMIT_S
+            words = ["bash", ROOT / "run_worker.sh", "--log-dir", logs]
+            with crowds([place], 10**9, seed + 1):
+                worker = _started(own / "worker.txt", *words, **variables)
+                nodes[own / "worker.txt"] = stack.enter_context(worker)
+                while waiting.exists() and time.monotonic() < end_s:
+                    time.sleep(0.02)
+
+        place = Place(name="master of pods", port=port)
+        is_over = lambda: master.poll() is not None  # noqa: E731
+        _talk([place], messages, limit_s, seed, found, is_over, join)
+        for log, node in nodes.items():
+            if status := node.wait(LIMIT_S):
+                found["ends"].append(f"{log.stem}: status {status}: {tail(log, 2000)}")
+        lines = 1 + int(time.monotonic() - begun_s) // 60
+        found["effects"] += _complaints(said.read_text(), lines)
+
+
+def _doctor(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
+    """Lets strangers talk to ``doctor`` as it waits for another node, which then comes."""
+    secret, port, log = new_secret(), free_port(), folder / "doctor.txt"
+    words = [sys.executable, "-m", "megatron.adaptive", "doctor", "--master-addr", "127.0.0.1"]
+    words += ["--master-port", str(port), "--timeout", "3000", "--json"]
+    with _started(log, *words, MEGATRON_ADAPTIVE_SECRET=secret) as doctor:
+        wait_until(lambda: _is_open(port) or doctor.poll() is not None, log.read_text, LIMIT_S)
+
+        def come() -> None:
+            for check in check_way("127.0.0.1", port, LIMIT_S, secret):
+                if check.state == "error":
+                    found["ends"].append(f"doctor: {check.text}")
+
+        place = Place(name="doctor", port=port)
+        _talk([place], messages, limit_s, seed, found, lambda: doctor.poll() is not None, come)
+        doctor.wait(LIMIT_S)  # its status is about the machine
+        said = log.read_text()
+        found["effects"] += _complaints(said, 0)
+        if "reaches this node and is reached" not in said:
+            found["ends"].append(f"doctor: {said[-500:]}")
+
+
+def _ranks(kind: str, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
+    """Lets strangers talk to a rank that waits for another one, which then comes."""
+    if kind == "shm" and os.geteuid() != 0:
+        return
+    module, token = extension.require("this part"), os.urandom(16)
+    low, high = (module.Node(rank, token, 1, 2) for rank in range(2))
+    former = set(_unix_names(socket.SOCK_STREAM, [os.getpid()]))
+    address = high.listen("unix") if kind == "shm" else high.listen("tcp", "127.0.0.1")
+    place = Place(name=f"ranks over {kind}", says=hellos)
+    if kind == "shm":
+        (unix,) = {*_unix_names(socket.SOCK_STREAM, [os.getpid()])} - former
+        place = dataclasses.replace(place, unix=unix)
+    else:
+        place = dataclasses.replace(place, port=int(address.rpartition(":")[2]))
+    options = {"slot_bytes": 4096, "slots": 8}
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(high.open, kind, 0, "", limit_s + LIMIT_S, **options)
+
+        def come() -> None:
+            try:
+                low.open(kind, 1, address, LIMIT_S, **options)
+                waiting.result(LIMIT_S)
+            except Exception as error:
+                found["ends"].append(f"ranks over {kind}: {error}")
+
+        _talk([place], messages, limit_s, seed, found, waiting.done, come)
+        closing = [pool.submit(one.close, 10.0) for one in (low, high)]
+        for one in closing:
+            one.result(LIMIT_S)
+
+
+def _is_open(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False

@@ -1,0 +1,25 @@
+"""``scripts/soak.sh`` names soaks that are there, and refuses others."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+
+from tests.multiprocess.launch import ROOT
+
+SCRIPT = ROOT / "scripts" / "soak.sh"
+
+
+def test_every_soak_of_the_script_is_a_module() -> None:
+    modules = re.findall(r"^\w+ +\d+ +(tests\.\S+)", SCRIPT.read_text(), re.MULTILINE)
+    assert len(modules) > 10
+    for module in modules:
+        assert importlib.util.find_spec(module) is not None, module
+
+
+def test_an_unknown_soak_is_one_line_and_status_2() -> None:
+    done = subprocess.run(["bash", SCRIPT, "nothing"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: nothing: there is no such soak; there are commands, ")

@@ -1,0 +1,74 @@
+"""Measures time and memory of a large run's figures; run as a script, it is the reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+
+from megatron.adaptive.trace.metrics import run_figures
+from megatron.adaptive.trace.read import read_run
+from tests.support.ranks import run_module
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
+
+PIPELINE, RANKS, MICROBATCHES = 16, 1024, 64
+LIMIT_S = 600.0
+
+
+def measure(spans: int) -> dict[str, float]:
+    """Make a run up and read it in a process of its own.
+
+    Args:
+        spans: about how many.
+
+    Returns:
+        ``spans``, ``write_s``, ``read_s``, ``diagnose_s`` and ``peak_bytes`` of the reader and its
+        largest child together.
+
+    Raises:
+        RuntimeError: the reader failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        each = MICROBATCHES * 7 * RANKS
+        run = SyntheticRun(
+            num_ranks=PIPELINE,
+            replicas=RANKS // PIPELINE,
+            num_microbatches=MICROBATCHES,
+            iterations=max(1, round(spans / each)),
+            schedule="1f1b",
+            hosts=RANKS // 8,
+            clock_offset_s=5,
+            clock_drift_ppm=50,
+        )
+        start = time.perf_counter()
+        truth = write_synthetic(folder, run)
+        write_s = time.perf_counter() - start
+        read = run_module("tests.soak.tracing.aggregate", folder, limit_s=LIMIT_S)
+        return {"spans": truth.spans, "write_s": write_s, **read}
+
+
+def main() -> int:
+    """Read the run in a folder and say what that took."""
+    from megatron.adaptive.trace.diagnose import diagnose
+
+    start = time.perf_counter()
+    run = read_run(sys.argv[1])
+    run_figures(run)
+    read_s = time.perf_counter() - start
+    # A process's children are gone with what they held; of those only the largest is known.
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    workers = len(os.sched_getaffinity(0))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + workers * children
+    start = time.perf_counter()
+    diagnose(run)
+    diagnose_s = time.perf_counter() - start
+    most = max(peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    print(json.dumps({"read_s": read_s, "diagnose_s": diagnose_s, "peak_bytes": most * 1024}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

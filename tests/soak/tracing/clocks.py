@@ -1,0 +1,97 @@
+"""Measures the error left between compared clocks; run as a script, it is one process.
+
+Every process puts its clock wrong on purpose, by an offset and a drift, and samples that of the
+first over a real connection, while it computes. The truth is known: the machine has one clock.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.trace.clock import ClockSampler, ClockServer, fit_clock
+from megatron.adaptive.trace.trace_format import ClockSamples
+from tests.support.ranks import run_module
+
+WRONG: tuple[tuple[float, float], ...] = ((5, 50), (-5, -50), (5, -50), (-5, 50))
+"""Offsets in seconds, drifts in ppm."""
+
+PERIODS_S = (0.1, 0.5)
+
+
+def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
+    """Let processes with wrong clocks sample, and hold what is fitted against the truth.
+
+    Args:
+        seconds: how long each samples.
+        repetitions: of each wrong clock.
+
+    Returns:
+        Per process ``error_us``, the median error of its fitted times, ``residual_us``, what the
+        fit itself says, and ``drift_error_ppm``.
+
+    Raises:
+        RuntimeError: a process failed.
+    """
+    found: dict[str, list[float]] = {"error_us": [], "residual_us": [], "drift_error_ppm": []}
+    with closing(ClockServer()) as server:
+        for _ in range(repetitions):
+            for offset_s, drift_ppm in WRONG:
+                sampled = sample(server, offset_s, drift_ppm, seconds)
+                fit = fit_clock(sampled["samples"])
+                true = sampled["start_ns"] + np.linspace(0, seconds * 1e9, 101).astype(np.int64)
+                errors = np.abs(
+                    fit.apply(wrong(true, sampled["start_ns"], offset_s, drift_ppm)) - true
+                )
+                found["error_us"].append(float(np.median(errors)) / 1e3)
+                found["residual_us"].append(fit.residual_ns / 1e3)
+                found["drift_error_ppm"].append(abs(fit.drift_ppm + drift_ppm))
+    return found
+
+
+def sample(
+    server: ClockServer, offset_s: float, drift_ppm: float, seconds: float
+) -> dict[str, Any]:
+    """Let a process with a wrong clock sample; returns ``samples``, ``bursts`` and ``start_ns``.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    numbers = (server.port, server.secret, offset_s, drift_ppm, seconds)
+    return dict(run_module("tests.soak.tracing.clocks", *numbers, limit_s=seconds + 60))
+
+
+def wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
+    """The reading of a wrong clock, which was off by the offset alone at ``start_ns``."""
+    return true + round(offset_s * 1e9) + ((true - start_ns) * drift_ppm * 1e-6).astype(np.int64)
+
+
+def main() -> int:
+    """Be a process with a wrong clock."""
+    port, secret, offset_s, drift_ppm, seconds = sys.argv[1:]
+    start_ns = time.monotonic_ns()
+
+    def now() -> int:
+        true = np.array([time.monotonic_ns()])
+        return int(wrong(true, start_ns, float(offset_s), float(drift_ppm))[0])
+
+    bursts: list[ClockSamples] = []
+    sampler = ClockSampler(
+        *("localhost", int(port), secret), deliver=bursts.append, now=now, periods_s=PERIODS_S
+    )
+    end = time.monotonic() + float(seconds)
+    while time.monotonic() < end:
+        sum(range(2000))  # a rank's own thread holds the interpreter's lock, too
+    sampler.close()
+    samples = [sample for burst in bursts for sample in burst.samples]
+    print(json.dumps({"samples": samples, "start_ns": start_ns, "bursts": len(bursts)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Repairs that the what-if names, done for real: predicted against measured steps.
+
+Real processes that sleep for their work (``worker``) run with something wrong, the what-if reads
+their traces, and they run again with each repair. A predicted step is the recorded one less the
+gain; delays are the transport's, orders and dealing those of the engine. With two chunks per rank
+the lengths of microbatches are drawn anew, so that such repairs of unequal lengths are off by that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.whatif.answers import Repair, what_if
+from tests.soak.tracing.slept_rank import LAYERS
+from tests.soak.tracing.slept_runs import execute, real_run
+from tests.support.synthetic_trace import Fault, SyntheticRun
+
+HALF_S, ITERATIONS = 0.008, 12
+LIMIT_S = 120.0
+_ORDER, _DEAL, _RANK = "adaptive order", "microbatches dealt over replicas", "as fast as others"
+_BOTH, _LINK, _STAGES = "both: ", "links without jitter", "stages of equal work"
+
+
+@dataclass(frozen=True)
+class Done:
+    """One repair.
+
+    Attributes:
+        job: what was wrong.
+        what: the repair, as the what-if calls it.
+        before_s: step before it.
+        predicted_s: step that the what-if predicts.
+        real_s: step with it.
+    """
+
+    job: str
+    what: str
+    before_s: float
+    predicted_s: float
+    real_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted step."""
+        return abs(self.predicted_s / self.real_s - 1)
+
+
+Mend = Callable[[SyntheticRun, Repair], SyntheticRun]
+
+
+def _without(kind: str) -> Mend:
+    return lambda run, _: replace(run, faults=tuple(f for f in run.faults if f.kind != kind))
+
+
+def _rule(run: SyntheticRun, _: Repair) -> SyntheticRun:
+    return replace(run, schedule="adaptive", num_chunks=2, weight_pieces=1)
+
+
+def _dealt(run: SyntheticRun, _: Repair) -> SyntheticRun:
+    return replace(run, is_dealt=True)
+
+
+def _moved(run: SyntheticRun, repair: Repair) -> SyntheticRun:
+    """Gives each stage the layers of the flag, the last one its head besides."""
+    found = re.search(r"--partition ([\d-]+)", repair.flag)
+    assert found is not None, repair.flag
+    work = np.array([float(layers) for layers in found[1].split("-")])
+    work[-1] += run.head
+    return replace(run, head=0.0, stage_factors=tuple((work / LAYERS).tolist()))
+
+
+_MENDS: dict[str, Mend] = {
+    _RANK: _without("slow-rank"),
+    _LINK: _without("slow-link"),
+    _ORDER: _rule,
+    _DEAL: _dealt,
+    _BOTH: lambda run, repair: _dealt(_rule(run, repair), repair),
+    _STAGES: _moved,
+}
+
+
+def _jobs() -> dict[str, tuple[SyntheticRun, tuple[str, ...]]]:
+    """Returns jobs with something wrong, and the repairs to try on each; twelve in all."""
+
+    def make(**options: Any) -> SyntheticRun:
+        return real_run(HALF_S, iterations=ITERATIONS, **options)
+
+    def rank(number: int, factor: float) -> Fault:
+        return Fault(kind="slow-rank", rank=number, factor=factor)
+
+    def link(rank: int, to: int) -> Fault:
+        return Fault(kind="slow-link", rank=rank, to=to, seconds=2.5 * HALF_S)
+
+    return {
+        "1f1b, a slow rank": (make(faults=(rank(1, 1.5),)), (_RANK, _ORDER)),
+        "adaptive, uneven stages, a slow link": (
+            make(schedule="adaptive", head=2.0, faults=(link(0, 1),)),
+            (_STAGES, _LINK),
+        ),
+        "1f1b, two replicas, unequal lengths, a slow rank": (
+            make(replicas=2, microbatch_sigma=0.35, faults=(rank(2, 1.4),)),
+            (_RANK, _DEAL, _ORDER, _BOTH),
+        ),
+        "adaptive, two replicas, a slow rank": (
+            make(schedule="adaptive", replicas=2, faults=(rank(4, 1.8),)),
+            (_RANK, _DEAL),
+        ),
+        "1f1b, uneven stages, a slow link": (
+            make(head=2.0, faults=(link(2, 1),)),
+            (_STAGES, _LINK),
+        ),
+    }
+
+
+def measure() -> Iterator[Done]:
+    """Does all repairs, one after the other.
+
+    Raises:
+        RuntimeError: a rank failed, the time limit passed, or a repair is not named.
+    """
+    for job, (broken, repairs) in _jobs().items():
+        before_s, answers = _run(broken)
+        for what in repairs:
+            named = [r for r in answers.repairs if what in r.description]
+            if not named:
+                raise RuntimeError(f"{job}: no repair {what!r} among {answers.repairs}")
+            real_s, _ = _run(_MENDS[what](broken, named[0]))
+            yield Done(job, what, before_s, before_s * (1 - named[0].gain), real_s)
+
+
+def _run(run: SyntheticRun) -> tuple[float, Any]:
+    """Returns the mean step of a run, and its answers; the first step is left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        execute(Path(folder), run, LIMIT_S)
+        trace = read_run(folder)
+        answers = what_if(trace, [i for i in trace.iterations if i > 1])
+    return float(answers.recorded_s.mean()), answers
+
+
+def ordered_right(done: list[Done]) -> tuple[int, int]:
+    """Returns pairs of a job's repairs whose predicted order is the real one, and all pairs."""
+    pairs = [(one, other) for one, other in itertools.combinations(done, 2) if one.job == other.job]
+    right = [(a.predicted_s < b.predicted_s) == (a.real_s < b.real_s) for a, b in pairs]
+    return sum(right), len(right)

@@ -1,0 +1,144 @@
+"""Real runs whose work is slept: what the diagnosis and the figures make of them."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.trace.diagnose import diagnose
+from megatron.adaptive.trace.metrics import run_figures
+from megatron.adaptive.trace.read import read_run
+from tests.soak.tracing.cases import RANKS, Outcome, draw_fault, judge
+from tests.support.ranks import fork_ranks
+from tests.support.synthetic_trace import SyntheticRun
+
+GROUPS = ("rank x1.3", "rank x2", "link delay", "spikes", "slow data", "rank x1.1", "quiet")
+"""In turn; one in seven runs has no fault."""
+
+HALF_S = {"F 50 ms, B 100 ms": 0.025, "F 20 ms, B 40 ms": 0.010}
+"""Of a half-rank's F, B and W where bubbles are compared."""
+
+
+def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
+    """Run and diagnose.
+
+    Args:
+        runs: how many; half with one replica, half with two.
+        seed: of all draws.
+        limit_s: everything is killed after it.
+
+    Raises:
+        RuntimeError: a rank failed, or the time limit passed.
+    """
+    outcomes = []
+    for number in range(runs):
+        group, run = _draw(number, seed)
+        fault = run.faults[0] if run.faults else None
+        with tempfile.TemporaryDirectory() as folder:
+            execute(Path(folder), run, limit_s / runs)
+            said = diagnose(read_run(folder))
+        outcomes.append(judge(group, fault, said, {**asdict(run), "real": True}))
+    return outcomes
+
+
+def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
+    """Run without fault.
+
+    Args:
+        runs: how many.
+        seed: of all draws.
+        half_s: of a half-rank's F, B and W.
+
+    Returns:
+        Per run the mean over the ranks of the trace's bubble minus the true one, percentage points.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    errors = []
+    for number in range(runs):
+        schedule = ("1f1b", "adaptive")[number % 2]
+        run = real_run(half_s, schedule=schedule, iterations=5, seed=seed + number)
+        with tempfile.TemporaryDirectory() as folder:
+            truths = execute(Path(folder), run, limit_s=60.0)
+            errors.append(bubble_error(Path(folder), truths))
+    return errors
+
+
+def execute(folder: Path, run: SyntheticRun, limit_s: float) -> list[Any]:
+    """Carry out a run.
+
+    Args:
+        folder: for its traces.
+        run: what to do.
+        limit_s: everything is killed after it.
+
+    Returns:
+        Per rank and iteration the spans in which it was at work, pairs of seconds.
+
+    Raises:
+        RuntimeError: a rank failed, or the time limit passed.
+    """
+    plan = {"folder": str(folder), "run": asdict(run)}
+    return list(fork_ranks("tests.soak.tracing.slept_rank", run.world_size, limit_s, plan))
+
+
+def bubble_error(folder: Path, truths: Sequence[Any]) -> float:
+    """Bubble of the trace minus the stages' own, median of the iterations' means, in points."""
+    figures = run_figures(read_run(folder))
+    errors = []
+    for number, iteration in enumerate(figures.iterations.tolist()):
+        spans = [np.array(truth[iteration - 1]) for truth in truths]
+        ends = np.array([(s[:, 0].min(), s[:, 1].max()) for s in spans])
+        busy = np.array([(s[:, 1] - s[:, 0]).sum() for s in spans])
+        for pipeline in figures.pipelines:
+            step_s = ends[pipeline, 1].max() - ends[pipeline, 0].min()
+            true = 1 - busy[pipeline] / step_s
+            errors.append(figures.bubble_fraction[number, pipeline] - true)
+    means = np.reshape(errors, (len(figures.iterations), -1)).mean(axis=1)
+    return float(np.median(means)) * 100
+
+
+def real_run(half_s: float, **options: Any) -> SyntheticRun:
+    """Returns a run of small stages, each of two halves with F, B and W of ``half_s``."""
+    times = dict.fromkeys(("forward_s", "backward_s", "weight_s"), 2 * half_s)
+    return SyntheticRun(
+        **{
+            "num_ranks": RANKS,
+            "schedule": "1f1b",
+            "action_sigma": 0.07,
+            "data_s": 0.02 * half_s,
+            **times,
+            **options,
+        }
+    )
+
+
+def _draw(number: int, seed: int) -> tuple[str, SyntheticRun]:
+    rng = random.Random(f"real {seed}/{number}")
+    group = GROUPS[number % len(GROUPS)]
+    replicas = 1 + number // len(GROUPS) % 2
+    half_s = rng.uniform(0.003, 0.005)
+    run = real_run(
+        half_s,
+        replicas=replicas,
+        iterations=16,
+        schedule=rng.choice(("1f1b", "adaptive")),
+        action_sigma=rng.uniform(0.05, 0.1),
+        seed=rng.randrange(2**31),
+    )
+    if group == "quiet":
+        return group, run
+    fault = draw_fault(group, run, rng)
+    fault = replace(fault, first=rng.choice((1, 1, 7)))
+    if group == "spikes":
+        fault = replace(fault, factor=4.0, probability=0.08)
+    elif fault.seconds:
+        fault = replace(fault, seconds=2 * half_s * (0.6 if group == "slow data" else 1.0))
+    return group, replace(run, faults=(fault,))

@@ -1,0 +1,1 @@
+"""Parts that several tests, soaks and studies build on."""

@@ -1,0 +1,153 @@
+"""``make_trace``: writes the traces of a made-up run, of any size and with faults that are known.
+
+python tools/make_trace.py --output traces --ranks 1024 --pipeline 16 --spans 10000000
+python tools/make_trace.py --output traces --fault slow-rank:2:1.3 --fault slow-link:0-1:0.02
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
+
+from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.schedule.catalog import policy_names
+from megatron.adaptive.trace.files import set_aside
+from tests.support.synthetic_trace import FAULTS, Fault, FaultKind, SyntheticRun, write_synthetic
+
+FAULT_HELP = (
+    "slow-rank:RANK:FACTOR, slow-link:FROM-TO:SECONDS, spikes:RANK:FACTOR:PROBABILITY or "
+    "slow-data:RANK:SECONDS, each with @FIRST-LAST for some iterations only; may be repeated"
+)
+
+
+_SIZES: dict[str, tuple[str, ...]] = {
+    "slow-rank": ("factor",),
+    "slow-link": ("seconds",),
+    "spikes": ("factor", "probability"),
+    "slow-data": ("seconds",),
+}
+_NUMBERS = {
+    "--chunks": ("num_chunks", "chunks per rank"),
+    "--microbatches": ("num_microbatches", "microbatches per step and replica"),
+    "--iterations": ("iterations", "steps"),
+    "--weight-pieces": ("weight_pieces", "of a rule; 0: whole B"),
+    "--jitter": ("action_sigma", "of each action, lognormal"),
+    "--latency": ("latency_s", "of a message, seconds"),
+    "--occupancy": ("occupancy_s", "a message's time on its link, seconds"),
+    "--hosts": ("hosts", "machines, each with a clock of its own"),
+    "--clock-offset": ("clock_offset_s", "between clocks, at most, seconds"),
+    "--clock-drift": ("clock_drift_ppm", "between clocks, at most, millionths"),
+    "--seed": ("seed", "of everything random"),
+}
+"""Options that are fields of the run, and their meaning."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the traces and say how many spans there are.
+
+    Raises:
+        ConfigError: an option is wrong.
+        ScheduleError: the schedule does not suit the pipeline.
+        TraceError: a fault concerns no rank, or a file cannot be written.
+    """
+    options = _parser().parse_args(argv)
+    if options.ranks % options.pipeline:
+        raise ConfigError(
+            f"--ranks {options.ranks} is no multiple of --pipeline {options.pipeline}: give so "
+            "many ranks that every replica has all stages"
+        )
+    run = SyntheticRun(
+        **{name: getattr(options, name) for name, _ in _NUMBERS.values()},
+        schedule=options.schedule,
+        num_ranks=options.pipeline,
+        replicas=options.ranks // options.pipeline,
+        faults=tuple(parse_fault(text) for text in options.fault),
+    )
+    if options.spans:
+        run = replace(run, iterations=_iterations(run, options.spans))
+    set_aside(options.output)
+    truth = write_synthetic(options.output, run)
+    if options.truth is not None:
+        options.truth.write_text(
+            json.dumps(
+                {
+                    "bubble_fraction": truth.bubble_fraction.tolist(),
+                    "step_s": truth.step_s.tolist(),
+                    "clocks": truth.clocks,
+                    "faults": options.fault,
+                }
+            ),
+            encoding="ascii",
+        )
+    print(
+        f"{truth.spans} spans of {run.world_size} ranks in {run.iterations} iterations: "
+        f"{options.output}"
+    )
+    return 0
+
+
+def parse_fault(text: str) -> Fault:
+    """Read a fault as :data:`FAULT_HELP` says.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    what, _, when = text.partition("@")
+    kind, *values = what.split(":")
+    try:
+        if kind not in FAULTS:
+            raise ValueError(f"no fault {kind!r}")
+        ranks, *numbers = values
+        source, _, to = ranks.partition("-")
+        ends = {"rank": int(source), "to": int(to) if kind == "slow-link" else -1}
+        sizes = dict(zip(_SIZES[kind], map(float, numbers), strict=True))
+        fault = Fault(kind=cast(FaultKind, kind), **ends, **sizes)  # type: ignore[arg-type]
+        if when:
+            first, _, last = when.partition("-")
+            fault = replace(fault, first=int(first), last=int(last) if last else None)
+    except ValueError as error:
+        raise ConfigError(f"--fault {text}: {error}; give {FAULT_HELP}") from None
+    return fault
+
+
+def _iterations(run: SyntheticRun, spans: int) -> int:
+    """Returns the number of iterations that make about so many spans."""
+    with TemporaryDirectory() as folder:
+        # All replicas are alike.
+        probe = replace(run, replicas=1, iterations=1, faults=(), hosts=1)
+        each = write_synthetic(folder, probe).spans * run.replicas
+    return max(1, round(spans / each))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="make_trace",
+        description="Write the traces of a made-up run.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="DIR", help="folder of the traces")
+    add("--ranks", type=_count, default=4, help="all ranks")
+    add("--pipeline", type=_count, default=4, help="ranks of each pipeline")
+    add("--spans", type=_count, metavar="N", help="as many iterations as make about N spans")
+    add("--schedule", choices=policy_names(), default="adaptive", help="order of work")
+    add("--fault", action="append", default=[], help=FAULT_HELP)
+    add("--truth", type=Path, metavar="FILE", help="also write what should be found, as JSON")
+    for flag, (name, text) in _NUMBERS.items():
+        usual = getattr(SyntheticRun, name)
+        kind = _count if usual and type(usual) is int else type(usual)
+        add(flag, dest=name, type=kind, default=usual, metavar="N", help=text)
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number

@@ -1,0 +1,256 @@
+"""Ranks whose stages sleep instead of computing, over real channels that may be slow."""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.engine.agreement import Agreement
+from megatron.adaptive.engine.executor import Executor
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.workload import PS_PER_S, Workload
+from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.transport.gloo import GlooTransport
+from megatron.adaptive.transport.interface import (
+    Arrival,
+    CompletionQueue,
+    Completions,
+    HeldArrival,
+    Item,
+    delivered,
+)
+
+WIDTH = 16
+DTYPE = torch.float64
+_TIMEOUT_S = 60.0
+_PR_SET_TIMERSLACK = 29
+_FORWARD, _BACKWARD, _WEIGHT = range(3)
+
+
+def sharpen_timers() -> None:
+    """Lets sleeps of this thread end within microseconds of their time.
+
+    Where the system allows it, ranks run before all other programs: a rank that wakes up would
+    otherwise wait milliseconds for another program's slice to end.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except OSError:
+        return
+
+
+class Sleeper:
+    """Sleeps to a moment: wakes up early by as much as sleeps have been late, and spins."""
+
+    def __init__(self) -> None:
+        self._late_s = 100e-6
+
+    def until(self, moment_s: float) -> None:
+        """Returns at a moment of ``time.monotonic``, at once if it has passed."""
+        left_s = moment_s - time.monotonic()
+        if left_s > self._late_s:
+            wake_s = moment_s - self._late_s
+            time.sleep(left_s - self._late_s)
+            late_s = time.monotonic() - wake_s
+            self._late_s += 5e-6 if late_s > self._late_s else -1e-6
+        while time.monotonic() < moment_s:
+            pass
+
+
+class IdleStages:
+    """Chunks that compute and keep nothing; see ``Stages`` of the executor."""
+
+    _nothing = torch.zeros(1)
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Returns a tensor of one element."""
+        return self._nothing
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Returns a tensor of one element."""
+        return self._nothing
+
+    def release(self, chunk: int, microbatch: int) -> None:
+        """Does nothing."""
+
+    def activation_bytes(self, chunk: int, microbatch: int) -> int:
+        """Returns 1."""
+        return 1
+
+    def retained_bytes(self, chunk: int, microbatch: int) -> int:
+        """Returns 1."""
+        return 1
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        """Does nothing."""
+
+
+class SleepingStages(IdleStages):
+    """Chunks that sleep as long as was drawn for each action of a step.
+
+    Args:
+        work: Durations of the step.
+        placement: Placement of the stages.
+        rank: Position of this rank in the pipeline.
+        sleeper: Sleeper of this rank.
+        split: Whether backwards by weights are actions of their own.
+
+    Attributes:
+        stages: Stages of this rank, by chunk.
+        actions: Number of actions that ran.
+    """
+
+    def __init__(
+        self, work: Workload, placement: Placement, rank: int, sleeper: Sleeper, *, split: bool
+    ) -> None:
+        self.stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
+        self.actions = 0
+        self._seconds = work.durations_ps / PS_PER_S
+        self._sleeper = sleeper
+        self._split = split
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Sleeps F."""
+        self._spend(self._seconds[_FORWARD, self.stages[chunk], microbatch])
+        return _stamped()
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Sleeps B, and W with it unless W is an action of its own."""
+        stage = self.stages[chunk]
+        seconds = self._seconds[_BACKWARD, stage, microbatch]
+        if not self._split:
+            seconds += self._seconds[_WEIGHT, stage, microbatch]
+        self._spend(seconds)
+        return _stamped() if stage else None
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        """Sleeps one of the equal parts of W."""
+        self._spend(self._seconds[_WEIGHT, self.stages[chunk], microbatch] / pieces)
+
+    def _spend(self, seconds: float) -> None:
+        self.actions += 1
+        self._sleeper.until(time.monotonic() + float(seconds))
+
+
+def _stamped() -> torch.Tensor:
+    """Returns a message whose third element is the moment of its sending."""
+    message = torch.zeros(WIDTH, dtype=DTYPE)
+    message[2] = time.monotonic()
+    return message
+
+
+class Channels:
+    """Executor and transport of one placement. Collective: all ranks make theirs at once.
+
+    Args:
+        placement: Placement of the stages.
+        position: Position of this rank in the pipeline; replicas of a position are neighbours.
+        replica: Number of this rank's pipeline.
+        replicas: Number of pipelines.
+        recorder: Recorder of the executor.
+        agree: Function that makes this rank's side of an agreement from its queue of arrivals.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        position: int,
+        *,
+        replica: int = 0,
+        replicas: int = 1,
+        recorder: Recorder | None = None,
+        agree: Callable[[Completions], Agreement] | None = None,
+    ) -> None:
+        positions = range(placement.num_ranks)
+        groups = [
+            dist.new_group([p * replicas + number for p in positions], backend="gloo")
+            for number in range(replicas)
+        ]
+        self._transport = GlooTransport(
+            groups[replica],
+            peers=[p * replicas + replica for p in placement.neighbours_of(position)],
+            device=torch.device("cpu"),
+            payload_shape=(WIDTH,),
+            dtype=DTYPE,
+            timeout_s=_TIMEOUT_S,
+        )
+        self._plain = self._transport.completions
+        self.agreement = Agreement() if agree is None else agree(self._plain)
+        self.executor = Executor(
+            placement=placement,
+            pp_rank=position,
+            route=lambda position, microbatch: (position * replicas + replica, microbatch),
+            transport=self._transport,
+            agreement=self.agreement,
+            recorder=recorder,
+            timeout_s=_TIMEOUT_S,
+        )
+
+    def delay(self, delays_s: dict[int, float]) -> None:
+        """Makes messages late, by global rank of the sender, while none is under way."""
+        is_slow = any(delays_s.values())
+        self._transport.completions = DelayedQueue(delays_s) if is_slow else self._plain
+
+    def close(self) -> None:
+        """Closes the transport; collective."""
+        self.agreement.close()
+        self._transport.close()
+
+
+class DelayedQueue(CompletionQueue):
+    """Hands over each message some time after it was sent, without holding up others.
+
+    Args:
+        delays_s: Seconds by global rank of the sender.
+    """
+
+    def __init__(self, delays_s: dict[int, float]) -> None:
+        super().__init__()
+        self._delays_s = delays_s
+        self._held: list[tuple[float, int, Item | Exception]] = []
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def put(self, item: Item | Exception) -> None:
+        """Takes a message in; see :class:`CompletionQueue`."""
+        due_s = time.monotonic()
+        if isinstance(item, Arrival):
+            payload = item.take()
+            due_s = max(due_s, payload[2].item() + self._delays_s.get(item.peer, 0.0))
+            item = HeldArrival(
+                item.label, item.peer, item.nbytes, lambda: payload, int(due_s * 1e9)
+            )
+        with self._changed:
+            self._count += 1
+            heapq.heappush(self._held, (due_s, self._count, item))
+            self._changed.notify()
+
+    def poll(self) -> Item | None:
+        """Returns a message that is due; see :class:`CompletionQueue`."""
+        return self.wait(0.0)
+
+    def wait(self, deadline_s: float) -> Item | None:
+        """Waits for a message that is due; see :class:`CompletionQueue`."""
+        with self._changed:
+            while True:
+                now_s = time.monotonic()
+                next_s = deadline_s
+                if self._held:
+                    if self._held[0][0] <= now_s:
+                        return delivered(heapq.heappop(self._held)[2])
+                    next_s = min(next_s, self._held[0][0])
+                if deadline_s <= now_s:
+                    return None
+                self._changed.wait(next_s - now_s)

@@ -1,0 +1,447 @@
+"""Made-up runs: traces as real jobs leave them, of any size, with faults whose truth is known.
+
+Every step is simulated (``schedule.simulate``) with times drawn anew, so spans, waits and messages
+fit together as they do in a job. Replicas meet in the reduction of gradients; hosts have clocks of
+their own and take samples. Faults are injected where they happen: into the work of a rank, the
+latency of a link, the reading of data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.schedule.catalog import Candidate, make_candidate
+from megatron.adaptive.schedule.policy import Policy
+from megatron.adaptive.schedule.rank_kernel import F
+from megatron.adaptive.schedule.simulate import SimResult, simulate
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, Workload, draw
+from megatron.adaptive.trace.span_columns import KIND, Ints
+from megatron.adaptive.trace.trace_format import (
+    COLUMNS,
+    ClockSamples,
+    IterationStart,
+    TraceHeader,
+    block_text,
+    header_line,
+    samples_line,
+    trace_file_name,
+)
+from tests.support.synthetic_step import step_rows
+
+FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]
+FAULTS: tuple[FaultKind, ...] = ("slow-rank", "slow-link", "spikes", "slow-data")
+
+COMPILE_FROM = 200_000
+"""From so many actions on the compiled simulator is quicker, its start included."""
+
+BOOT_UNIX_NS = 1_700_000_000_000_000_000
+START_NS = 5_000_000_000_000
+SAMPLES_PER_BURST = 8
+REDUCE_NS = 2_000_000
+
+_PEER = COLUMNS.index("peer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something wrong with a run.
+
+    Attributes:
+        kind: ``slow-rank``: all work of a rank takes ``factor`` times as long; ``slow-link``:
+            messages from a rank to another take ``seconds`` longer; ``spikes``: one action of a
+            rank in ``1 / probability`` takes ``factor`` times as long; ``slow-data``: reading each
+            microbatch takes ``seconds`` longer, on the first stage of the rank's pipeline.
+        rank: global rank.
+        to: global rank at the other end of a link.
+        factor: at least 1.
+        seconds: at least 0.
+        probability: of each action.
+        first: first iteration that has it.
+        last: last one, ``None`` for all to the end.
+
+    Raises:
+        TraceError: an attribute is out of its range.
+    """
+
+    kind: FaultKind
+    rank: int
+    to: int = -1
+    factor: float = 1.0
+    seconds: float = 0.0
+    probability: float = 0.02
+    first: int = 1
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        sound = self.factor >= 1 and self.seconds >= 0 and 0 <= self.probability <= 1
+        if self.kind not in FAULTS or not sound:
+            raise TraceError(
+                f"{self}: expected one of {', '.join(FAULTS)}, a factor of 1 or more, seconds of 0 "
+                "or more and a probability of 0 to 1"
+            )
+
+    def holds(self, iteration: int) -> bool:
+        """Whether an iteration has it."""
+        return self.first <= iteration and (self.last is None or iteration <= self.last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticRun:
+    """Describes the run to make up.
+
+    Attributes:
+        num_ranks: pipeline ranks.
+        replicas: data-parallel replicas.
+        num_chunks: chunks per rank, where the schedule leaves the choice.
+        num_microbatches: microbatches per step of each replica.
+        iterations: numbered from 1.
+        schedule: name of a schedule or rule.
+        weight_pieces: of a rule, 0 for whole backwards.
+        forward_s: mean seconds of a rank's forward.
+        backward_s: of its backward by inputs.
+        weight_s: of its weight gradients.
+        latency_s: of a message.
+        occupancy_s: a message's time on its link.
+        data_s: reading a microbatch.
+        optimizer_s: the update.
+        action_sigma: spread of each action, lognormal.
+        microbatch_sigma: spread of each microbatch.
+        rank_sigma: spread of the ranks' speeds, lognormal, the same in all iterations.
+        iteration_sigma: spread of each rank's speed from iteration to iteration, lognormal.
+        stray_probability: one action in ``1 / stray_probability`` takes 1.5 to 4 times as long, on
+            every rank.
+        stage_factors: how much longer each rank's work takes by design, empty for equal stages.
+        layers: transformer layers of each stage, as the headers say them.
+        head: what the last stage has to do besides, in layers.
+        planned_head: what the headers say of it, ``None`` for the truth.
+        hosts: machines, each with a clock of its own and its part of the ranks.
+        clock_offset_s: clocks differ from the first host's by up to so much.
+        clock_drift_ppm: and run faster or slower by up to so much.
+        faults: what is wrong.
+        is_dealt: microbatches are dealt over replicas by what they take; for real runs.
+        seed: of everything random.
+    """
+
+    num_ranks: int = 4
+    replicas: int = 1
+    num_chunks: int = 1
+    num_microbatches: int = 8
+    iterations: int = 10
+    schedule: str = "adaptive"
+    weight_pieces: int = 0
+    forward_s: float = 0.010
+    backward_s: float = 0.010
+    weight_s: float = 0.010
+    latency_s: float = 0.0001
+    occupancy_s: float = 0.0
+    data_s: float = 0.0002
+    optimizer_s: float = 0.004
+    action_sigma: float = 0.03
+    microbatch_sigma: float = 0.0
+    rank_sigma: float = 0.0
+    iteration_sigma: float = 0.0
+    stray_probability: float = 0.0
+    stage_factors: tuple[float, ...] = ()
+    layers: int = 4
+    head: float = 0.0
+    planned_head: float | None = None
+    hosts: int = 1
+    clock_offset_s: float = 0.0
+    clock_drift_ppm: float = 0.0
+    faults: tuple[Fault, ...] = ()
+    is_dealt: bool = False
+    seed: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """Global ranks: a pipeline position's replicas are next to each other."""
+        return self.num_ranks * self.replicas
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Truth:
+    """Holds the findings expected of a made-up run.
+
+    Attributes:
+        bubble_fraction: ``[iterations, ranks]``.
+        step_s: ``[iterations, replicas]``, from the first action to the last.
+        start_ns: ``[iterations]``, start of the first replica's step on the first host's clock.
+        spans: how many there are.
+        clocks: per host its offset in nanoseconds at ``START_NS`` and its drift.
+    """
+
+    bubble_fraction: Any
+    step_s: Any
+    start_ns: Any
+    spans: int
+    clocks: tuple[tuple[int, float], ...]
+
+
+def write_synthetic(folder: str | os.PathLike[str], run: SyntheticRun) -> Truth:
+    """Write the trace files of a made-up run into a folder.
+
+    Raises:
+        ScheduleError: the schedule does not suit the pipeline.
+        TraceError: a fault concerns no rank of the run, or a file cannot be written.
+    """
+    writer = _Writer(Path(folder), run)
+    try:
+        return writer.write()
+    except OSError as error:
+        raise TraceError(f"cannot write traces into {folder}: {error.strerror or error}") from error
+
+
+class _Writer:
+    """Makes up one run."""
+
+    def __init__(self, folder: Path, run: SyntheticRun) -> None:
+        self._folder = folder
+        self._run = run
+        self._rng = np.random.default_rng(run.seed)
+        self._candidate = make_candidate(
+            run.schedule,
+            run.num_ranks,
+            run.num_chunks,
+            run.num_microbatches,
+            weight_pieces=run.weight_pieces,
+        )
+        self._policies = _policies(self._candidate, run.num_microbatches)
+        actions = run.num_microbatches * (2 + self._candidate.weight_pieces)
+        actions *= run.world_size * self._candidate.placement.num_chunks * run.iterations
+        self._compiled = actions > COMPILE_FROM
+        for fault in run.faults:
+            if not 0 <= fault.rank < run.world_size or fault.to >= run.world_size:
+                raise TraceError(f"{fault} concerns a rank beyond 0..{run.world_size - 1}")
+        self._clocks = [(0, 0.0)] + [
+            (
+                round(self._rng.uniform(-1, 1) * run.clock_offset_s * 1e9),
+                self._rng.uniform(-1, 1) * run.clock_drift_ppm * 1e-6,
+            )
+            for _ in range(1, run.hosts)
+        ]
+        self._spans = 0
+
+    def write(self) -> Truth:
+        run = self._run
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(run.world_size):
+            path = self._folder / trace_file_name(rank)
+            path.write_text(header_line(self._header(rank)), encoding="ascii")
+        bubbles = np.zeros((run.iterations, run.world_size))
+        steps = np.zeros((run.iterations, run.replicas))
+        starts = np.zeros(run.iterations, dtype=np.int64)
+        begin_ns = START_NS
+        for number in range(run.iterations):
+            results = [self._step(number + 1, replica) for replica in range(run.replicas)]
+            starts[number] = begin_ns
+            for replica, (result, _) in enumerate(results):
+                bubbles[number, replica :: run.replicas] = result.bubble_fraction
+                steps[number, replica] = result.makespan_s
+            begin_ns = self._iteration(number + 1, begin_ns, results)
+        return Truth(
+            bubble_fraction=bubbles,
+            step_s=steps,
+            start_ns=starts,
+            spans=self._spans,
+            clocks=tuple(self._clocks),
+        )
+
+    def _host(self, rank: int) -> int:
+        return rank * self._run.hosts // self._run.world_size
+
+    def _local(self, host: int, times_ns: Any) -> Any:
+        """Times of the first host's clock on that of a host."""
+        offset_ns, drift = self._clocks[host]
+        if not host:
+            return times_ns
+        passed = np.asarray(times_ns, dtype=np.int64) - START_NS
+        return times_ns + offset_ns + np.rint(passed * drift).astype(np.int64)
+
+    def _header(self, rank: int) -> TraceHeader:
+        run, host = self._run, self._host(rank)
+        return TraceHeader(
+            run="synthetic",
+            rank=rank,
+            world_size=run.world_size,
+            pp_rank=rank // run.replicas,
+            dp_rank=rank % run.replicas,
+            num_ranks=run.num_ranks,
+            num_chunks=self._candidate.placement.num_chunks,
+            num_microbatches=run.num_microbatches,
+            placement=self._candidate.placement.kind,
+            schedule=run.schedule,
+            host=f"host{host}",
+            pid=1000 + rank,
+            monotonic_ns=int(self._local(host, START_NS)),
+            unix_ns=BOOT_UNIX_NS + START_NS,
+            clock=f"clock of host{host}",
+            layers=(run.layers,) * self._candidate.placement.num_stages,
+            work=self._planned_work(),
+        )
+
+    def _planned_work(self) -> tuple[float, ...]:
+        run, placement = self._run, self._candidate.placement
+        factors = run.stage_factors or (1.0,) * run.num_ranks
+        work = [
+            run.layers * factors[placement.locate(stage)[0]]
+            for stage in range(placement.num_stages)
+        ]
+        work[-1] += run.head if run.planned_head is None else run.planned_head
+        return tuple(work)
+
+    def _step(self, iteration: int, replica: int) -> tuple[SimResult, list[Ints]]:
+        """Simulate one replica's step; its rows have global ranks for peers."""
+        run, seed = self._run, int(self._rng.integers(2**31))
+        work, data_s = draw_step(run, self._candidate.placement, iteration, replica, seed)
+        work.durations_ps[F, 0] += np.rint(data_s * PS_PER_S).astype(np.int64)
+        result = simulate(
+            self._candidate.placement,
+            run.num_microbatches,
+            self._policies,
+            work,
+            cap=self._candidate.cap,
+            weight_pieces=self._candidate.weight_pieces,
+            compiled=self._compiled,
+        )
+        data_ns = np.rint(data_s * 1e9).astype(np.int64)
+        rows = step_rows(result, self._policies, data_ns=data_ns)
+        for part in rows:
+            known = part[:, _PEER] >= 0
+            part[known, _PEER] = part[known, _PEER] * run.replicas + replica
+        return result, rows
+
+    def _iteration(
+        self, iteration: int, begin_ns: int, results: Sequence[tuple[SimResult, list[Ints]]]
+    ) -> int:
+        """Write an iteration of all ranks; returns when the next one begins."""
+        run = self._run
+        longest_s = max(result.makespan_s for result, _ in results)
+        done_ns = begin_ns + round(longest_s * 1e9)
+        reduced_ns = done_ns + REDUCE_NS
+        updated_ns = reduced_ns + round(run.optimizer_s * 1e9)
+        sampled = set()
+        for rank in range(run.world_size):
+            position, replica = divmod(rank, run.replicas)
+            result, parts = results[replica]
+            end_ns = begin_ns + int(result.ends_ps[position][-1]) // 1000
+            around = [(KIND["reduce"], end_ns, reduced_ns)]
+            around.append((KIND["optimizer"], reduced_ns, updated_ns))
+            around.append((KIND["step"], begin_ns, updated_ns))
+            more = np.array([(kind, -1, -1, 0, a, b, 0, 0, 0, -1, -1, 0) for kind, a, b in around])
+            rows = parts[position].copy()
+            rows[:, 4:6] += begin_ns
+            rows = np.concatenate([rows, more])
+            host = self._host(rank)
+            rows[:, 4:6] = self._local(host, rows[:, 4:6])
+            start_ns = int(self._local(host, begin_ns))
+            text = block_text(
+                IterationStart(iteration, run.num_microbatches, start_ns), rows.tolist()
+            )
+            if host and host not in sampled:
+                sampled.add(host)
+                text += samples_line(self._exchanges(host, begin_ns))
+            self._spans += len(rows)
+            with (self._folder / trace_file_name(rank)).open("a", encoding="ascii") as file:
+                file.write(text)
+        return updated_ns + 1_000_000
+
+    def _exchanges(self, host: int, at_ns: int) -> ClockSamples:
+        """A burst of samples of a host's clock; some of its exchanges are held up."""
+        samples = []
+        for number in range(SAMPLES_PER_BURST):
+            there, back = 15_000 + self._rng.exponential((30_000, 30_000))
+            if self._rng.random() < 0.2:
+                there += self._rng.exponential(2_000_000)
+            sent = at_ns + number * 1_200_000
+            received, answered = sent + int(there), sent + int(there) + 8_000
+            samples.append(
+                (
+                    int(self._local(host, sent)),
+                    received,
+                    answered,
+                    int(self._local(host, answered + int(back))),
+                )
+            )
+        return ClockSamples(0, tuple(samples))
+
+
+def draw_step(
+    run: SyntheticRun, placement: Placement, iteration: int, replica: int, seed: int
+) -> tuple[Workload, Any]:
+    """Draws a step of one replica, with the faults that it has.
+
+    Args:
+        run: whose step.
+        placement: of its stages.
+        iteration: from 1 on.
+        replica: which.
+        seed: of the actions' own factors.
+
+    Returns:
+        What the simulator runs, and the seconds of each read of data, which come on top of the
+        first stage's forwards.
+    """
+    faults = [f for f in run.faults if f.rank % run.replicas == replica and f.holds(iteration)]
+    rng = np.random.default_rng((run.seed, iteration, replica))
+    speeds = np.random.default_rng((run.seed, 1, replica)).standard_normal(run.num_ranks)
+    now = np.random.default_rng((run.seed, 2, replica, iteration)).standard_normal(run.num_ranks)
+    differ = np.exp(run.rank_sigma * speeds + run.iteration_sigma * now)
+    factors = (np.array(run.stage_factors or (1.0,) * run.num_ranks) * differ).tolist()
+    links: dict[tuple[int, int], Link] = {}
+    for fault in faults:
+        position = fault.rank // run.replicas
+        if fault.kind == "slow-rank":
+            factors[position] *= fault.factor
+        elif fault.kind == "slow-link":
+            links[position, fault.to // run.replicas] = Link(
+                latency_s=run.latency_s + fault.seconds, occupancy_s=run.occupancy_s
+            )
+    work = draw(
+        placement,
+        run.num_microbatches,
+        StageTimes.equal(
+            placement.num_stages,
+            forward_s=run.forward_s / placement.num_chunks,
+            backward_s=run.backward_s / placement.num_chunks,
+            weight_s=run.weight_s / placement.num_chunks,
+        ),
+        seed=seed,
+        action_sigma=run.action_sigma,
+        microbatch_sigma=run.microbatch_sigma,
+        latency_sigma=0.3,
+        link=Link(latency_s=run.latency_s, occupancy_s=run.occupancy_s),
+        links=links,
+        rank_factors=factors,
+    )
+    durations = work.durations_ps.copy()
+    durations[:, -1] = np.rint(durations[:, -1] * (1 + run.head / run.layers))
+    if run.stray_probability:
+        stray = rng.random(durations.shape) < run.stray_probability
+        longer = np.where(stray, rng.uniform(1.5, 4.0, durations.shape), 1.0)
+        durations[...] = np.rint(durations * longer)
+    extra_s = 0.0
+    for fault in faults:
+        if fault.kind == "spikes":
+            position = fault.rank // run.replicas
+            mine = [placement.stage_of(position, c) for c in range(placement.num_chunks)]
+            hit = rng.random(durations[:, mine].shape) < fault.probability
+            longer = np.where(hit, fault.factor, 1.0)
+            durations[:, mine] = (durations[:, mine] * longer).astype(np.int64)
+        elif fault.kind == "slow-data":
+            extra_s += fault.seconds
+    data_s = (run.data_s + extra_s) * np.exp(0.2 * rng.standard_normal(run.num_microbatches))
+    return replace(work, durations_ps=durations), data_s
+
+
+@lru_cache(maxsize=16)
+def _policies(candidate: Candidate, num_microbatches: int) -> tuple[Policy, ...]:
+    return candidate.policies(num_microbatches)

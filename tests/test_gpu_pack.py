@@ -1,0 +1,141 @@
+"""The folder that takes the check of a GPU to a machine without a network."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.cpp_tests import compiler_or_skip
+from tests.multiprocess.launch import ROOT
+
+PINS = dict(
+    re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+)
+
+
+def write_wheel(folder: Path, name: str, version: str, *needs: str) -> None:
+    """Writes a wheel that holds nothing but what it requires."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {need}" for need in needs]
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{stem}.dist-info/METADATA", "\n".join(lines) + "\n")
+        archive.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    """A folder of wheels in the place of a package index."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    write_wheel(
+        folder, "megatron-core", PINS["megatron-core"], "torch", "numpy", "te; extra == 'x'"
+    )
+    write_wheel(folder, "plotly", PINS["plotly"], "narwhals>=1", "packaging")
+    write_wheel(folder, "openpyxl", PINS["openpyxl"], "et-xmlfile")
+    write_wheel(folder, "et-xmlfile", "2.0.0")
+    write_wheel(folder, "narwhals", "2.0.0")
+    return folder
+
+
+def pack(index: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / "gpu_pack.sh"), *map(str, words)],
+        env={**variables, "PIP_CONFIG_FILE": os.devnull},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def test_a_pack_has_wheels_and_an_extension_without_symbols(index: Path, tmp_path: Path) -> None:
+    compiler_or_skip()
+    folder = tmp_path / "pack"
+    done = pack(index, "--python", sys.executable, folder)
+    assert done.returncode == 0, done.stderr
+    names = {path.name.partition("-")[0] for path in (folder / "wheels").iterdir()}
+    assert names == {"megatron_core", "plotly", "openpyxl", "et_xmlfile"}
+    (extension,) = (folder / "extension").glob("_C*.so")
+    content = extension.read_bytes()
+    assert content.startswith(b"\x7fELF")
+    assert b".symtab" not in content
+    assert re.search(r"^.*: \d+ MiB$", done.stdout, re.MULTILINE)
+    last = done.stdout.splitlines()[-1]
+    assert last.endswith(f"bash scripts/gpu_check.sh --pack {folder}")
+    digest = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "gpu_pack.sh"), "--digest"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (folder / "sources.sha256").read_text() == digest.stdout
+
+
+def fetch(index: Path, folder: Path, *installed: Path) -> subprocess.CompletedProcess[str]:
+    folder.mkdir()
+    variables = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
+    return subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "scripts" / "pack_wheels.py"),
+            str(folder),
+            *map(str, installed),
+        ],
+        env={**variables, "PIP_CONFIG_FILE": os.devnull},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_what_a_machine_lacks_comes_with_what_that_requires(index: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "installed.txt"
+    there = [f"{name}==1" for name in PINS if name not in ("plotly", "megatron-core")]
+    listed.write_text("\n".join([*there, "torch==2.11.0", "packaging @ file:///x", "pytest==9"]))
+    done = fetch(index, tmp_path / "wheels", listed)
+    assert done.returncode == 0, done.stderr
+    names = {path.name.partition("-")[0] for path in (tmp_path / "wheels").iterdir()}
+    assert names == {"plotly", "narwhals", "megatron_core"}
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("numpy==2.0\n", "has no line torch==...; it is too large to carry"),
+        ("Package    Version\n", "'Package    Version' is no line of pip freeze"),
+        ("torch==2.11.0\nnumba==1\n", "pip found no wheel of "),
+    ],
+)
+def test_a_list_that_does_not_do_is_named(
+    text: str, rule: str, index: Path, tmp_path: Path
+) -> None:
+    listed = tmp_path / "installed.txt"
+    listed.write_text(text)
+    done = fetch(index, tmp_path / "wheels", listed)
+    assert done.returncode == 1
+    assert rule in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("--pyton x", "unknown option '--pyton'"),
+        ("--python", "--python: give a path with it"),
+        ("--python /bin/false", "--python /bin/false: it has no pybind11 and setuptools"),
+        (f"--python {sys.executable} --installed gone.txt", "--installed gone.txt: there is no"),
+    ],
+)
+def test_bad_input_is_one_line(words: str, rule: str, tmp_path: Path) -> None:
+    done = pack(tmp_path, *words.split())
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert rule in done.stderr
