@@ -297,7 +297,7 @@ def test_the_front_is_written_and_drawn(
         (f"{PLAN} --max-price 1", "nodes cost at least 2 per hour"),
         ("--model gpt2 --global-batch-size 8 --budget 1", "give its --tokens too"),
         ("--model gpt2 --global-batch-size 8 --tp 4", "it must divide the GPUs of a node"),
-        ("--model gpt2 --global-batch-size 8 --tp 5", "--tp 5: heads and feed-forward width"),
+        ("--model gpt2 --global-batch-size 8 --tp 5", "--tp 5: it does not divide heads"),
         ("--model gpt2 --global-batch-size 8 --tp 0", "--tp 0: write different whole numbers"),
         ("--model gpt2 --global-batch-size 8 --precision bf16", "t4 does not compute in bf16"),
         ("--model gpt2 --global-batch-size 8 --schedules 2f2b", "--schedules 2f2b: choose from"),

@@ -160,7 +160,7 @@ def test_rails_carry_a_pair_each_and_switches_what_they_can() -> None:
     link = made.link_of_types(made.nodes[0], made.nodes[1])
     assert [link.bandwidth(1e9, pairs) for pairs in (1, 2, 4, 8)] == [25e9, 25e9, 25e9, 12.5e9]
     network["sizes"] = [["1 MB", "3 GB/s"]]
-    with pytest.raises(ConfigError, match="sizes and by_pairs hold"):
+    with pytest.raises(ConfigError, match="give either measured sizes and by_pairs"):
         make_cluster({"format": 1, "nodes": [node], "network": network}, "file", {})
 
 
