@@ -554,7 +554,7 @@ def test_a_folder_of_other_weights_is_refused_before_a_model_is_built(
     [
         ("base: [1, 2]", r"recipe.yaml: base is \[1, 2\]: it must be the name of a file"),
         ("base: 5", "recipe.yaml: base is 5: it must be the name of a file"),
-        ("base: list.yaml", r"list.yaml holds \[1, 2\], and is the base of .*: it must be keys"),
+        ("base: list.yaml", r"list.yaml contains \[1, 2\], and is the base of .*: it must be keys"),
         ("base: two.yaml", "two.yaml is the base of .* and has one: keep one"),
         ("base: nothing.yaml", "nothing.yaml: No such file"),
         ("- 1", r"recipe.yaml holds \[1\]: it must be keys with values"),
