@@ -60,7 +60,7 @@ Beyond it, only intervals that last to the end of the run are tried.
 
 @dataclass(frozen=True)
 class Shift:
-    """Describes a rank that takes longer (or less long) than expected in consecutive iterations.
+    """Describes how a rank's time differs from the expected time in consecutive iterations.
 
     Attributes:
         column: Index of the rank in the arrays of :class:`Measured`.
