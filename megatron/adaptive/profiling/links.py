@@ -138,7 +138,7 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
     """Waits for the next message from a peer during a measurement.
 
     Raises:
-        DeadlineError: No message arrived in time.
+        DeadlineError: No message arrived within ``timeout_s``.
     """
     arrival = transport.completions.wait(time.monotonic() + timeout_s)
     if arrival is None:

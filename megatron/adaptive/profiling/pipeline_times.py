@@ -56,7 +56,7 @@ class Sample:
     links: dict[int, Link] = field(default_factory=dict)
 
     def add(self, actions: Iterable[tuple[Action, int]]) -> None:
-        """Adds the actions of a step with their durations in nanoseconds."""
+        """Adds the measurements of a step: pairs of an action and its duration in nanoseconds."""
         weights: dict[tuple[int, int], int] = defaultdict(int)
         for action, duration_ns in actions:
             if action.kind is W:
@@ -272,7 +272,7 @@ class LayerShare:
         return tuple(layer / max(1, sum(layers)) for layer in layers)
 
     def close(self) -> None:
-        """Removes the hooks from the modules."""
+        """Stops measuring: removes the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
 

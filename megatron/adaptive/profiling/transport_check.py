@@ -47,7 +47,7 @@ class TransportCheck:
         timeout: Maximum time to wait until all ranks have met.
 
     Raises:
-        TransportError: The rendezvous failed.
+        TransportError: The ranks could not find each other.
     """
 
     def __init__(

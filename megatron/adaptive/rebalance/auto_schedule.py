@@ -100,7 +100,7 @@ class Tuner:
             After the last measured step, the decision, equal on all ranks; else ``None``.
 
         Raises:
-            TransportError: A neighbour is gone or silent.
+            TransportError: A neighbour has ended or does not answer.
         """
         self._steps += 1
         if not FIRST <= self._steps <= LAST:

@@ -70,7 +70,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Describes elements of a share that move from one rank to another, or within a rank.
+    """Describes a range of elements of a share to be copied from one rank to another.
+
+    The two ranks may be the same.
 
     Attributes:
         source: Global rank that holds the elements.
@@ -97,14 +99,14 @@ def shares_of(
 
     Args:
         optimizer: megatron-core's optimizer over the parameters of ``chunks``.
-        chunks: Model chunks of this rank, wrapped or not.
-        stages: Stage of each chunk.
+        chunks: Model chunks of this rank, with or without megatron-core's wrappers.
+        stages: Number of the pipeline stage in each chunk.
     """
     shares = {}
     for name, weight in _named(chunks, stages):
         shares[name] = Share(0, weight.numel(), [weight.detach().view(-1)])
         if not isinstance(weight, torch.nn.Parameter):
-            continue  # a buffer, such as a router's bias
+            continue  # a buffer, such as a router's bias, has no optimizer state
         leaf = optimizer.chained_optimizers[_is_spread(weight)]
         held, start, end = _held(leaf, weight)
         if held is None:
@@ -124,7 +126,7 @@ def shares_of(
 
 
 def _is_spread(weight: torch.Tensor) -> bool:
-    """Returns whether a parameter belongs to experts, which differ between ranks."""
+    """Returns whether a parameter belongs to experts that are divided among ranks."""
     return not getattr(weight, "allreduce", True)
 
 
@@ -205,7 +207,7 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
     range does not change on a rank is left out.
 
     Args:
-        tables: Table of each global rank.
+        tables: State that each global rank holds and needs.
     """
     holders: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(tables):

@@ -35,7 +35,7 @@ def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
     def run() -> None:
         try:
             results.put(action())
-        except BaseException as error:  # raised again by the caller
+        except BaseException as error:  # passed on to the waiting thread, which raises it
             results.put(error)
 
     threading.Thread(target=run, name="choice", daemon=True).start()

@@ -34,7 +34,7 @@ from megatron.adaptive.trace.trace_format import (
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Locates consecutive spans of one iteration in a file.
+    """Describes where in a file consecutive spans of one iteration are.
 
     Attributes:
         marker: Marker in the line above the spans.
@@ -53,10 +53,10 @@ class Block:
 
 @dataclass
 class FileIndex:
-    """Lists the contents of a trace file.
+    """Lists the contents of a trace file: header, positions of the spans, clock samples.
 
     Attributes:
-        path: Path of the file.
+        path: Path of the trace file.
         header: Header of the file, ``None`` if nothing was written yet.
         blocks: Positions of the spans, a block per marker, in the order of the file.
         samples: Clock samples in the file.
@@ -222,7 +222,7 @@ _UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 
 
 
 def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
-    """Parses the lines of spans.
+    """Parses lines of spans into an array of numbers.
 
     Args:
         data: Complete lines of spans, as bytes.
@@ -254,7 +254,8 @@ def _plain(data: bytes) -> Ints | None:
         return np.zeros((0, width), dtype=np.int64)
     text = data.translate(_COMMAS, b"[\n")
     with warnings.catch_warnings():
-        # Older numpy warns about text that it cannot parse, newer numpy raises an error.
+        # Older numpy only warns about text that it cannot parse, newer numpy raises an error. The
+        # filter turns the warning into an error too.
         warnings.simplefilter("error", DeprecationWarning)
         try:
             numbers = np.fromstring(text[:-1], dtype=np.int64, sep=",")

@@ -128,7 +128,7 @@ def shift(offset_ns: int) -> ClockFit:
 
 
 def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
-    """Fits the offset of a reference clock over time.
+    """Fits the offset between the local clock and a reference clock as a function of time.
 
     Args:
         samples: Exchanges with the reference, at least one. Or their four times in ns, in the order
@@ -187,7 +187,7 @@ def settle(
     waiting = sorted(set(unsure) - {0})
     sure = [clock for clock in range(num_clocks) if clock not in waiting]
     while waiting:
-        # The next clock to settle must exchange messages with a settled one in both directions.
+        # A clock can be settled next if messages in both directions connect it to a settled one.
         pair = next(
             ((a, b) for b in waiting for a in sure if (a, b) in slack_ns and (b, a) in slack_ns),
             None,
@@ -290,7 +290,7 @@ class Alignment:
 
     @property
     def residual_ns(self) -> float:
-        """Largest median residual of a measured clock, 0 if none was measured."""
+        """Median residual in ns of the worst measured clock, 0 if no clock was measured."""
         return max((clock.fit.residual_ns for clock in self.clocks), default=0.0)
 
     def describe(self) -> str:
@@ -437,12 +437,14 @@ def start_clock_sync(
     gather: Gather,
     deliver: Callable[[ClockSamples], None],
 ) -> ExitStack:
-    """Starts to compare clocks: rank 0 answers, the first rank of each other machine asks.
+    """Starts to compare the clocks of all machines with rank 0's clock.
+
+    Rank 0 answers requests for its time; the first rank of each other machine sends them.
 
     Collective over all ranks of the job.
 
     Args:
-        rank: Global rank.
+        rank: Global rank of this process.
         clock_id: Id of this rank's monotonic clock; ranks with the same id share a clock.
         address: Address at which other machines reach rank 0.
         gather: Collective all-gather: takes this rank's value, returns the values of all ranks.
@@ -479,7 +481,7 @@ class ClockServer:
         secret: Secret that clients must prove to know, made by the constructor.
 
     Raises:
-        OSError: The server cannot listen.
+        OSError: The server cannot listen on a port.
     """
 
     def __init__(self, host: str = "") -> None:

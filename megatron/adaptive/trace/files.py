@@ -97,7 +97,7 @@ class BestEffortFile:
         head: Function that returns the bytes to write first each time the file is opened.
 
     Raises:
-        OSError: The file cannot be opened, for a reason that is not in :data:`PASSING`.
+        OSError: The file cannot be opened, and not because of a full or failing disk.
     """
 
     def __init__(self, path: Path, unit: str, head: Callable[[], bytes] = lambda: b"") -> None:
@@ -121,10 +121,10 @@ class BestEffortFile:
         return self._outage.lost
 
     def append(self, data: bytes, count: int = 1) -> bool:
-        """Writes all of the data, or nothing.
+        """Appends all of the data to the file, or nothing if the disk does not accept it.
 
         Args:
-            data: Bytes to append.
+            data: Bytes to append, for example some lines.
             count: Number of units in ``data``, which are lost if it cannot be written.
 
         Returns:

@@ -81,14 +81,14 @@ class RankEvidence:
 
     Attributes:
         rank: Global rank.
-        name: Name of the rank in messages.
+        name: Text for the rank in messages, with its machine.
         pid: Process id on the rank's machine.
         now: Last status report that a thread of the rank wrote; empty if there is none.
         age_s: Age of that report in seconds.
         state: Process state as a letter of proc(5). ``X`` if the process is gone, empty if the
             rank's machine does not report.
         wchan: Kernel function in which the main thread sleeps; empty if it cannot be read.
-        frames: File, line and function of each frame of the main thread, innermost first.
+        frames: (File, line, function) of each stack frame of the main thread, innermost first.
         line: Line of source code that the innermost frame executes.
         stack: Stacks of all threads, as printed by py-spy or faulthandler.
     """
@@ -118,7 +118,10 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Names the innermost frame of the main thread outside ``threading`` and ``queue``."""
+        """Phrase for the code that the main thread executes: file, line and function.
+
+        Frames in ``threading`` and ``queue`` are skipped.
+        """
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown place"
@@ -143,13 +146,13 @@ class RankEvidence:
 
     @property
     def waits(self) -> bool:
-        """Whether the rank waits for other ranks."""
+        """Whether the rank waits for other ranks, judged by its stack or its last report."""
         if not self.frames:
             return self.now.get("doing") == "wait"
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, microbatch: int, step: int) -> bool:
-        """Returns whether the rank has finished an action of a step."""
+        """Returns whether the rank has finished an action (kind, chunk, microbatch) of a step."""
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > microbatch)
@@ -226,7 +229,7 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
 
 
 class _Symptom(NamedTuple):
-    """Describes a state that identifies the blocking rank without looking at other ranks."""
+    """Describes a state in which a rank certainly blocks the job, whatever other ranks do."""
 
     cause: str
     applies: Callable[[RankEvidence], bool]
@@ -436,7 +439,7 @@ class Stillness:
             transfers: Whether a rank has read or written bytes since the previous call.
 
         Returns:
-            Time without progress in seconds.
+            Time in seconds for which no rank has made progress.
         """
         self._is_strict = len(self._steps_s) > 1 and all(
             now.get("in_step") for now in nows.values()
@@ -623,7 +626,7 @@ def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    for _ in range(3):  # a rank may be writing the file
+    for _ in range(3):  # several tries, because a rank may be writing the file
         try:
             return dict(json.loads(path.read_bytes()))
         except FileNotFoundError:

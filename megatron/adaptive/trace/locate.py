@@ -29,7 +29,7 @@ LATEST = "latest"
 def load_run(
     path: Path | None, num_ranks: int | None = None, num_chunks: int | None = None
 ) -> RunTrace:
-    """Finds and reads the trace of a run.
+    """Finds the trace of a run, in any format that can be read, and reads it.
 
     Args:
         path: Path of the run's folder, of its folder ``traces``, of a file in the text format, or

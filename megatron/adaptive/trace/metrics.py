@@ -70,7 +70,7 @@ class RankFigures:
         kind_ns: ``[iterations, kinds]``, total duration of the spans by ``trace_format.KINDS``.
         count: ``[iterations, chunks, 3]``, number of actions.
         mean_ns: ``[iterations, chunks, 3]``, mean duration of the actions, NaN without actions.
-        std_ns: ``[iterations, chunks, 3]``, standard deviation of the duration.
+        std_ns: ``[iterations, chunks, 3]``, standard deviation of the actions' durations.
         median_ns: ``[iterations, chunks, 3]``, median duration of the actions, without the time of
             reading data and sending in them.
         mad_ns: ``[iterations, chunks, 3]``, median absolute deviation from ``median_ns``.
@@ -135,7 +135,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def _step(self) -> tuple[Ints, Ints]:
-        """Start and end of the step of each rank's pipeline, ``[iterations, ranks]``."""
+        """Two arrays ``[iterations, ranks]``: start and end of the step in the rank's pipeline."""
         is_recorded = self.num_actions > 0
         far = np.iinfo(np.int64)
         starts = np.where(is_recorded, self.start_ns, far.max)
@@ -150,7 +150,7 @@ class RunFigures(RankFigures):
 
     @property
     def step_start_ns(self) -> Ints:
-        """``[iterations, ranks]``, start of the first action of any rank of the pipeline."""
+        """``[iterations, ranks]``, start of the first action on any rank of the same pipeline."""
         return self._step[0]
 
     @property

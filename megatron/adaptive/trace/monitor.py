@@ -60,7 +60,7 @@ class LiveRank:
 
     Attributes:
         rank: Global rank.
-        header: Header of its trace, ``None`` if it has no trace yet.
+        header: Header of the rank's trace, ``None`` if the rank has no trace yet.
         now: Last status report of the rank, ``None`` if there is none.
         age_s: Seconds since the rank last wrote to a file, ``None`` if it never did.
         is_gone: Whether the rank's process has ended.
@@ -101,7 +101,7 @@ class Snapshot:
         folder: Path of the folder of the run's traces, which need not exist.
         ranks: State of every rank of the run, even without a trace; empty if no file exists yet.
         state: ``waiting``, ``running``, ``silent``, ``killed`` or ``ended``.
-        detail: Further information on the state, may be empty.
+        detail: Explanation of the state, such as the silent ranks; may be empty.
         age_s: Seconds since any rank last wrote to a file, ``None`` if none did.
         iteration: Latest iteration in any file, 0 for none.
         total_iterations: Number of iterations of the whole training run, 0 if unknown.
@@ -127,7 +127,7 @@ class Snapshot:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Header of any rank; run, schedule and shape are the same in all."""
+        """Header of any rank, for fields that are equal on all ranks; ``None`` without traces."""
         return next((rank.header for rank in self.ranks if rank.header is not None), None)
 
     @property
@@ -177,7 +177,7 @@ def find_live(folder: Path | None) -> Path:
 
 
 class LiveRun:
-    """Follows a run while it writes its files.
+    """Reads the files of a run again and again while the run writes them.
 
     Args:
         folder: Path of the run's folder or of its traces.
@@ -239,11 +239,11 @@ class LiveRun:
 
 
 class RankTail:
-    """Follows the trace file of one rank.
+    """Reads what is new in one rank's trace file each time :meth:`refresh` is called.
 
     Args:
-        path: Path of the file.
-        kept: Number of iterations to keep, the latest ones.
+        path: Path of the trace file.
+        kept: Number of latest iterations to keep in memory.
 
     Attributes:
         figures: Statistics of the latest iterations that have actions, ``None`` without any.
@@ -266,7 +266,7 @@ class RankTail:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Header of the file, ``None`` until it was read."""
+        """Header of the trace file, ``None`` until it was read."""
         return self._index.header
 
     def refresh(self) -> bool:

@@ -42,7 +42,7 @@ _STARTS_BACK_NS = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """Gives access to one rank's trace.
+    """Gives access to the trace of one rank; spans are read from the file on request.
 
     Attributes:
         index: Positions of the spans in the rank's trace file, and its header.
@@ -99,7 +99,7 @@ class RankTrace:
 
     @cached_property
     def experts(self) -> Mapping[int, IterationStart]:
-        """Markers of the iterations for which the load of the rank's experts was recorded."""
+        """Markers by iteration, of those in which the load of the rank's experts was recorded."""
         markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
         return {i: marker for i, marker in markers if marker.tokens}
 
@@ -113,7 +113,7 @@ class RankTrace:
         return counts
 
     def spans(self, iteration: int) -> tuple[Span, ...]:
-        """Returns the spans of an iteration as objects; none if it was not recorded."""
+        """Returns the spans of an iteration as objects; empty if it was not recorded."""
         return self.table([iteration]).spans()
 
     def table(self, iterations: Iterable[int] | None = None) -> TraceTable:
@@ -204,10 +204,14 @@ class RunTrace:
         return tuple(sorted({i for trace in self.ranks.values() for i in trace.iterations}))
 
     def replica(self, dp_rank: int = 0, tp_rank: int = 0) -> tuple[RankTrace | None, ...]:
-        """Returns the traces of one pipeline by pipeline rank; ``None`` for a rank without a file.
+        """Returns the trace of each rank of one pipeline; ``None`` for a rank without a file.
+
+        Args:
+            dp_rank: Data-parallel rank of the pipeline.
+            tp_rank: Tensor-parallel rank of the pipeline.
 
         Raises:
-            TraceError: No rank has these positions.
+            TraceError: No rank with these two positions has a trace.
         """
         by_pp_rank: dict[int, RankTrace] = {}
         for trace in self.ranks.values():
@@ -222,7 +226,7 @@ class RunTrace:
         return tuple(by_pp_rank.get(pp_rank) for pp_rank in range(self.num_ranks))
 
     def complete_iterations(self, dp_rank: int | None = 0) -> tuple[int, ...]:
-        """Returns the iterations in which each rank with a trace recorded every F and B.
+        """Returns the iterations of which no action F or B is missing on any rank with a trace.
 
         Args:
             dp_rank: Data-parallel replica whose ranks are checked; ``None`` for all replicas.
@@ -242,10 +246,10 @@ class RunTrace:
         return sum(count.get(iteration, 0) for iteration in iterations for count in counts)
 
     def require_iteration(self, iteration: int) -> None:
-        """Checks that some rank recorded an iteration.
+        """Raises an error if no rank recorded an iteration.
 
         Raises:
-            TraceError: No rank recorded it; the message lists the iterations that exist.
+            TraceError: The iteration does not exist; the message lists those that do.
         """
         if iteration not in self.iterations:
             raise TraceError(
@@ -310,8 +314,8 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
         folder: Path of the folder with the trace files of one run.
 
     Raises:
-        TraceError: The folder is missing or contains no trace, a file is damaged or of a newer
-            version, or the files belong to several runs or shapes.
+        TraceError: The folder is missing or contains no trace, a file is damaged or of another
+            version, or the files belong to several runs or to pipelines of different sizes.
     """
     folder = Path(folder)
     files = trace_files(folder)

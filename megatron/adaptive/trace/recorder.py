@@ -108,7 +108,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @property
     def is_recording(self) -> bool:
-        """Whether an iteration is being recorded."""
+        """Whether an iteration has begun and not ended, so that spans are recorded."""
         return self._rows is not None
 
     def begin_iteration(

@@ -79,7 +79,7 @@ class TraceTable:
 
     @classmethod
     def from_rows(cls, iteration: Ints, rows: Ints) -> TraceTable:
-        """Makes a table of the rows of a trace file.
+        """Makes a table from the rows of a trace file.
 
         Args:
             iteration: ``[spans]``, number of each span's iteration.
@@ -95,7 +95,7 @@ class TraceTable:
 
     @classmethod
     def of_columns(cls, iteration: Ints, **columns: Ints | int) -> TraceTable:
-        """Makes a table of some columns of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
+        """Makes a table from some columns; the names are those of ``trace_format.COLUMNS``.
 
         Args:
             iteration: ``[spans]``, number of each span's iteration.
@@ -120,7 +120,7 @@ class TraceTable:
         )
 
     def __len__(self) -> int:
-        """Returns the number of spans."""
+        """Returns the number of spans in the table."""
         return len(self.kind)
 
     @property

@@ -77,7 +77,10 @@ class Now:
     held_bytes: int = 0
 
     def age_s(self) -> float:
-        """Returns the seconds since the report, 0 if its machine's time of day is ahead."""
+        """Returns the time since the report in seconds.
+
+        The result is 0 if the clock of the rank's machine is ahead.
+        """
         return max(0.0, (time.time_ns() - self.unix_ns) / 1e9)
 
 
@@ -144,7 +147,7 @@ class NowFile:
         report = {"unix_ns": time.time_ns(), **fields, "since_s": round(now_s - self._since_s, 1)}
         line = json.dumps(report, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
         os.pwrite(self._file, line.encode("ascii"), 0)
-        os.ftruncate(self._file, len(line))  # the previous line may have been longer
+        os.ftruncate(self._file, len(line))  # removes the rest of a longer previous line
 
     def end(self, read_state: ReadState | None) -> None:
         """Writes a last report with ``doing`` = :data:`ENDED`, and closes the file.
@@ -189,8 +192,8 @@ def progress_file(folder: Path) -> Path:
     """Returns the path of a run's progress file.
 
     Args:
-        folder: Path of the run's folder or of its traces. The file is directly in it, in its
-            folder ``traces``, or in its parent if it is ``traces``.
+        folder: Path of the run's folder, or of the folder ``traces`` in it. The progress file may
+            be in either of the two.
     """
     others = (folder.parent,) if folder.name == "traces" else (folder / "traces",)
     candidates = (candidate / PROGRESS_NAME for candidate in (folder, *others))
@@ -198,7 +201,7 @@ def progress_file(folder: Path) -> Path:
 
 
 class ProgressTail:
-    """Follows the progress file of a run.
+    """Reads what is new in a run's progress file each time :meth:`refresh` is called.
 
     Args:
         path: Path of the file, which need not exist yet.

@@ -61,7 +61,7 @@ class PipelineStep:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Pipeline ranks without a trace."""
+        """Pipeline ranks that have no trace, so that their rows are empty."""
         return tuple(pp_rank for pp_rank, row in enumerate(self.rows) if not row)
 
     @cached_property
@@ -71,13 +71,13 @@ class PipelineStep:
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """Kinds of action that occur, in the order F, B, W."""
+        """Kinds of action that occur in this step, in the order F, B, W."""
         kinds = {span.action for row in self.rows for span in row}
         return tuple(action for action in DRAWN_ACTIONS if action in kinds)
 
     @property
     def replica(self) -> str:
-        """Name of the replica to append to a title, empty if there is only one."""
+        """Text to append to a chart's title that names the replica; empty if there is only one."""
         return f", replica {self.dp_rank} of {self.num_replicas}" if self.num_replicas > 1 else ""
 
     @cached_property

@@ -17,7 +17,7 @@ The text form::
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
     {"after_iteration": 7, ...}                               marker of late spans of iteration 7
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
-    {"missing": [8, 93, 80]}                    first, last and number of the iterations lost
+    {"missing": [8, 93, 80]}                    first, last and number of the lost iterations
 
 The header comes first: a file belongs to one start of a job. A span's line contains whole numbers
 only, one per column, without spaces. The start of a span is relative to the ``start_ns`` of the
@@ -146,10 +146,10 @@ Positions beyond the tokens are padding. Empty if all microbatches have the same
 
 
 class SpanRow(NamedTuple):
-    """Holds a span as it is recorded, in the order of :data:`COLUMNS`.
+    """Holds a span as numbers, as it is recorded and written to the file.
 
     Attributes:
-        kind: Index in :data:`KINDS`.
+        kind: Index of the kind of span in :data:`KINDS`.
         chunk: Local index of the model chunk, -1 for none.
         microbatch: Index of the microbatch within the iteration, -1 for none.
         piece: Index of the part, if an action W is computed in several parts, else 0.
@@ -201,13 +201,13 @@ class TraceHeader:
     Host, process id, clock and clock readings default to those of the present process.
 
     Attributes:
-        run: Id of the run; equal on all its ranks.
+        run: Id of the run, equal on all ranks of the run.
         rank: Global rank, in ``0..world_size-1``.
         world_size: Number of processes of the run.
-        pp_rank: Position in the pipeline.
-        tp_rank: Position in the tensor-parallel group.
-        dp_rank: Position in the data-parallel group.
-        num_ranks: Size of the pipeline (ranks, not stages).
+        pp_rank: Position of the rank in the pipeline.
+        tp_rank: Position of the rank in the tensor-parallel group.
+        dp_rank: Position of the rank in the data-parallel group.
+        num_ranks: Number of ranks (not stages) in the pipeline.
         num_chunks: Number of model chunks on each rank.
         num_microbatches: Number of microbatches per step at the start of the run. The marker of an
             iteration may have another number.
@@ -215,9 +215,9 @@ class TraceHeader:
             means stage = chunk * ranks + rank.
         schedule: Name of the schedule or of the run-time scheduling policy.
         host: Name of the machine.
-        pid: Process id.
-        monotonic_ns: ``time.monotonic_ns()`` at the moment of ``unix_ns``.
-        unix_ns: ``time.time_ns()`` at the moment of ``monotonic_ns``.
+        pid: Id of the rank's process.
+        monotonic_ns: Value of ``time.monotonic_ns()``, read at the same moment as ``unix_ns``.
+        unix_ns: Value of ``time.time_ns()``, read at the same moment as ``monotonic_ns``.
         clock: Id of the monotonic clock; ranks with the same id share a clock. Empty in traces
             read from the older text format.
         layers: Number of transformer layers per stage, in pipeline order; empty if unknown.
@@ -324,7 +324,7 @@ class Gap:
     Attributes:
         first: Number of the first missing iteration.
         last: Number of the last missing iteration.
-        count: Number of iterations that were recorded and are lost.
+        count: Number of lost iterations; fewer than ``first`` to ``last`` if not all were recorded.
     """
 
     first: int
@@ -343,7 +343,7 @@ class Span:
         start_ns: Start in nanoseconds.
         end_ns: End in nanoseconds, not before the start.
         iteration: Number of the iteration.
-        wait_ns: Idle time before the start, spent waiting for this action to become possible.
+        wait_ns: Idle time in ns that the rank waited before it could start this action.
         bytes: Size of a message in bytes; for an action, the total of its inputs and outputs.
         in_flight_bytes: Size in bytes of all activations held after the span started.
         piece: Index of the part, if an action W is computed in several parts, else 0.
@@ -405,24 +405,24 @@ def shared_gpu_note(gpu_ranks: int) -> str:
 
 
 def header_line(header: TraceHeader) -> str:
-    """Returns the header as one line of JSON with its line end."""
+    """Formats a header as one line of JSON, including the line end."""
     form = {"columns": COLUMNS, "kinds": KINDS, "reasons": REASONS}
     named = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **form, **asdict(header)}
     return json.dumps(named) + "\n"
 
 
 def samples_line(samples: ClockSamples) -> str:
-    """Returns clock samples as one line of JSON with its line end."""
+    """Formats clock samples as one line of JSON, including the line end."""
     return f'{{"clock_samples": {json.dumps(samples.samples)}, "reference": {samples.reference}}}\n'
 
 
 def gap_line(gap: Gap) -> str:
-    """Returns the record of missing iterations as one line of JSON with its line end."""
+    """Formats the record of missing iterations as one line of JSON, including the line end."""
     return f'{{"missing": [{gap.first}, {gap.last}, {gap.count}]}}\n'
 
 
 def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
-    """Returns the text of a marker and its spans, ready to be appended to the file.
+    """Formats a marker and the spans after it as lines to be appended to the file.
 
     Args:
         marker: Marker of the iteration. Its ``counts`` and ``size_bytes`` are ignored: those
@@ -465,7 +465,7 @@ def parse_line(
         The record; ``None`` for a JSON object of a kind that this version does not know.
 
     Raises:
-        TraceError: The line is no JSON object, lacks a field, has a field of the wrong type, or
+        TraceError: The line is not a JSON object, lacks a field, has a field of the wrong type, or
             belongs to another version of the format.
     """
     try:

@@ -505,9 +505,9 @@ def _tail(count: int, seen: float, part: float) -> float:
     The distribution is negative binomial, because the rate is estimated from the other ranks.
 
     Args:
-        count: Number of spikes of a rank.
-        seen: Number of spikes of the other ranks.
-        part: Ratio of the rank's number of actions to that of the other ranks.
+        count: Number of spikes on the rank.
+        seen: Number of spikes on the ranks it is compared with, plus one from the prior.
+        part: Number of actions on the rank divided by that on the others, prior included.
     """
     below = 0.0
     log_probability = -seen * math.log1p(part)

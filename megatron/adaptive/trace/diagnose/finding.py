@@ -24,8 +24,8 @@ class Period:
     """Describes which iterations a finding affects.
 
     Attributes:
-        first: First affected iteration.
-        last: Last affected iteration.
+        first: Number of the first affected iteration.
+        last: Number of the last affected iteration.
         kind: ``lasting`` (all iterations of the diagnosis), ``begun`` (from ``first`` to the end),
             ``passed`` (from ``first`` to ``last``, then over) or ``spikes`` (now and then).
     """
@@ -56,7 +56,7 @@ class Finding:
             ratio of their tokens to the mean. ``None`` if ``delay_ms`` is used instead.
         delay_ms: Delay of each message, microbatch or action. For overloaded experts, additional
             time per microbatch that other ranks wait in exchanges of tokens.
-        period: Affected iterations.
+        period: Iterations in which the cause shows.
         against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
             (expected times), ``history`` (other iterations) or ``others`` (other ranks or links).
         confidence: Probability that the finding is no random effect, 0.5 to 0.99.

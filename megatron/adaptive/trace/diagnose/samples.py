@@ -97,7 +97,7 @@ class Measured:
 
     @property
     def step(self) -> float:
-        """Median duration of a step in ns."""
+        """Median time of a step in ns, 0 without iterations."""
         return float(np.median(self.step_ns)) if len(self.step_ns) else 0.0
 
     @cached_property
@@ -128,7 +128,7 @@ class Measured:
     def finding(
         self, cause: str, columns: Sequence[int], iterations: Ints, **evidence: Any
     ) -> Finding:
-        """Makes a finding about some ranks.
+        """Makes a finding about some ranks, with their stages and machines filled in.
 
         Args:
             cause: Name of the cause, one of ``finding.CAUSES_FOUND``.
@@ -156,7 +156,7 @@ class Measured:
 
 
 def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
-    """Reads the times that a diagnosis needs.
+    """Reads from the trace all times that a diagnosis needs.
 
     Args:
         run: Run whose trace is read.
@@ -330,7 +330,8 @@ class Interval:
 def middle(values: Floats, axis: int | tuple[int, ...] | None = None) -> Any:
     """Returns the median of all values except NaN, or NaN if there are none."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about empty slices
+        # Slices that contain only NaN are expected; numpy would warn about each.
+        warnings.simplefilter("ignore", RuntimeWarning)
         return np.nanmedian(values, axis=axis)
 
 
@@ -356,7 +357,8 @@ def tame_mean(values: Floats) -> Floats:
     centre = middle(values, axis=-1)[..., None]
     reach = TAME * middle(spread(values, axis=-1), axis=0)[None, ..., None]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about empty slices
+        # Slices that contain only NaN are expected; numpy would warn about each.
+        warnings.simplefilter("ignore", RuntimeWarning)
         return np.asarray(np.nanmean(np.clip(values, centre - reach, centre + reach), axis=-1))
 
 
