@@ -1,6 +1,7 @@
-"""Times actions (F, B, W) of one stage, with the same clock, warm-up and statistics everywhere.
+"""Times actions of one stage, with the same clock, warm-up and statistics for all callers.
 
-::
+Actions are the forward pass (F), the backward pass (B) and weight gradients as a separate pass
+(W)::
 
     F 0, B 0, W 0   F 1, B 1, W 1   F 2, B 2, W 2 ...      microbatches of one stage, alone
     └── warmup ─┘   └───── count: their medians ─────
@@ -74,8 +75,8 @@ def time_microbatches(
         split: Whether weight gradients are computed as a separate action W.
 
     Returns:
-        Three lists of durations in seconds, of F, B and W (0 if W is not separate). Then the output
-        of the last forward pass.
+        Three lists of durations in seconds: forward passes, backward passes, and weight-gradient
+        passes (0 if these are not separate). Then the output of the last forward pass.
     """
     rows: list[list[float]] = [[], [], []]
     output = None

@@ -439,7 +439,7 @@ class _Stage:
     """Holds the times of a stage on its slowest data-parallel replica.
 
     Attributes:
-        times_s: Median time in seconds of F, B and W.
+        times_s: Median times in seconds of forward, backward and separate weight-gradient pass.
         share: Fraction of a forward pass that the stage's layers take.
         layers: (Size in bytes, fraction of the layers' total time) of each layer.
     """
@@ -474,11 +474,12 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
     rank). A rank that shares no kind of layer with another rank is assumed to have slowness 1.
 
     Args:
-        sums: Total time in seconds of the measured layers for F, B and W, ``[ranks, kinds, 3]``.
+        sums: Total time in seconds of the measured layers, ``[ranks, kinds, 3]``; the last axis
+            lists forward, backward and weight-gradient pass.
         counts: Number of measured layers, ``[ranks, kinds]``.
 
     Returns:
-        Times of F, B and W in seconds, for each rank and kind of layer.
+        Times of forward, backward and weight-gradient pass in seconds, by rank and kind of layer.
     """
     ranks, kinds = counts.shape
     means = sums / np.maximum(counts, 1)[:, :, None]
@@ -506,7 +507,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
 
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
-    """Returns the median times in seconds of F, B and W of a chunk over some steps."""
+    """Returns a chunk's median times in seconds of forward, backward and weight-gradient pass."""
     medians = []
     for kind in KINDS:
         values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]

@@ -133,7 +133,7 @@ class RankTrace:
         return _moved(read_blocks(self.index, blocks), self.fit)
 
     def is_complete(self, iteration: int) -> bool:
-        """Returns whether every F and every B of an iteration was recorded."""
+        """Returns whether all forward and backward passes of an iteration were recorded."""
         blocks = self._blocks.get(iteration)
         if not blocks or not all(block.is_whole for block in blocks):
             return False
@@ -226,7 +226,9 @@ class RunTrace:
         return tuple(by_pp_rank.get(pp_rank) for pp_rank in range(self.num_ranks))
 
     def complete_iterations(self, dp_rank: int | None = 0) -> tuple[int, ...]:
-        """Returns the iterations of which no action F or B is missing on any rank with a trace.
+        """Returns the iterations whose forward and backward passes are all in the trace.
+
+        Ranks without a trace file are ignored.
 
         Args:
             dp_rank: Data-parallel replica whose ranks are checked; ``None`` for all replicas.

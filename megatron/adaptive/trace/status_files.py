@@ -61,7 +61,8 @@ class Now:
         microbatch: Microbatch of the action, -1 for none.
         cause: Cause of a wait, empty if unknown.
         since_s: Seconds since the action began, exact to about :data:`PERIOD_S`.
-        done: Number of finished actions F, B and W in the present iteration, over all chunks.
+        done: Number of finished forward passes, backward passes and separate weight-gradient passes
+            in the present iteration, over all chunks.
         held_bytes: Size in bytes of all activations held.
     """
 

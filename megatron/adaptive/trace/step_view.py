@@ -1,7 +1,8 @@
 """Selects one iteration of one pipeline from a trace, to be drawn as a chart.
 
-The selection contains only the actions F, B and W, and the waits between them. Times are relative
-to the first action of any rank.
+The selection contains only actions and the waits between them. Actions are the forward pass (F),
+the backward pass (B) and the separate pass for weight gradients (W). Times are relative to the
+first action of any rank.
 """
 
 from __future__ import annotations

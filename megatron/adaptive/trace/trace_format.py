@@ -66,7 +66,10 @@ KINDS = (
 """Kinds of span; in the file each is stored as its index in this list."""
 
 DRAWN_ACTIONS = KINDS[:3]
-"""Kinds of span that are computation (F, B, W); charts of a step draw only these."""
+"""Kinds of span that are computation; charts of a step draw only these.
+
+F is a forward pass, B a backward pass, W a separate pass that computes weight gradients.
+"""
 
 CAUSES = ("input", "memory", "order", "group")
 """Causes of a wait between two actions of a rank.
@@ -155,7 +158,7 @@ class SpanRow(NamedTuple):
         piece: Index of the part, if an action W is computed in several parts, else 0.
         start_ns: Start on the rank's monotonic clock.
         end_ns: End on the same clock; the file stores the duration instead.
-        bytes: Size of a message in bytes; for an action, the total of its inputs and outputs.
+        bytes: Size of a message in bytes; for an action, the messages received plus those sent.
         in_flight_bytes: Size in bytes of all activations held after the span started.
         queue_depth: Number of inputs that had arrived but were not used yet when the span started.
         peer: Global rank at the other end of a message, -1 for none.
@@ -344,7 +347,7 @@ class Span:
         end_ns: End in nanoseconds, not before the start.
         iteration: Number of the iteration.
         wait_ns: Idle time in ns that the rank waited before it could start this action.
-        bytes: Size of a message in bytes; for an action, the total of its inputs and outputs.
+        bytes: Size of a message in bytes; for an action, the messages received plus those sent.
         in_flight_bytes: Size in bytes of all activations held after the span started.
         piece: Index of the part, if an action W is computed in several parts, else 0.
         queue_depth: Number of inputs that had arrived but were not used yet when the span started.

@@ -1,7 +1,8 @@
 """Compares each rank's computing time with all other ranks, the plan and its own past.
 
-A single statistical model combines all evidence. A rank's computing time in an iteration is divided
-by the planned work. The logarithm of this ratio is modelled as the sum of
+The plan is the work that each stage is expected to have, from the header of the trace. A single
+statistical model combines all evidence. A rank's computing time in an iteration is divided by the
+planned work. The logarithm of this ratio is modelled as the sum of
 
     a mean over all ranks  +  a deviation of the rank     (machines differ: ALIKE)
                            +  a deviation of its stage    (the plan may be wrong; shared by peers)
@@ -49,7 +50,7 @@ LEAST_NOISE = 0.004
 """Minimum relative standard deviation to assume for a rank's time between iterations."""
 
 OF_TIME = 0.1
-"""Minimum fraction of a rank's time that F, B or W must take; below it, that kind is ignored."""
+"""Minimum fraction of the ranks' time for a kind of action (F, B, W); rarer kinds are ignored."""
 
 MOST_INTERVALS = 20_000_000
 """Maximum number of intervals to try, over all ranks.
@@ -91,8 +92,8 @@ class RankBaselines:
 
     Attributes:
         series: ``[iterations, ranks]``, logarithm of each rank's time divided by its planned work.
-        by_kind: ``[iterations, ranks, 3]``, the same for F, B and W; NaN for a kind that takes
-            little time.
+        by_kind: ``[iterations, ranks, 3]``, the same for forward passes, backward passes and
+            separate weight-gradient passes; NaN for a kind that takes little time.
         lasting: ``[ranks, ranks]``, covariance of the deviations that last for the whole run.
         passing: ``[ranks, ranks]``, covariance of the deviations that change in each iteration.
     """
@@ -126,7 +127,7 @@ class RankBaselines:
         return self._level @ self.series.mean(axis=0) / precision, 1 / np.sqrt(precision)
 
     def kinds(self, shift: Shift) -> dict[str, float]:
-        """Returns the size of a shift in F, B and W separately; ignored kinds are left out."""
+        """Returns the size of a shift for each kind of action (F, B, W) that takes enough time."""
         sizes = {}
         for number, kind in enumerate("FBW"):
             series = self.by_kind[:, :, number]

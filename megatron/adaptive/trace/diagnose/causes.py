@@ -112,7 +112,7 @@ Below this ratio, the fast rank is the exception, and the others only look slow 
 """
 
 AGREE = 0.4
-"""Minimum fraction of a rank's slowdown that each of F, B and W must show on its own."""
+"""Minimum fraction of a rank's slowdown that each kind of action (F, B, W) must show by itself."""
 
 OWN_CHANGE = 0.5
 """Minimum fraction of a temporary slowdown that must show in the rank's own times.
@@ -128,7 +128,7 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
     """Finds ranks whose actions take longer than expected, the slowest first."""
     baselines = rank_baselines(m)
     with np.errstate(divide="ignore"):
-        # Entry [iteration, rank] is the logarithm of the rank's total time for F, B and W per
+        # Entry [iteration, rank] is the logarithm of the rank's total computing time per
         # microbatch.
         log_work = np.log(np.nansum(m.median_ns.astype(np.float64), axis=(2, 3)))
     judged: set[int] = set()
@@ -170,7 +170,10 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
 
 
 def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:
-    """Returns whether a slowdown shows in each of F, B and W and in the rank's own times."""
+    """Returns whether a slowdown shows in all kinds of action and in the rank's own times.
+
+    A slowdown that does not is an effect of other ranks, or of noise.
+    """
     if any(size < AGREE * shift.size for size in baselines.kinds(shift).values()):
         return False
     inside = log_work[shift.first : shift.end]

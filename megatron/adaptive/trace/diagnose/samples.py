@@ -52,9 +52,10 @@ class Measured:
         layers: Number of layers of each stage, empty if unknown.
         work: Expected time of each stage, including embedding and loss, expressed as an equivalent
             number of layers; empty if unknown.
-        action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, durations of F, B and W
-            without the time of reading data and sending in them. If a W was computed in several
-            parts, their sum. NaN if there was no such action.
+        action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, durations of forward
+            passes, backward passes and separate weight-gradient passes (the sum, if in several
+            parts). The time of reading data and sending in them is subtracted. NaN if there was no
+            such action.
         read_ns: ``[iterations, ranks]``, total time of reading data.
         reads: ``[iterations, ranks]``, number of reads of data.
         step_ns: ``[iterations]``, time from the first to the last action in the slowest pipeline.
@@ -86,7 +87,7 @@ class Measured:
 
     @cached_property
     def microbatch_ns(self) -> Floats:
-        """``[ranks]``, time in ns for F, B and W of one microbatch in all chunks of a rank."""
+        """``[ranks]``, computing time in ns for one microbatch in all chunks of a rank."""
         totals: Floats = np.nansum(middle(self.median_ns, axis=0), axis=(1, 2))
         return totals
 
@@ -300,7 +301,7 @@ PASSED = 6
 """Minimum number of values in an interval that ends before the series does."""
 
 TO_THE_END = 0.85
-"""Minimum ratio of its score to the best score at which an interval up to the end is preferred."""
+"""Fraction of the best score at which an interval up to the end of the series is preferred."""
 
 APART = 0.2
 """Minimum gap between the lower quartile inside an interval and the upper quartile outside.
