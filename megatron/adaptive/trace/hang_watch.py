@@ -397,8 +397,8 @@ class Stillness:
         limit_s: Value of ``--hang-after-s`` in seconds, ``None`` for the default.
 
     Attributes:
-        paused: Not ``None`` if the user's training loop has paused between two steps and no rank
-            waits for another. Then it maps each process group to its number of collectives begun.
+        paused: Number of collectives begun per process group, if all ranks may be pausing: they are
+            between steps of a user's own loop, and none waits for another. Else ``None``.
     """
 
     def __init__(self, limit_s: float | None) -> None:
