@@ -1,1 +1,1 @@
-"""Measures layers, links, nodes and free memory, for the planner and the run-time schedules."""
+"""Measures times of layers and links, and free memory, for planning and choosing schedules."""

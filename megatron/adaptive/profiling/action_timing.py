@@ -1,12 +1,13 @@
-"""Times actions on one stage, with the same clock, warmup and statistics for all callers.
+"""Times actions of one stage, with the same clock, warm-up and statistics for all callers.
 
-::
+Actions are the forward pass (F), the backward pass (B) and weight gradients as a separate pass
+(W)::
 
     F 0, B 0, W 0   F 1, B 1, W 1   F 2, B 2, W 2 ...      microbatches of one stage, alone
     └── warmup ─┘   └───── count: their medians ─────
 
-The layers of megatron-core's GPT and the segments of a recorded module both run through
-:func:`time_microbatches`; ``training`` and ``modules`` build them.
+:func:`time_microbatches` runs both kinds of stages: layers of megatron-core's GPT, built by
+``training``, and segments of a recorded module of the user, built by ``modules``.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from typing import Any
 import torch
 
 WARM_UP = 1
-"""Number of first runs that do not count."""
+"""Number of first runs whose time is not used (warm-up)."""
+
 _LEAST_LOGS = 4
 _QUARTILES_OF_SIGMA = 1.349
 """Distance between the quartiles of a normal distribution in standard deviations."""
 
 
 def now(device: torch.device) -> float:
-    """Waits for all work on the device; returns the time of a monotonic clock in seconds."""
+    """Waits until the device has finished all work, then reads a monotonic clock, in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def time_call(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Returns the median seconds of a call.
+    """Returns the median time of a function call in seconds.
 
     Args:
         call: Function to time.
-        device: Device that it uses.
-        repeats: Number of timed calls, after the warmup.
+        device: Device that the function uses.
+        repeats: Number of timed calls, after the warm-up call.
     """
     times = []
     for _ in range(WARM_UP + repeats):
@@ -59,20 +61,22 @@ def time_microbatches(
     repeats: int,
     split: bool,
 ) -> tuple[list[list[float]], torch.Tensor | None]:
-    """Runs microbatches through chunk 0 of a rank's stages, one after the other.
+    """Runs and times microbatches on chunk 0 of a rank's stages, one after the other.
 
     Args:
-        stages: Stages as the executor runs them, made for ``WARM_UP + repeats`` microbatches. They
-            are finished when this function returns or raises.
-        received: Function that makes the input of a forward, ``None`` on the first stage.
-        gradient: Function that makes the input of a backward, ``None`` on the last stage.
-        device: Device of the stages.
-        repeats: Number of timed microbatches.
-        split: Whether gradients of weights are a separate action.
+        stages: Object that runs the actions of a rank's stages, as for the executor, made for
+            ``WARM_UP + repeats`` microbatches. Its ``finish`` is called at the end in any case.
+        received: Function that makes the input of a forward pass; it returns ``None`` for the first
+            stage.
+        gradient: Function that makes the input of a backward pass; it returns ``None`` for the last
+            stage.
+        device: Device on which the stages run.
+        repeats: Number of microbatches to time, after the warm-up.
+        split: Whether weight gradients are computed as a separate action W.
 
     Returns:
-        Durations of forwards, of backwards and of weight gradients, which are 0 if they are not
-        split; and the last output.
+        Three lists of durations in seconds: forward passes, backward passes, and weight-gradient
+        passes (0 if these are not separate). Then the output of the last forward pass.
     """
     rows: list[list[float]] = [[], [], []]
     output = None
@@ -98,12 +102,14 @@ def time_microbatches(
 
 
 def spread(lanes: Iterable[Sequence[float]]) -> float:
-    """Returns the standard deviation of durations, as logarithms around the median of their kind.
+    """Returns the relative standard deviation of durations.
 
-    It is computed from quartiles, so that a few actions that the system interrupted do not matter.
+    Each duration is divided by the median of its own sequence. The result is the standard deviation
+    of the logarithms, computed from quartiles, so that a few actions that the operating system
+    interrupted do not matter.
 
     Args:
-        lanes: Durations of each kind of work, in any unit.
+        lanes: Sequences of durations in any unit, one for each kind of work.
     """
     logs: list[float] = []
     for values in lanes:

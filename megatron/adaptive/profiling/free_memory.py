@@ -3,11 +3,12 @@
 ::
 
     host   min(machine's MemAvailable, limit - usage of every control group up to the root),
-           divided by the ranks of the node
+           divided by the number of ranks on the node
     GPU    free memory of the device (memory of other processes and ranks is not free),
-           divided by the ranks that share the device; plus unused memory of this rank's allocator
+           divided by the number of ranks that share the device;
+           plus unused memory in the cache of this rank's allocator
 
-Importing this module does not import torch, because processes without torch need the host's part.
+Importing this module does not import torch, because processes without torch measure host memory.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from megatron.adaptive.accelerator import Accelerator
 
 KEPT_FREE = 0.1
-"""Fraction of free memory that plans do not use."""
+"""Fraction of the free memory that a plan must leave unused, as a safety margin."""
 
 HOST_SHARE = 0.35
-"""Fraction of freed activations that the C library does not return to the system.
+"""Fraction of freed activation memory on a CPU that the C library keeps instead of returning it.
 
 Measured with ``studies/planner.py --part memory`` in runs of the trainer with glibc.
 """
@@ -35,15 +36,18 @@ Measured with ``studies/planner.py --part memory`` in runs of the trainer with g
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _V1_UNLIMITED = 1 << 60
-"""Least value that means "no limit" in control groups of version 1, which write almost 2**63."""
+"""Smallest value that means "no limit" in control groups (cgroups) of version 1.
+
+The kernel writes almost 2**63 there.
+"""
 
 
 def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:
-    """Returns the bytes that this process may allocate in addition to its present tensors.
+    """Returns how much memory, in bytes, this process may allocate beyond its present tensors.
 
     Args:
-        accelerator: Device of the process.
-        ranks_here: Number of ranks on this node, which share its memory, or its GPUs, evenly.
+        accelerator: Device of this process.
+        ranks_here: Number of ranks on this node. They share its memory, or its GPUs, evenly.
     """
     if not accelerator.is_cuda:
         return available_host_bytes() // max(1, ranks_here)
@@ -51,17 +55,18 @@ def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:
 
     device = accelerator.device
     free, _ = torch.cuda.mem_get_info(device)
-    # accelerator.detect uses the local rank modulo the number of devices.
+    # Local rank r uses device r modulo the number of devices (accelerator.detect). This is the
+    # number of local ranks with the same device.
     sharing = -(-(ranks_here - (device.index or 0)) // max(1, torch.cuda.device_count()))
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free // max(1, sharing) + cached)
 
 
 def available_host_bytes() -> int:
-    """Returns the bytes that this process and its siblings may still allocate on this machine.
+    """Returns how much host memory, in bytes, all ranks of this machine may still allocate.
 
-    It is the least of the machine's available memory and the rest of each control group's limit;
-    page cache that the kernel can reclaim counts as free.
+    This is the minimum of the machine's available memory and of what each control group's limit
+    leaves. Page cache that the kernel can reclaim is treated as free.
     """
     candidates = [*_meminfo("MemAvailable")]
     for limit, usage, cached in _groups():
@@ -70,10 +75,11 @@ def available_host_bytes() -> int:
 
 
 def process_bytes(accelerator: Accelerator) -> int:
-    """Returns the bytes of this process other than tensors: its GPU context, or its pages.
+    """Returns how much memory, in bytes, this process uses besides tensors.
 
-    Memory of other processes on the GPU counts as well, so measure on a free GPU; measure on a
-    host before there are tensors.
+    On a GPU this is the CUDA context. Memory of other processes cannot be distinguished from it, so
+    no other process should use the GPU. On a CPU it is the resident memory of the process, so call
+    this before tensors are allocated.
     """
     if not accelerator.is_cuda:
         return psutil.Process().memory_info().rss  # type: ignore[no-any-return]
@@ -84,7 +90,7 @@ def process_bytes(accelerator: Accelerator) -> int:
 
 
 def total_host_bytes() -> int:
-    """Returns the memory of this machine in bytes, or its control groups' limit if that is less."""
+    """Returns this machine's memory in bytes, or the limit of a control group if that is less."""
     return min([*_meminfo("MemTotal"), *(limit for limit, _, _ in _groups())], default=0)
 
 
@@ -97,7 +103,10 @@ def _meminfo(name: str) -> list[int]:
 
 
 def _groups() -> list[tuple[int, int, int]]:
-    """Returns limit, usage and reclaimable page cache of each limited group of this process."""
+    """Returns (limit, usage, reclaimable page cache) in bytes for the process's control groups.
+
+    Only groups that have a memory limit are listed.
+    """
     groups = []
     for line in _lines(_PROC / "self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -111,16 +120,24 @@ def _groups() -> list[tuple[int, int, int]]:
 
 
 def _up_to_root(root: Path, path: str, limit: str, usage: str) -> list[tuple[int, int, int]]:
-    """Returns limit, usage and page cache of a group and all groups above it that have a limit."""
+    """Returns (limit, usage, page cache) for a control group and its ancestors that have a limit.
+
+    Args:
+        root: Folder where the control groups are mounted.
+        path: Path of the control group below the root.
+        limit: Name of the file with the limit.
+        usage: Name of the file with the usage.
+    """
     groups = []
     folder = root / path.strip("/")
-    # A container may show the host's path, which does not exist; its root is then its group.
+    # A container may see the host's path, which does not exist here. Then only the root has files,
+    # which are those of the container's control group.
     for group in (folder, *folder.parents):
         most = "".join(_lines(group / limit))
         used = "".join(_lines(group / usage))
         if most.isdecimal() and used.isdecimal() and int(most) < _V1_UNLIMITED:
             stat = dict(line.split()[:2] for line in _lines(group / "memory.stat"))
-            # Version 1 includes descendants only in the total_ fields.
+            # Version 1 of control groups includes descendants only in the total_ fields.
             cached = stat.get("total_inactive_file", stat.get("inactive_file", "0"))
             groups.append((int(most), int(used), int(cached)))
         if group == root:
@@ -136,17 +153,17 @@ def _lines(path: Path) -> list[str]:
 
 
 def gpu_name(accelerator: Accelerator) -> str:
-    """Returns the name of the device in profiles and descriptions of clusters."""
+    """Returns the name by which profile files and cluster descriptions call the device."""
     gpu = known_gpu(accelerator.name)
     return accelerator.name.lower().replace(" ", "-") if gpu is None else gpu.name
 
 
 def node_facts(accelerator: Accelerator, ranks_here: int) -> dict[str, Any]:
-    """Returns the description of this process's node, in the form of ``nodes`` of a profile file.
+    """Returns a description of this process's node: an entry of ``nodes`` in a profile file.
 
     Args:
-        accelerator: Device of the process.
-        ranks_here: Number of ranks on this node, which share the memory of a host evenly.
+        accelerator: Device of this process.
+        ranks_here: Number of ranks on this node; on a CPU they share the host's memory evenly.
     """
     process: dict[str, float] = {"context_bytes": process_bytes(accelerator)}
     if accelerator.is_cuda:
@@ -154,7 +171,7 @@ def node_facts(accelerator: Accelerator, ranks_here: int) -> dict[str, Any]:
 
         memory = torch.cuda.get_device_properties(accelerator.device).total_memory
         if accelerator.backend == "nccl":
-            # A job opens NCCL channels, but this measurement does not.
+            # NCCL channels of a job need GPU memory. None are open here, so their size is added.
             process["context_bytes"] += CHANNELS_BYTES
     else:
         memory = total_host_bytes() // ranks_here

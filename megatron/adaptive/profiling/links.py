@@ -1,15 +1,14 @@
-"""Measures links between ranks and all-reduces within nodes, as a run would use them.
+"""Measures links between ranks, and all-reduces within nodes, as a training run would use them.
 
-``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`.
-
-::
+``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. It separates the
+latency of a message from the occupancy, the time by which each further message arrives later::
 
     round with a burst of 1      leader ──> follower ──> leader      2 (latency + occupancy)
     round with a burst of n      leader ══> follower ──> leader      (n - 1) occupancy more
 
-For a profile, messages use the transport that a run chooses for the pair. Each link is measured
-with one pair of ranks, and with as many pairs at the same time as the nodes have processes, because
-they share a network card but not a switch between GPUs.
+For a profile, messages use the transport that a run would choose for the pair. Each kind of link is
+measured twice: with one pair of ranks, and with as many pairs at the same time as possible. The
+pairs share the bandwidth of a network card, but not that of a switch between GPUs.
 """
 
 from __future__ import annotations
@@ -35,34 +34,42 @@ from megatron.adaptive.transport.connect import Connector, Payloads
 from megatron.adaptive.transport.interface import Arrival, Label, Transport
 
 SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
-"""Sizes of messages in bytes; the time of the smallest one is the latency."""
+"""Sizes of messages to measure, in bytes; the time of the smallest is taken as the latency."""
+
 NO_STEP = -1
-"""Step in the labels of messages outside of any step."""
+"""Step number in the labels of messages that do not belong to a training step."""
+
 _BURST = 4
 _GO = 0
-"""Chunk in the label of a message after which another round follows."""
+"""Chunk number in the label of a message, used as a signal that another round follows."""
+
 _STOP = 1
-"""Chunk in the label of a message of the last round."""
+"""Chunk number in the label of a message, used as a signal that this round is the last."""
+
 _LONG_S = 0.2
-"""Duration in seconds of a message after which no larger one is sent: the bandwidth is known."""
+"""Time in seconds of a message above which no larger message is sent: the bandwidth is known."""
+
 _LIMIT_S = 60.0
 _SLOT_BYTES = 4 << 20
 _REPEATS = 6
 
 Pair = tuple[int, int]
 Points = list[tuple[int, float]]
-"""Bytes and seconds of messages, in ascending order of bytes."""
+"""Measured messages as (size in bytes, time in seconds), in ascending order of sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """Says how often to measure a link.
+    """Sets the number of warm-up and timed repetitions for measuring a link.
+
+    A short round sends one message and gets an answer; a long round sends a burst of messages. The
+    first short round and the first long round are warm-up. The leader's values of ``least`` and
+    ``seconds`` are used.
 
     Attributes:
-        burst: Number of messages of a long round, at least 2.
-        least: Least number of short and of long rounds, at least 2; the first does not count.
-        seconds: Least duration of the short and of the long rounds. The leader's values of
-            ``least`` and ``seconds`` are used.
+        burst: Number of messages in a long round, at least 2.
+        least: Minimum number of short rounds, and of long rounds, including warm-up; at least 2.
+        seconds: Minimum total time of the short rounds, and of the long rounds, in seconds.
     """
 
     burst: int = _BURST
@@ -80,20 +87,20 @@ def measure_link(
     rounds: Rounds | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Link:
-    """Sends messages back and forth between two ranks that do nothing else meanwhile.
+    """Measures latency and occupancy of the link between two ranks that are otherwise idle.
 
     Args:
-        transport: Channels of this rank; no message may be in flight on them.
-        peer: Global rank of the peer, which must call this function as well.
-        leads: Whether this rank sends first; exactly one of the two must.
-        payload: Tensor like those of a step.
-        timeout_s: Limit of each wait in seconds.
-        rounds: Number and length of rounds; both ranks must have the same ``burst``.
+        transport: Message channels of this rank; no message may be in flight on them.
+        peer: Global rank of the other end, which must call this function at the same time.
+        leads: Whether this rank sends first and decides when to stop; true for one of the two.
+        payload: Tensor to send, with the size and type of those in a training step.
+        timeout_s: Maximum time in seconds to wait for a message.
+        rounds: Number and length of the repetitions; ``burst`` must be equal on both ranks.
         clock: Function that returns the time in seconds.
 
     Raises:
-        DeadlineError: The peer did not answer.
-        TransportError: The peer is gone.
+        DeadlineError: The peer did not answer in time.
+        TransportError: The peer has ended.
     """
     rounds = rounds or Rounds()
     medians = []
@@ -128,10 +135,10 @@ def _send(transport: Transport, peer: int, payload: torch.Tensor, count: int, ch
 
 
 def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
-    """Waits for the next message of a measurement.
+    """Waits for the next message from a peer during a measurement.
 
     Raises:
-        DeadlineError: No message arrived in time.
+        DeadlineError: No message arrived within ``timeout_s``.
     """
     arrival = transport.completions.wait(time.monotonic() + timeout_s)
     if arrival is None:
@@ -145,7 +152,13 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
 def make_connector(
     job: Job, *, in_flight: int = 2 * _BURST, timeout_s: float = _LIMIT_S
 ) -> Connector:
-    """Returns an object that connects ranks for a measurement, as a run would."""
+    """Makes the object that connects ranks for a measurement, in the way a training run does.
+
+    Args:
+        job: Environment of this process: ranks, device, process groups.
+        in_flight: Maximum number of messages on their way in one direction.
+        timeout_s: Maximum time in seconds to wait for a connection or a message.
+    """
 
     def describe(other: int) -> str:
         return f"rank {other} on {job.places[other]['host']}"
@@ -161,15 +174,17 @@ def make_connector(
 
 
 def pairings(machines: Sequence[str], names: Sequence[str]) -> list[tuple[bool, Pair, list[Pair]]]:
-    """Chooses which pairs of ranks to measure, one measurement after the other.
+    """Chooses which pairs of ranks send at the same time in each measurement of links.
+
+    Links between the same types of nodes are measured once.
 
     Args:
-        machines: Machine of each rank.
-        names: Node type of each rank.
+        machines: Id of each rank's machine.
+        names: Type of each rank's node.
 
     Returns:
-        For each measurement: whether the link is within a node, two ranks with the node types of
-        its ends, and the pairs that send at the same time.
+        For each measurement: whether the link is within a node, an example pair of ranks whose
+        nodes have the two types, and the pairs that send at the same time.
     """
     members: dict[str, list[int]] = {}
     for rank, machine in enumerate(machines):
@@ -193,15 +208,17 @@ def pairings(machines: Sequence[str], names: Sequence[str]) -> list[tuple[bool, 
 def measure_links(
     job: Job, names: Sequence[str], *, most_bytes: float = math.inf
 ) -> list[dict[str, Any]]:
-    """Measures every kind of link once. Collective over all ranks.
+    """Measures every kind of link: within each type of node, and between types of nodes.
+
+    Collective over all ranks.
 
     Args:
-        job: This process within the job.
-        names: Node type of each rank.
-        most_bytes: Size of the largest message of a run.
+        job: Environment of this process: ranks, device, process groups.
+        names: Type of each rank's node.
+        most_bytes: Size in bytes of the largest message in a training run.
 
     Returns:
-        Rows of ``links`` in the form of a profile file.
+        Entries of ``links`` for a profile file.
     """
     options = TransportConfig(transport_slot_bytes=_SLOT_BYTES)
     connector = make_connector(job)
@@ -228,7 +245,7 @@ def measure_links(
 
 
 def sizes_up_to(most_bytes: float) -> tuple[int, ...]:
-    """Returns the sizes to measure for messages up to ``most_bytes``, at least two."""
+    """Returns the message sizes to measure if no message exceeds ``most_bytes``; at least two."""
     needed = sum(size < most_bytes for size in SIZES) + 1
     return SIZES[: max(2, needed)]
 
@@ -258,16 +275,17 @@ def _mean(measured: Sequence[Points]) -> Points:
 def measure_reductions(
     job: Job, names: Sequence[str], widths: Sequence[int], *, most_bytes: float = math.inf
 ) -> list[dict[str, Any]]:
-    """Measures all-reduces of neighbouring ranks within nodes. Collective over all ranks.
+    """Measures all-reduces among consecutive ranks of a node. Collective over all ranks.
 
     Args:
-        job: This process within the job.
-        names: Node type of each rank.
-        widths: Numbers of ranks per all-reduce; each divides the number of ranks of every node.
-        most_bytes: Size of the largest tensor of a run.
+        job: Environment of this process: ranks, device, process groups.
+        names: Type of each rank's node.
+        widths: Numbers of ranks per all-reduce to measure. Each must divide the number of ranks on
+            every node.
+        most_bytes: Size in bytes of the largest tensor that a training run reduces.
 
     Returns:
-        Rows of ``all_reduce`` in the form of a profile file.
+        Entries of ``all_reduce`` for a profile file.
     """
     rows = []
     for width in widths:
@@ -307,10 +325,16 @@ def _reduce(job: Job, group: Any, sizes: Sequence[int]) -> Points:
 
 
 def as_curve(points: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Converts sizes and seconds to latency and bandwidths, in the form of a profile file.
+    """Converts measured times of messages to the latency and bandwidths of a profile file.
 
-    The time of the smallest message is the latency. The bandwidth of a larger message is its size
-    divided by its time beyond the latency.
+    The time of the smallest message is taken as the latency. The bandwidth of a larger message is
+    its size divided by its time beyond the latency.
+
+    Args:
+        points: (Size in bytes, time in seconds) of each message, in ascending order of sizes.
+
+    Returns:
+        Latency in seconds, and a list of (size in bytes, bandwidth in bytes per second).
     """
     (_, latency_s), *others = points
     curve = [

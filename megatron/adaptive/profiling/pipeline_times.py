@@ -1,10 +1,10 @@
 """Measures a pipeline while it trains, for ``auto`` and ``--repartition``.
 
-Each rank measures its stages, and the samples of all ranks become a
-:class:`~megatron.adaptive.schedule.workload.StageProfile`. The planner and
-``schedule.choose_by_simulation`` use it. The first stage also computes the embedding, and the last
-one the loss, so times of actions do not show the time of a layer there. Therefore
-:class:`LayerShare` measures around the modules themselves.
+Each rank measures its stages. The measurements of all ranks are combined into a
+:class:`~megatron.adaptive.schedule.workload.StageProfile`, which the planner and
+``schedule.choose_by_simulation`` use. The first stage also computes the embedding, and the last
+stage the loss, so the duration of an action there is more than the time of its layers. Therefore
+:class:`LayerShare` measures the layers with hooks on the modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 _FORWARDS = 16
 _ALIKE = 0.05
-"""Spread of microbatches' lengths up to which they count as equal."""
+"""Maximum relative spread of the microbatches' times at which they are treated as equal."""
 F = ActionKind.F
 B = ActionKind.B
 W = ActionKind.W
@@ -39,13 +39,13 @@ class Sample:
     """Collects the measurements of one rank in some steps.
 
     Attributes:
-        pp_rank: Position in the pipeline.
-        durations_ns: Durations of all microbatches by kind and chunk; the pieces of a weight
-            gradient are summed.
-        free_bytes: Memory that is free for activations.
-        kept_bytes: Bytes that one microbatch keeps in each chunk.
-        held_bytes: Bytes of weights, gradients and optimizer state of each chunk.
-        links: Measured links to neighbours, by their position in the pipeline.
+        pp_rank: Position of the rank in the pipeline.
+        durations_ns: Durations of the actions on all microbatches, by kind and chunk. If an action
+            W was computed in several parts, their sum.
+        free_bytes: Size in bytes of the memory that is free for activations.
+        kept_bytes: Size in bytes of the activations that a microbatch keeps, by chunk.
+        held_bytes: Size in bytes of weights, gradients and optimizer state, by chunk.
+        links: Measured links to neighbours, by the neighbour's position in the pipeline.
     """
 
     pp_rank: int
@@ -56,7 +56,7 @@ class Sample:
     links: dict[int, Link] = field(default_factory=dict)
 
     def add(self, actions: Iterable[tuple[Action, int]]) -> None:
-        """Adds the actions of a step with their durations in nanoseconds."""
+        """Adds the measurements of a step: pairs of an action and its duration in nanoseconds."""
         weights: dict[tuple[int, int], int] = defaultdict(int)
         for action, duration_ns in actions:
             if action.kind is W:
@@ -71,16 +71,18 @@ class Sample:
 def profile_of(
     samples: Sequence[Sample], placement: Placement, num_microbatches: int = 0
 ) -> StageProfile:
-    """Combines the samples of all ranks; replicas of a stage have equal weight.
+    """Combines the measurements of all ranks into a profile of the pipeline's stages.
 
     Args:
-        samples: Samples, at least one of every rank of the pipeline.
-        placement: Placement of stages on ranks.
-        num_microbatches: Number of microbatches of each measured step, needed to find unequal
-            microbatches; 0 if unknown.
+        samples: Measurements, at least one of every rank of the pipeline. Data-parallel replicas of
+            a stage get equal weight.
+        placement: Assignment of stages to ranks and chunks.
+        num_microbatches: Number of microbatches in each measured step, needed to find microbatches
+            of unequal length; 0 if unknown.
 
     Returns:
-        The profile; a link that was not measured gets the times of the slowest measured one.
+        Times of stages and links. A link that was not measured gets the times of the slowest
+        measured link.
     """
     times: dict[ActionKind, tuple[float, ...]] = {}
     for kind in (F, B, W):
@@ -93,7 +95,7 @@ def profile_of(
                 if sample.pp_rank == pp_rank
                 for value in sample.durations_ns.get((kind, chunk), ())
             ]
-            # The median ignores a few actions that the system interrupted.
+            # The median, because a few actions take long when the operating system interrupts them.
             means.append(statistics.median(lanes) / 1e9 if lanes else 0.0)
         times[kind] = tuple(means)
     links = {
@@ -122,15 +124,17 @@ def profile_of(
 def _microbatch_factors(
     samples: Sequence[Sample], placement: Placement, num_microbatches: int
 ) -> tuple[list[list[float]], float]:
-    """Separates the lengths of microbatches from the spread of actions.
+    """Separates the effect of microbatches' lengths from the random variation of actions.
 
-    The n-th samples of all pipeline ranks belong to one replica, whose ranks all process the same
-    microbatches. The factor of a microbatch is the median over their lanes. There are no factors
-    if they differ no more than by noise, or if the number of microbatches was not constant.
+    All ranks of a replica process the same microbatches. A longer microbatch takes longer on all of
+    them, while noise differs. Therefore a microbatch's factor is the median, over ranks, chunks and
+    kinds of action, of its time divided by the usual time. The n-th sample of each pipeline rank
+    belongs to the n-th replica.
 
     Returns:
-        Ratio of each microbatch's time to the median for each replica, or an empty list; and the
-        spread of actions without this effect.
+        For each replica, the factor of each microbatch. An empty list if the factors vary no more
+        than noise, or if the number of microbatches was not constant. Then the relative standard
+        deviation of the actions without this effect.
     """
     seen = [0] * placement.num_ranks
     replicas: dict[int, list[list[int]]] = defaultdict(list)
@@ -166,19 +170,20 @@ def most_of(
     layers: Sequence[int] = (),
     others: Sequence[int] = (),
 ) -> float:
-    """Returns how many microbatches fit into memory under a placement, on the fullest rank.
+    """Returns for how many microbatches every rank can hold activations under another layout.
 
     Args:
-        samples: Samples under ``present``, at least one of every rank.
-        present: Present placement of stages.
-        target: Placement in question.
+        samples: Measurements under ``present``, at least one of every rank.
+        present: Present assignment of stages to ranks.
+        target: Assignment of stages to ranks to be examined.
         layers: Present number of layers of each stage; needed with ``others``.
-        others: Number of layers of each stage in question, empty to keep them. A layer that leaves
-            counts with the smallest mean size of a stage, one that arrives with the largest mean
-            of a middle stage.
+        others: Number of layers of each stage to be examined, empty to keep the present numbers.
+            The estimate is cautious: a layer that leaves a stage frees the smallest mean layer size
+            of any stage, and one that arrives needs the largest mean of a middle stage.
 
     Returns:
-        Microbatches on the rank with the least room; below 1, even negative, if stages do not fit.
+        Number of microbatches on the rank with the least memory. Below 1, even negative, if the
+        stages themselves do not fit.
     """
     free = [math.inf] * present.num_ranks
     kept = [0.0] * present.num_stages
@@ -209,14 +214,15 @@ def most_of(
 
 
 class LayerShare:
-    """Measures which part of the forward of some chunks their layers take.
+    """Measures which fraction of a forward pass the layers take, without embedding and loss.
 
-    It measures on the clock of the device, in the first forwards after each :meth:`begin`.
+    Hooks on the modules read the device's clock, in the first forward passes after each
+    :meth:`begin`.
 
     Args:
-        models: Model and its block of layers, by local chunk.
-        clock: Clock of the device.
-        layers: Layers of those chunks in which each layer is measured.
+        models: For each chunk to measure, the model and its block of layers.
+        clock: Clock of the device, which marks points in the device's queue of work.
+        layers: For chunks in which each layer is measured too, the layers.
     """
 
     def __init__(
@@ -239,14 +245,15 @@ class LayerShare:
                 self._handles.append(layer.register_forward_hook(self._marking(chunk)))
 
     def begin(self) -> None:
-        """Discards the measurements and starts again."""
+        """Discards all measurements and starts to measure again."""
         for marks in self._marks.values():
             marks.clear()
 
     def share(self, chunk: int) -> float:
-        """Returns the layers' median share of a forward, 1 for a chunk that is not measured.
+        """Returns the median fraction of a forward pass that a chunk's layers take.
 
-        The device must have finished the forwards, as it has between two steps.
+        The result is 1 for a chunk that is not measured. The device must have finished the forward
+        passes, as it has between two steps.
         """
         shares = [
             (times[-2] - times[1]) / max(1, times[-1] - times[0]) for times in self._times(chunk)
@@ -254,7 +261,10 @@ class LayerShare:
         return statistics.median(shares) if shares else 1.0
 
     def parts(self, chunk: int) -> tuple[float, ...]:
-        """Returns each layer's fraction of the time of all; empty if they are not measured."""
+        """Returns each layer's fraction of the time of all layers of a chunk.
+
+        Empty if the layers of the chunk are not measured one by one.
+        """
         forwards = [
             [end - start for start, end in pairwise(times[1:-2])] for times in self._times(chunk)
         ]
@@ -262,7 +272,7 @@ class LayerShare:
         return tuple(layer / max(1, sum(layers)) for layer in layers)
 
     def close(self) -> None:
-        """Removes the hooks from the modules."""
+        """Stops measuring: removes the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
 
@@ -270,21 +280,26 @@ class LayerShare:
         return 4 + len(self._layers.get(chunk, ()))
 
     def _times(self, chunk: int) -> list[list[int]]:
-        """Returns the times of complete forwards: start, block, each layer, block, end."""
+        """Returns the times of each complete forward pass in ns.
+
+        In order: start of the model, start of the block of layers, end of each measured layer, end
+        of the block, end of the model.
+        """
         resolve = self._clock.resolve_ns
         complete = self._complete(chunk)
         forwards = self._marks.get(chunk, ())
         return [[*map(resolve, marks)] for marks in forwards if len(marks) == complete]
 
     def _marking(self, chunk: int, begins: bool = False) -> Any:
-        """Returns a hook that notes the time; with ``begins`` it starts a new forward."""
+        """Makes a hook that records the time; with ``begins``, as the first of a forward pass."""
         complete = self._complete(chunk)
 
         def note(module: torch.nn.Module, *_: Any) -> None:
             marks = self._marks[chunk]
             if begins and module.training and len(marks) <= _FORWARDS:
                 marks.append([])
-            # A forward with all its marks is complete; later marks are from recomputation.
+            # Recomputation of activations calls the hooks again. By then the forward pass has all
+            # its marks, so further ones are ignored.
             if marks and len(marks) <= _FORWARDS and len(marks[-1]) < complete:
                 marks[-1].append(self._clock.mark())
 

@@ -1,9 +1,9 @@
-"""Tries every transport between some pairs of a job's ranks, for ``transport --check``.
+"""Tests every transport between some pairs of a job's ranks, for ``transport --check``.
 
-It performs the rendezvous of the ranks and chooses the pairs. All ranks go through the same steps
-even if a transport fails. The steps for each pair and transport are::
+The ranks first find each other (rendezvous), then pairs are chosen. All ranks go through the same
+tests even if a transport fails. The tests of each pair and transport are::
 
-    contents     one message of each size both ways, compared bit by bit
+    contents     a message of each size in both directions, compared bit by bit
     latency      1 KiB back and forth for a quarter of the time
     bandwidth    bursts of 4 MiB messages for the rest of the time
 """
@@ -31,23 +31,23 @@ from megatron.adaptive.transport.select import Choice, choose, why_not
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8
-_LEAST_ROUNDS = 3  # few, so that a slow network does not need much longer than requested
+_LEAST_ROUNDS = 3  # minimum; so low that a slow network hardly exceeds the requested time
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
-_PATTERN = 251  # a prime, so that a payload shifted by a slot differs
+_PATTERN = 251  # period of the test data; a prime, so that data shifted by a slot is noticed
 
 
 class TransportCheck:
-    """Runs one rank's part of the check; all ranks must call the same methods in the same order.
+    """Runs one rank's part of the test; all ranks must call the same methods in the same order.
 
     Args:
-        options: Settings of the user.
-        environment: Rank of this process and address of the rendezvous.
-        timeout: Limit of the rendezvous.
+        options: Transport settings given by the user on the command line.
+        environment: Rank of this process, number of ranks, and address where ranks meet.
+        timeout: Maximum time to wait until all ranks have met.
 
     Raises:
-        TransportError: The rendezvous failed.
+        TransportError: The ranks could not find each other.
     """
 
     def __init__(
@@ -85,18 +85,19 @@ class TransportCheck:
         self._endpoints: list[Endpoint] = gather(self._endpoint)
 
     def outcomes(self, seconds: float) -> list[dict[str, Any]]:
-        """Tries every transport between every pair. Collective; the result is equal on all ranks.
+        """Tests every transport between all chosen pairs of ranks. Collective.
 
-        Each pair is rank 0 with the first other rank of its machine or of another machine.
+        A pair consists of rank 0 and the first other rank on each machine.
 
         Args:
-            seconds: Duration of each measurement.
+            seconds: Time in seconds for the measurements of each pair and transport.
 
         Returns:
-            Fields of an ``Outcome`` of ``transport --check`` for each pair and transport.
+            For each pair and transport, the fields of an ``Outcome`` of ``transport --check``;
+            equal on all ranks.
 
         Raises:
-            TransportError: A rank is gone.
+            TransportError: A rank has ended.
         """
         first: dict[str, int] = {}
         for endpoint in self._endpoints[1:]:
@@ -125,10 +126,10 @@ class TransportCheck:
         return {**facts, **measured, "works": True, "note": choice.reason if chosen else ""}
 
     def _run(self, pair: tuple[int, int], kind: str, seconds: float) -> dict[str, Any]:
-        """Connects a pair of ranks and measures. Collective over all ranks, also the others.
+        """Connects a pair of ranks by a transport and measures. Collective over all ranks.
 
         Raises:
-            TransportError: The transport did not work; raised on all ranks.
+            TransportError: The transport did not work. Raised on all ranks, also outside the pair.
         """
         peers = [sum(pair) - self.rank] if self.rank in pair else []
         slot_bytes = self._options.transport_slot_bytes or _LARGE_BYTES
@@ -156,7 +157,11 @@ class TransportCheck:
     def _measure(
         self, transport: Transport, peer: int, leads: bool, seconds: float
     ) -> dict[str, Any]:
-        """Returns half of a round trip of 1 KiB, and the bandwidth of bursts of 4 MiB messages."""
+        """Checks the contents of messages, then measures latency and bandwidth.
+
+        The latency is half of a round trip of 1 KiB, in microseconds. The bandwidth is that of
+        bursts of 4 MiB messages, in GB/s.
+        """
         device = self._job.accelerator.device
         check_contents(transport, peer, device)
         small, large = (
@@ -171,7 +176,8 @@ class TransportCheck:
             for size, part in ((_SMALL_BYTES, 0.25), (_LARGE_BYTES, 0.75))
         )
         transport.flush(_WAIT_S)
-        # If a burst takes no longer than one message, the latency is the only known time.
+        # A burst may take no longer than one message. Then the occupancy (time per further message)
+        # is 0, and only the latency is known.
         message_s = large.occupancy_s or large.latency_s
         return {
             "latency_us": (small.latency_s + small.occupancy_s) * 1e6,
@@ -179,7 +185,7 @@ class TransportCheck:
         }
 
     def close(self) -> None:
-        """Leaves the job; rank 0 leaves last, because it serves the store."""
+        """Disconnects from the other ranks; rank 0 comes last, because it serves the store."""
         dist.barrier()
         dist.destroy_process_group()
         if self.rank == 0:
@@ -190,11 +196,13 @@ class TransportCheck:
 
 
 def check_contents(transport: Transport, peer: int, device: torch.device) -> None:
-    """Sends messages of some sizes both ways and compares them; the peer must call it as well.
+    """Exchanges messages of several sizes with a peer and compares what arrives bit by bit.
+
+    The peer must call this function at the same time.
 
     Raises:
-        DeadlineError: The peer did not answer.
-        TransportError: A payload arrived changed, or the peer is gone.
+        DeadlineError: The peer did not answer in time.
+        TransportError: A message arrived changed, or the peer has ended.
     """
     for size in _SIZES:
         payload = (torch.arange(size, device=device) % _PATTERN).to(torch.uint8)

@@ -1,1 +1,1 @@
-"""Changes a job while it runs: its schedule, its placement, and the layers of each stage."""
+"""Changes a running job: its schedule, the assignment of stages to ranks, the layers per stage."""

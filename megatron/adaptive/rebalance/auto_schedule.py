@@ -1,13 +1,15 @@
 """Implements ``--pipeline-schedule auto``: measures the first steps, chooses by simulation.
 
-Steps 2 to 4 are measured (the first one warms up). Before step 5 all ranks of all data-parallel
-replicas switch to the schedule with the shortest simulated step. Losses and gradients do not depend
-on the order of work, so the switch does not change them. With two chunks per rank the choice may
-include another placement, and if layers can move, another partition. The training loop then moves
-the layers first (``move_stages.py``).
+Steps 2 to 4 are measured; step 1 is warm-up. Before step 5 all ranks of all data-parallel replicas
+switch to the schedule with the shortest simulated step. Losses and gradients do not depend on the
+order of actions, so the switch does not change them.
 
-Rank 0 simulates while all others wait, so it has a time limit. At the limit it takes the best
-schedule simulated so far. If no schedule was simulated in time, the present one stays.
+With two chunks per rank, another placement (assignment of stages to ranks) may be chosen. If layers
+can move, another partition (layers per stage) may be chosen too. The training loop then moves the
+layers before the switch (``move_stages.py``).
+
+Rank 0 simulates while all other ranks wait, so there is a time limit. At the limit, rank 0 takes
+the best schedule simulated so far. If none was simulated in time, the present schedule is kept.
 """
 
 from __future__ import annotations
@@ -37,30 +39,33 @@ from megatron.adaptive.transport.interface import Transport
 
 FIRST, LAST = 2, 4
 """First and last measured step, counted from 1 in this process."""
+
 _OPTIMIZER_BYTES = 4 + 12
-"""Bytes per parameter in addition to its weight: gradient, main weight, two moments."""
+"""Memory in bytes per parameter besides its weight: gradient, 32-bit weight, two moments."""
 
 
 @dataclass(kw_only=True)
 class Tuner:
-    """Measures the first steps of a pipeline and chooses a schedule; every rank has one.
+    """Measures the first steps of a pipeline and chooses a schedule. Every rank has a tuner.
 
     Attributes:
-        job: This process within the job.
-        pp_ranks: Global ranks of this pipeline, by their position in the placement.
+        job: Environment of this process: ranks, device, process groups.
+        pp_ranks: Global ranks of this pipeline, ordered by the position to which the stage
+            placement assigns them.
         chunks: Model chunks of this rank.
-        forward_backward: Engine that runs the steps.
-        transport: Channels of this rank, ``None`` if it has none.
-        payload_shape: Shape of the tensors between stages.
-        payload_dtype: Type of the tensors between stages.
-        loads: Collective function that returns the loads of all measured steps and of each half
-            of them, given the number of microbatches. ``None`` if stages and layers cannot move.
-        gain: Least fraction of a step that moving layers must save, ``None`` if they stay.
-        cap: Largest number of microbatches in memory that the user allows; ``None`` for as many
-            as fit.
+        forward_backward: Engine that runs the steps, and switches to the chosen schedule.
+        transport: Message channels to the neighbours, ``None`` if this rank has none.
+        payload_shape: Shape of the tensors sent between stages.
+        payload_dtype: Data type of the tensors sent between stages.
+        loads: Collective function of the number of microbatches. It returns the loads of ranks and
+            stages in all measured steps and in each half of them. ``None`` if neither stages nor
+            layers may move.
+        gain: Minimum fraction of a step that moving layers must save; ``None`` if they must stay.
+        cap: User's limit on microbatches whose activations a rank holds; ``None`` for as many as
+            fit into memory.
         can_turn: Whether the placement of stages may change.
-        timeout_s: Limit in seconds of each wait for a neighbour.
-        say: Function that writes a line of the log; called on all ranks.
+        timeout_s: Maximum time in seconds to wait for a message from a neighbour.
+        say: Function that writes a line to the log; called on all ranks.
     """
 
     job: Job
@@ -82,15 +87,20 @@ class Tuner:
         self._sample = Sample(pp_rank=self.pp_ranks.index(self.job.rank))
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | None:
-        """Adds a training step, and decides after the last measured one. That call is collective.
+        """Adds the times of a training step; after the last measured step, chooses a schedule.
 
-        A schedule that needs no move is in use when this method returns.
+        The call after the last measured step is collective. If the chosen schedule needs no move
+        of stages or layers, it is in use when this method returns.
+
+        Args:
+            times: Durations of this rank's actions in the step.
+            num_microbatches: Number of microbatches per step.
 
         Returns:
-            The decision, on all ranks, after the last measured step; ``None`` after others.
+            After the last measured step, the decision, equal on all ranks; else ``None``.
 
         Raises:
-            TransportError: A neighbour is gone or silent.
+            TransportError: A neighbour has ended or does not answer.
         """
         self._steps += 1
         if not FIRST <= self._steps <= LAST:
@@ -136,7 +146,9 @@ class Tuner:
             placement = replace(present, kind=kind)
             most = most_of(samples, present, placement, partition, others)
             if (kind, others) == (present.kind, partition):
-                most = max(1.0, most)  # the present layout fits, whatever the estimate says
+                # The present layout is running, so it fits in memory with at least one microbatch,
+                # even if the estimate says otherwise.
+                most = max(1.0, most)
             return most if self.cap is None else min(most, self.cap)
 
         options: Any = {
@@ -165,7 +177,11 @@ class Tuner:
             return Decision(text=f"auto keeps adaptive: {error}")
 
     def _links(self) -> dict[int, Link]:
-        """Measures the links to the neighbours, one pair of the pipeline after the other."""
+        """Measures the links from this rank to its neighbours, by position in the pipeline.
+
+        Pairs of neighbours are measured one after the other, so that they do not disturb each
+        other. Collective over all ranks.
+        """
         me = self._sample.pp_rank
         if self.transport is None:
             return {}
@@ -190,11 +206,11 @@ class Tuner:
 def memory_of(
     job: Job, forward_backward: ForwardBackward, chunks: Sequence[torch.nn.Module]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Returns the use of memory of this rank between two steps.
+    """Measures this rank's memory between two steps.
 
     Returns:
-        Bytes that are free for activations; bytes that one microbatch keeps in each chunk; bytes
-        of weights, gradients and optimizer state of each chunk.
+        Three values in bytes: memory free for activations; activations that a microbatch keeps,
+        by chunk; weights, gradients and optimizer state, by chunk.
     """
     free = free_memory_bytes(job.accelerator, job.environment.local_world_size)
     held = tuple(map(held_bytes, chunks))
@@ -202,7 +218,7 @@ def memory_of(
 
 
 def held_bytes(module: torch.nn.Module) -> int:
-    """Returns the bytes of weights, gradients and optimizer state of a module."""
+    """Returns the size in bytes of a module's weights, gradients and optimizer state."""
     return sum(
         p.numel() * (p.element_size() + _OPTIMIZER_BYTES * p.requires_grad)
         for p in module.parameters()

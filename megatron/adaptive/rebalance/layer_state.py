@@ -1,16 +1,17 @@
 """Names parameters and optimizer state by their layer, and moves them between ranks.
 
-The name of a parameter contains the number of its layer in the model, or its stage if it belongs to
-no layer. It also contains the part that a rank has: the tensor-parallel rank and, for experts, the
-expert-parallel rank. None of these changes when a layer moves to another stage. Each rank has a
-share of the optimizer state: all of it or, with the distributed optimizer, a range of elements.
-This range follows from the layout of the gradient buffers, which changes on every rank that gains
-or loses a layer::
+The name of a parameter contains the number of its layer in the model, or the number of its stage if
+it belongs to no layer. The name also contains the tensor-parallel rank and, for experts, the
+expert-parallel rank. None of these changes when a layer moves to another stage.
+
+A "share" is the range of elements that a rank holds. With the distributed optimizer, a rank holds
+only a part of the optimizer state, else all of it. The range depends on the layout of the gradient
+buffers, which changes on every rank that gains or loses a layer::
 
     weight    all elements, on every replica
     state     main weight (of 16-bit parameters), moments: elements start..end
 
-The state moves from memory to memory, in one message for each pair of ranks.
+The state is sent from memory to memory, with one message per pair of ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Share:
     Attributes:
         start: Index of the first element.
         end: Index after the last element.
-        tensors: Flat tensors of ``end - start`` elements, in the same order on all ranks.
+        tensors: One-dimensional tensors of ``end - start`` elements: the weight, or the parts of
+            the optimizer state in an order that is the same on all ranks.
     """
 
     start: int
@@ -51,13 +53,13 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Lists the state that a rank had and needs, for the other ranks.
+    """Lists which state a rank holds before a move and needs after it; sent to all other ranks.
 
     Attributes:
-        replica: Position among data- and context-parallel ranks.
-        had: Range of each share that the rank had, by name.
-        wants: Range of each share that it needs, by name.
-        steps: Number of updates that the optimizer has done.
+        replica: Rank among the data- and context-parallel ranks.
+        had: Range of elements (start, end) that the rank holds before the move, by share name.
+        wants: Range of elements (start, end) that the rank needs after the move, by share name.
+        steps: Number of updates that the rank's optimizer has done.
     """
 
     replica: int
@@ -68,11 +70,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Describes elements of a share that move from one rank to another, or within a rank.
+    """Describes a range of elements of a share to be copied from one rank to another.
+
+    The two ranks may be the same.
 
     Attributes:
-        source: Global rank that has them.
-        target: Global rank that needs them.
+        source: Global rank that holds the elements.
+        target: Global rank that needs the elements.
         name: Name of the share.
         start: Index of the first element.
         end: Index after the last element.
@@ -88,20 +92,21 @@ class Passage:
 def shares_of(
     optimizer: Any, chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> dict[str, Share]:
-    """Returns this rank's shares by name; tensors are those in use, not copies.
+    """Returns this rank's shares by name. Their tensors are views of those in use, not copies.
 
-    A parameter has a share for its weight and, if this rank has a part of it, one for its state.
+    A parameter has a share for its weight. It has a second one for its optimizer state, if this
+    rank holds a part of that.
 
     Args:
         optimizer: megatron-core's optimizer over the parameters of ``chunks``.
-        chunks: Model chunks of this rank, wrapped or not.
-        stages: Stage of each chunk.
+        chunks: Model chunks of this rank, with or without megatron-core's wrappers.
+        stages: Number of the pipeline stage in each chunk.
     """
     shares = {}
     for name, weight in _named(chunks, stages):
         shares[name] = Share(0, weight.numel(), [weight.detach().view(-1)])
         if not isinstance(weight, torch.nn.Parameter):
-            continue  # a buffer, such as a router's bias
+            continue  # a buffer, such as a router's bias, has no optimizer state
         leaf = optimizer.chained_optimizers[_is_spread(weight)]
         held, start, end = _held(leaf, weight)
         if held is None:
@@ -121,14 +126,14 @@ def shares_of(
 
 
 def _is_spread(weight: torch.Tensor) -> bool:
-    """Returns whether a parameter belongs to experts, which differ between ranks."""
+    """Returns whether a parameter belongs to experts that are divided among ranks."""
     return not getattr(weight, "allreduce", True)
 
 
 def _named(
     chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields parameters and persistent buffers with their names."""
+    """Yields (name, tensor) for parameters and persistent buffers; names are equal on all ranks."""
     dense = f"of {parallel_state.get_tensor_model_parallel_rank()}"
     spread = (
         f"of {parallel_state.get_expert_tensor_parallel_rank()}, experts of "
@@ -138,7 +143,8 @@ def _named(
         model = unwrap_model(chunk)
         for module in model.modules():
             if hasattr(module, "_maintain_float32_expert_bias"):
-                # Building casts a 16-bit model, including this bias.
+                # Building a 16-bit model casts all its tensors, but training keeps this bias in 32
+                # bits. Both ranks of a passage must have the same type.
                 module._maintain_float32_expert_bias()
         for name, tensor in (*model.named_parameters(), *_kept_buffers(model)):
             part = spread if _is_spread(tensor) else dense
@@ -147,7 +153,8 @@ def _named(
                 number = model.decoder.layers[int(layer)].layer_number
                 yield f"layer {number} {rest} {part}", tensor
             elif name.startswith(_NORM):
-                # Multi-token prediction moves this norm with the last layer.
+                # No stage in the name: with multi-token prediction, this norm belongs to the stage
+                # of the last layer, which may change.
                 yield f"{name} {part}", tensor
             else:
                 yield f"stage {stage} {name} {part}", tensor
@@ -193,13 +200,14 @@ def steps_of(optimizer: Any) -> float:
 
 
 def passages(tables: Mapping[int, Table]) -> list[Passage]:
-    """Lists the passages; ranks with the same tables get the same list.
+    """Lists which elements each rank must get from which rank.
 
-    Elements come from the target rank itself if it has them, else from a rank of the same replica,
-    else from any rank that has them. A share that does not change needs no passage.
+    Every rank computes the same list from the same tables. Elements come from the target rank
+    itself if it holds them, else from a rank of the same replica, else from any rank. A share whose
+    range does not change on a rank is left out.
 
     Args:
-        tables: Table of each global rank.
+        tables: State that each global rank holds and needs.
     """
     holders: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(tables):
@@ -226,7 +234,15 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
 def _cover(
     target: int, name: str, start: int, end: int, had: Sequence[tuple[int, int, int]]
 ) -> Iterator[Passage]:
-    """Yields passages that cover a range of elements; the first ranks in ``had`` are preferred."""
+    """Yields passages that together cover a range of elements.
+
+    Args:
+        target: Global rank that needs the elements.
+        name: Name of the share.
+        start: Index of the first element.
+        end: Index after the last element.
+        had: (Rank, start, end) of the elements that each rank holds, preferred ranks first.
+    """
     missing = [(start, end)] if start < end else []
     for rank, low, high in had:
         rest = []
@@ -249,16 +265,16 @@ def exchange(
     new: Mapping[str, Share],
     group: dist.ProcessGroup,
 ) -> None:
-    """Sends and receives the state of every passage; sources and targets call it.
+    """Sends and receives the elements of all passages; every source and target must call it.
 
     Blocks until all messages of this rank were received and sent.
 
     Args:
-        needed: Result of :func:`passages`.
+        needed: Passages of all ranks, as listed by :func:`passages`.
         rank: Global rank of this process.
-        old: Shares that it had.
-        new: Shares to fill; their tensors are allocated.
-        group: gloo group of all ranks.
+        old: Shares that this rank held before the move.
+        new: Shares to fill, with allocated tensors.
+        group: Process group (gloo) of all ranks.
 
     Raises:
         TransportError: A message was not received or sent within the group's time limit.
@@ -273,7 +289,7 @@ def exchange(
             outgoing[passage.target] += _parts(old, passage)
         elif passage.target == rank:
             incoming[passage.source] += _parts(new, passage)
-    # A message contains the bytes of its tensors, one after the other.
+    # All tensors for a peer are joined into one message of bytes, so their types may differ.
     sizes = {peer: [tensor.nbytes for tensor in tensors] for peer, tensors in incoming.items()}
     arrived = {peer: torch.empty(sum(nbytes), dtype=torch.uint8) for peer, nbytes in sizes.items()}
     leaving = {
@@ -298,12 +314,13 @@ def exchange(
         ) from error
     for peer, tensors in incoming.items():
         for tensor, part in zip(tensors, arrived[peer].split(sizes[peer]), strict=True):
-            # A clone is aligned for the type; a part of the message may not be.
+            # Viewing bytes as another type requires alignment. A part of the message may not be
+            # aligned, but a clone is.
             tensor.copy_(part.clone().view(tensor.dtype))
 
 
 def _parts(shares: Mapping[str, Share], passage: Passage) -> list[torch.Tensor]:
-    """Returns the elements of a passage in the tensors of its share."""
+    """Returns views of the passage's elements in each tensor of its share."""
     share = shares[passage.name]
     chosen = slice(passage.start - share.start, passage.end - share.start)
     return [tensor[chosen] for tensor in share.tensors]

@@ -1,8 +1,9 @@
-"""Deals the microbatches of each step to the data-parallel replicas of a run.
+"""Distributes the microbatches of each step among the data-parallel replicas of a run.
 
-Before a step every rank computes the same assignment (``schedule/microbatch_assignment.py``). It
-uses the lengths, which all ranks know, and measured times: three numbers per rank, which were
-gathered after the previous step.
+Before a step every rank computes the same assignment (``schedule/microbatch_assignment.py``) from
+the microbatches' lengths, which all ranks know, and from measured times. For that, three numbers
+per rank are gathered after each step: the rank's total time, the same weighted by the number of
+tokens of each microbatch, and the same weighted by squared lengths.
 """
 
 from __future__ import annotations
@@ -21,17 +22,21 @@ from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Dealt, Size
 
 _TOKEN_PER_PAIR = 12
-"""Multiple of the hidden size: attention to this many pairs of tokens costs as much as a token."""
+"""Cost of a token relative to that of attention between a pair of tokens, per hidden size.
+
+A token costs as much as attention between 12 x hidden size pairs of tokens.
+"""
 
 
 class ReplicaDealing:
-    """Deals the steps of a run and gathers their times; every rank has one.
+    """Assigns the microbatches of each step to replicas, and gathers the times of steps.
 
-    The constructor is collective over all ranks.
+    Every rank has such an object. Its constructor is collective over all ranks.
 
     Args:
-        run: Run whose steps are dealt.
-        message: Function that receives a line if the estimated speed of the replicas changes.
+        run: Run whose microbatches are assigned.
+        message: Function that receives a line for the log if the estimated speed of the replicas
+            changes.
     """
 
     def __init__(self, run: Run, message: Callable[[str], None]) -> None:
@@ -67,15 +72,16 @@ class ReplicaDealing:
         self.shares: Shares = ()
 
     def take(self, loader: Any, num_microbatches: int, iteration: int) -> tuple[Any, Dealt]:
-        """Takes this rank's microbatches of the next step.
+        """Assigns the next step's microbatches to replicas, and takes those of this rank.
 
         Args:
-            loader: Loader of microbatches, ``None`` on a rank that needs no data.
+            loader: Data loader, ``None`` on a rank that needs no data.
             num_microbatches: Mean number of microbatches per replica.
-            iteration: Number of the step.
+            iteration: Number of the iteration, needed to replay a recorded assignment.
 
         Returns:
-            The microbatches, ``None`` without a loader, and their indices in the step.
+            Data of this rank's microbatches (``None`` without a loader), and their indices among
+            all microbatches of the step.
         """
         deal = partial(self._deal, iteration)
         microbatches = None
@@ -86,10 +92,14 @@ class ReplicaDealing:
         return microbatches, Dealt(self.shares[self._replica], sum(map(len, self.shares)))
 
     def after_step(self, times: RankTimes) -> None:
-        """Starts to gather the times of a step on all ranks; the next deal waits for the result."""
+        """Starts to gather the times of a step on all ranks; :meth:`finish` waits for the result.
+
+        Args:
+            times: Durations of this rank's actions in the step.
+        """
         self._steps += 1
-        # The first step of a process takes longer. A replay needs no times, and a single replica
-        # has nothing to compare.
+        # The first step of a process includes warm-up, so its times would mislead. A replay repeats
+        # a recorded assignment, and a single replica gets all microbatches: both need no times.
         if self._steps == 1 or self._run.replay is not None or self._replicas == 1:
             return
         sums = [0.0, 0.0, 0.0]
@@ -104,7 +114,10 @@ class ReplicaDealing:
         )
 
     def finish(self) -> None:
-        """Waits for an all-gather in progress; call it before the run is taken down."""
+        """Waits for the times that are being gathered, if any, and updates the replicas' speeds.
+
+        Must be called before the run is taken down, because process groups are destroyed then.
+        """
         work, self._work = self._work, None
         if work is None:
             return

@@ -1,14 +1,16 @@
-"""Moves the stages of a running job between two steps: another placement, partition, or both.
+"""Moves the stages of a running job to other ranks between two steps, without a checkpoint.
 
-Model, optimizer and channels are built again in the same processes. Weights and optimizer state
-move from memory to memory. The training loop keeps counters, logs and the data loader::
+The new stages may have another placement (assignment to ranks), another partition (layers per
+stage), or both. Model, optimizer and channels between ranks are built again in the same processes.
+Weights and optimizer state are sent from memory to memory. The training loop keeps its counters,
+logs and data loader::
 
     state is set aside ──> release, take down ──> build again, state to its new ranks
                            channels, traces       model, optimizer, channels
 
-The state waits on the device if it has enough room, else in the host's memory. Only state that
-another rank needs is sent. If the placement does not change, process groups, data and the order of
-work stay.
+Meanwhile the state is stored on the GPU if it has enough free memory, else in the host's memory.
+Only state that another rank needs is sent. If the placement does not change, process groups, data
+and the schedule are kept.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from megatron.adaptive.schedule.stage_placement import PlacementKind
 
 
 def with_schedule(job: TrainingJob, **changes: Any) -> TrainingJob:
-    """Returns the job with some settings of its schedule replaced."""
+    """Returns a copy of the job with some settings of ``config.schedule`` replaced."""
     schedule = dataclasses.replace(job.config.schedule, **changes)
     return dataclasses.replace(job, config=dataclasses.replace(job.config, schedule=schedule))
 
@@ -65,19 +67,19 @@ def move_stages(
     Losses, gradients and checkpoints equal those of a run that had these stages from the start.
 
     Args:
-        box: List with the run, which must be between two steps. It is emptied when the run is
-            taken down.
-        release: Callback that drops every other reference to the run, so that its memory is free
-            before the next run is built. It is not called if there is no room for the state.
+        box: List whose only element is the run, which must be between two steps. The list is
+            emptied when the run is taken down, so that the caller holds no reference to it.
+        release: Callback that drops every other reference to the run, so that its memory is freed
+            before the next run is built. It is not called if a rank lacks memory for the state.
         kind: New placement of stages, ``None`` to keep the present one.
         partition: New number of layers of each stage, ``None`` to keep the present ones.
 
     Returns:
-        The new run. A trace continues in new files.
+        The new run. If the old run was traced, the trace continues in new files.
 
     Raises:
-        DeviceMemoryError: There is no room for the state; nothing has changed.
-        TransportError: State did not arrive after ``release`` and is lost.
+        DeviceMemoryError: A rank lacks memory for the state; nothing has changed.
+        TransportError: State did not arrive at its new rank and is lost.
     """
     state = _set_aside(box[0])
     changes: dict[str, Any] = {} if partition is None else {"partition": tuple(partition)}
@@ -97,7 +99,8 @@ def move_stages(
     gc.collect()
     if job.accelerator.is_cuda:
         torch.cuda.empty_cache()
-    dist.barrier(group=job.control_group)  # after it no rank waits in one of the groups
+    # No rank may still wait in a collective of a group that is destroyed.
+    dist.barrier(group=job.control_group)
     destroy_groups(groups)
     if kept is None:
         remake_mesh(job)
@@ -109,11 +112,11 @@ def move_stages(
 
 
 def take_down(run: Run) -> None:
-    """Closes the run's channels and traces, so that it cannot take another step. Collective.
+    """Closes a run's channels and traces; it cannot run another step. Collective.
 
-    Tensors that experts keep from their last microbatch are dropped. Their autograd graph would
-    keep the model alive through the hooks of gradients, and the garbage collector does not see
-    this cycle.
+    Also drops the tensors that MoE token dispatchers keep from their last microbatch. The autograd
+    graph of these tensors refers to the model, and the garbage collector cannot detect this cycle.
+    Without this, the memory of the model would never be freed.
     """
     run.tracing.close()
     if run.wiring is not None:
@@ -132,10 +135,13 @@ def take_down(run: Run) -> None:
 class _State:
     """Holds the state of a rank's stages while model and optimizer are replaced.
 
+    A "chained optimizer" is one of the optimizers that megatron-core combines into one, for example
+    for experts and for all other parameters.
+
     Attributes:
-        shares: Shares of parameters and of their optimizer state on this rank, by name.
+        shares: This rank's part of each parameter and of its optimizer state, by name.
         steps: Number of updates that the optimizer has done.
-        groups: Settings of the groups of parameters of each chained optimizer.
+        groups: Settings of the parameter groups, such as learning rates, per chained optimizer.
         scalers: Loss scaler of each chained optimizer, ``None`` if it has none.
     """
 
@@ -146,7 +152,11 @@ class _State:
 
 
 def _set_aside(run: Run) -> _State:
-    """Copies the state of a rank to its device, or to the host's memory if the device is full."""
+    """Copies a rank's state within its GPU, or to the host's memory if the GPU lacks space.
+
+    Raises:
+        DeviceMemoryError: Neither has enough free memory on some rank.
+    """
     job = run.job
     leaves = run.optimizer.chained_optimizers
     gather_parameters(run)
@@ -156,7 +166,7 @@ def _set_aside(run: Run) -> _State:
     shares = shares_of(run.optimizer, run.chunks, _own_stages(run))
     needed = sum(tensor.nbytes for share in shares.values() for tensor in share.tensors)
     ranks_here = job.environment.local_world_size
-    # The state after the move may be up to half as large again.
+    # After the move the rank may hold up to half as much state again, which must fit beside it.
     stays = 3 * needed // 2 <= free_memory_bytes(job.accelerator, ranks_here)
     fits = stays or needed <= available_host_bytes() // ranks_here
     short = [rank for rank, has in enumerate(job.gather(fits)) if not has]
@@ -188,7 +198,7 @@ def _own_stages(run: Run) -> list[int]:
 
 
 def _give(run: Run, state: _State) -> None:
-    """Fills model and optimizer of a run with the state on the job's ranks. Collective."""
+    """Fills the new run's model and optimizer with the stored state of all ranks. Collective."""
     job = run.job
     old = state.shares
     leaves = run.optimizer.chained_optimizers
@@ -212,7 +222,13 @@ def _give(run: Run, state: _State) -> None:
 
 
 def _restore_settings(state: _State, leaves: Sequence[Any], steps: float) -> None:
-    """Sets settings, loss scales and number of updates of the optimizers to the former values."""
+    """Restores the optimizers' settings, loss scalers and numbers of updates from before the move.
+
+    Args:
+        state: State of this rank from before the move.
+        leaves: New chained optimizers.
+        steps: Number of updates that the old optimizers had done.
+    """
     for leaf, groups, scaler in zip(leaves, state.groups, state.scalers, strict=True):
         for values in leaf.optimizer.state.values():
             if "step" in values:

@@ -1,8 +1,8 @@
 """Implements ``--repartition auto``: moves layers off a slow rank if measured times show a gain.
 
-Every ``--repartition-interval`` iterations all ranks report their measurements. The first rank
-finds the partition with the shortest simulated step, and all ranks move to it together if the
-predicted gain is large enough::
+Every ``--repartition-interval`` iterations rank 0 gathers the measurements of all ranks. It
+simulates steps with other partitions (numbers of layers per stage) and finds the fastest. If the
+predicted gain is large enough, all ranks change to that partition together::
 
     steps of the interval    ──> loads of ranks and stages ──> fastest partition, simulated
     each half of these steps ──> must predict the gain too     (planner/choose_partition.py)
@@ -59,25 +59,26 @@ _FITS = 32
 _LEAST_S = 1e-12
 
 Lanes = dict[tuple[ActionKind, int], float]
-"""Median duration of the actions of each kind and chunk in nanoseconds."""
+"""Median duration in nanoseconds of a step's actions, by kind (F, B, W) and chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurements:
-    """Holds the measurements of a rank in the steps since the last decision.
+    """Holds what a rank has measured in the steps since the last decision.
 
     Attributes:
-        pp_rank: Position in the pipeline.
-        steps: Durations of its actions in each step.
-        spans_s: Duration of each step.
-        shares: Fraction of a forward that its layers take, by chunk.
-        free_bytes: Free memory, see ``auto_schedule.memory_of``.
-        kept_bytes: Bytes that one microbatch keeps in each chunk.
-        held_bytes: Bytes of weights, gradients and optimizer state of each chunk.
-        layer_bytes: Bytes of each layer, by chunk; layers of equal size are of the same kind.
-            Empty if all layers are.
-        parts: Fraction of the layers' time that each layer takes, by chunk; empty if they are
-            alike.
+        pp_rank: Position of the rank in the pipeline.
+        steps: Median durations of the rank's actions, for each step.
+        spans_s: Duration of each step in seconds.
+        shares: Fraction of a forward pass that the layers take, without embedding and loss, by
+            chunk.
+        free_bytes: Size in bytes of the memory that is free for activations.
+        kept_bytes: Size in bytes of the activations that a microbatch keeps, by chunk.
+        held_bytes: Size in bytes of weights, gradients and optimizer state, by chunk.
+        layer_bytes: Size in bytes of each layer, by chunk. Layers of equal size are treated as one
+            kind of layer. Empty if all layers of the model have the same size.
+        parts: Fraction of the layers' total time that each layer takes, by chunk; empty if all
+            layers are equal.
     """
 
     pp_rank: int
@@ -91,7 +92,12 @@ class StepMeasurements:
     parts: tuple[tuple[float, ...], ...] = ()
 
     def layers_in(self, chunk: int, count: int) -> Iterator[tuple[int, float]]:
-        """Yields the bytes of each layer of a chunk and its fraction of the layers' time."""
+        """Yields (size in bytes, fraction of the layers' total time) for each layer of a chunk.
+
+        Args:
+            chunk: Index of the chunk on this rank.
+            count: Number of layers in the chunk.
+        """
         sizes = self.layer_bytes[chunk] if self.layer_bytes else (0,) * count
         parts = self.parts[chunk] if self.parts else ()
         return zip(sizes, parts or (1 / max(1, count),) * count, strict=True)
@@ -99,11 +105,11 @@ class StepMeasurements:
 
 @dataclass(frozen=True, kw_only=True)
 class Move(PartitionMove):
-    """Holds the partition that all ranks use after this step.
+    """Describes a move of layers between ranks, decided after a step and made before the next.
 
     Attributes:
-        why: Reason for the log.
-        before_s: Measured duration of a step before the move.
+        why: Reason for the move, printed in the log.
+        before_s: Measured duration in seconds of a step before the move.
     """
 
     why: str
@@ -111,10 +117,11 @@ class Move(PartitionMove):
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
-    """Returns the job with the partition of the checkpoint that it will load. Collective.
+    """Returns the job with the partition that its checkpoint was saved with. Collective.
 
-    The partition is only used under ``--repartition auto``, and if the checkpoint is of a pipeline
-    of the same shape. A checkpoint that cannot be read is reported later, when it is loaded.
+    Without ``--repartition auto``, without a checkpoint to load, or if the checkpoint has another
+    number of pipeline ranks, chunks or layers, the job is returned unchanged. A checkpoint that
+    cannot be read is ignored here, because loading it later reports the error.
     """
     config = job.config
     if config.schedule.repartition == "off" or config.checkpoint.load is None:
@@ -143,7 +150,14 @@ def _saved_partition(config: TrainerConfig) -> tuple[int, ...] | None:
 
 
 class Repartitioner:
-    """Measures the steps of a run and decides when layers move; every rank has one."""
+    """Measures the steps of a run and decides when to move layers between ranks.
+
+    Every rank has a repartitioner, because measurements and decisions are collective.
+
+    Args:
+        run: Run to measure.
+        message: Function that writes a line to the log.
+    """
 
     def __init__(self, run: Run, message: Callable[[str], None]) -> None:
         settings = run.job.config.schedule
@@ -158,7 +172,7 @@ class Repartitioner:
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Starts to measure a run, after it was built or rebuilt."""
+        """Starts to measure a run that was just built, or rebuilt after a move."""
         self._run = run
         self._partition = run.job.config.layers_per_stage
         self._layer_bytes = _layer_bytes(run)
@@ -166,14 +180,22 @@ class Repartitioner:
         self._forget()
 
     def close(self) -> None:
-        """Stops measuring and drops the run, until :meth:`adopt` is called."""
+        """Stops measuring and drops all references to the run, so that its memory can be freed.
+
+        :meth:`adopt` starts to measure again.
+        """
         assert self._share is not None
         self._share.close()
         self._share = None
         del self._run
 
     def gather_loads(self, num_microbatches: int) -> list[Loads]:
-        """Returns the loads in the steps since the last decision, and in each half. Collective."""
+        """Gathers the measurements of all ranks and computes their loads. Collective.
+
+        Returns:
+            Three loads: in all steps since the last decision, in the first half of these steps, and
+            in the second half.
+        """
         return self._loads(self._run.job.gather(self._measurements()), num_microbatches)
 
     def _forget(self) -> None:
@@ -183,10 +205,16 @@ class Repartitioner:
         self._share.begin()
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Move | None:
-        """Adds a training step, and decides at the end of an interval. That call is collective.
+        """Adds the times of a training step; at the end of an interval, decides about a move.
+
+        The call at the end of an interval is collective over all ranks.
+
+        Args:
+            times: Durations of this rank's actions in the step, and of the step.
+            num_microbatches: Number of microbatches per step.
 
         Returns:
-            The move to make before the next step, equal on all ranks; ``None`` to stay.
+            The move to make before the next step, equal on all ranks; ``None`` to keep the layers.
         """
         if self._skip:
             self._skip -= 1
@@ -212,7 +240,13 @@ class Repartitioner:
         return None if move is None or move.gain < self._gain else move
 
     def moved(self, move: Move, run: Run, seconds: float) -> None:
-        """Logs a move and starts to measure the run that it made."""
+        """Logs a move that was made, and starts to measure the run with the new partition.
+
+        Args:
+            move: Move that was made.
+            run: Run that was built for the new partition.
+            seconds: Time that the move took.
+        """
         before = format_partition(self._partition)
         layers = travelling(self._partition, move.partition, run.placement)
         self._message(
@@ -225,7 +259,11 @@ class Repartitioner:
         self.adopt(run)
 
     def _compare(self, step_s: float) -> None:
-        """Logs the gain of the first steps after a move next to the predicted gain."""
+        """After a move, logs the measured and the predicted gain, and adapts the required gain.
+
+        Args:
+            step_s: Measured step time in seconds since the move.
+        """
         promise, self._promise = self._promise, None
         if promise is None:
             return
@@ -259,7 +297,12 @@ class Repartitioner:
     def _decide(
         self, measured: Sequence[StepMeasurements], num_microbatches: int
     ) -> tuple[Move | None, float, bool]:
-        """Returns a move or ``None``, the step time in s, and whether the limit was exceeded."""
+        """Decides on rank 0 whether to move layers.
+
+        Returns:
+            The layer move to make (``None`` for none), the measured step time in seconds, and
+            whether the search exceeded its time limit.
+        """
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
         candidate = run.forward_backward.orders.candidate(num_microbatches)
@@ -281,10 +324,13 @@ class Repartitioner:
             try:
                 step_s = simulated_step(whole, candidate, num_microbatches)
                 proposed = propose(whole, step_s, gain)
-            except ScheduleError:  # the order cannot be simulated for this many microbatches
+            except ScheduleError:
+                # The schedule cannot be simulated for this number of microbatches, so no gain can
+                # be predicted.
                 return None, False
             if proposed is None or not all(promises(half, proposed.partition) for half in halves):
-                return None, False  # the move would shorten only a part of the steps
+                # Only one half of the steps would be faster, so the slowness may be temporary.
+                return None, False
             return proposed, False
 
         late: tuple[PartitionMove | None, bool] = (None, True)
@@ -316,7 +362,11 @@ def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:
 
 
 def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
-    """Measures chunks with embedding or loss, and each layer of chunks with several kinds."""
+    """Starts to measure how much of a forward pass the layers take.
+
+    Chunks with an embedding or a loss are measured, because elsewhere the layers take all the time.
+    Chunks whose layers differ in size are measured too, layer by layer.
+    """
     chunks = [(chunk, unwrap_model(model)) for chunk, model in enumerate(run.chunks)]
     unlike = {
         chunk: model.decoder.layers for chunk, model in chunks if len(set(layer_bytes[chunk])) > 1
@@ -339,15 +389,15 @@ def loads_of(
 ) -> Loads:
     """Computes the time of a layer on each rank, and the time of embedding and loss on each stage.
 
-    If there are several replicas, the slowest counts, because the others wait for it. A rank
-    without layers gets the times of the median rank.
+    Of several data-parallel replicas the slowest is used, because the others wait for it. A rank
+    without layers is assumed to be as fast as the median rank.
 
     Args:
         measured: Measurements of every rank of the job.
-        placement: Placement of stages on ranks.
-        partition: Layers of each stage.
-        units: Number of microbatches whose activations a rank keeps at the same time.
-        steps: Steps to use.
+        placement: Assignment of stages to ranks and chunks.
+        partition: Number of layers of each stage.
+        units: Number of microbatches whose activations a rank holds at the same time.
+        steps: Slice of the measured steps to use.
     """
     ranks = placement.num_ranks
     stages = _slowest_replicas(measured, placement, partition, steps)
@@ -386,12 +436,12 @@ def loads_of(
 
 @dataclass(frozen=True)
 class _Stage:
-    """Holds the times of a stage on its slowest replica.
+    """Holds the times of a stage on its slowest data-parallel replica.
 
     Attributes:
-        times_s: Median seconds of forward, backward and weight gradients.
-        share: Fraction of a forward that its layers take.
-        layers: Bytes of each layer and its fraction of the layers' time.
+        times_s: Median times in seconds of forward, backward and separate weight-gradient pass.
+        share: Fraction of a forward pass that the stage's layers take.
+        layers: (Size in bytes, fraction of the layers' total time) of each layer.
     """
 
     times_s: Times = (0.0, 0.0, 0.0)
@@ -405,7 +455,7 @@ def _slowest_replicas(
     partition: Sequence[int],
     steps: slice,
 ) -> list[_Stage]:
-    """Returns the times of each stage on the slowest of the ranks that have it."""
+    """Returns for each stage its times on the slowest of the data-parallel ranks that run it."""
     stages = [_Stage()] * placement.num_stages
     for of_rank in measured:
         for chunk in range(placement.num_chunks):
@@ -418,14 +468,18 @@ def _slowest_replicas(
 
 
 def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
-    """Returns the time of a layer of each kind on each rank, also for kinds that it does not have.
+    """Estimates the time of each kind of layer on each rank, even where none was measured.
 
-    The times are fitted by products of a time per kind and a slowness per rank. A rank whose kinds
-    no other rank has counts as a rank of usual speed.
+    Layers of the same size are one kind. The model is: time = (time per kind) x (slowness of the
+    rank). A rank that shares no kind of layer with another rank is assumed to have slowness 1.
 
     Args:
-        sums: Total seconds of the measured layers, ``[ranks, kinds, 3]``.
+        sums: Total time in seconds of the measured layers, ``[ranks, kinds, 3]``; the last axis
+            lists forward, backward and weight-gradient pass.
         counts: Number of measured layers, ``[ranks, kinds]``.
+
+    Returns:
+        Times of forward, backward and weight-gradient pass in seconds, by rank and kind of layer.
     """
     ranks, kinds = counts.shape
     means = sums / np.maximum(counts, 1)[:, :, None]
@@ -434,7 +488,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
     slowness = np.ones(ranks)
 
     def middle() -> Any:
-        """Returns for each kind the rank with the median time, of those that have it."""
+        """Returns for each kind of layer the rank with the median time, of ranks that have it."""
         usual = np.where(counts > 0, whole / slowness[:, None], np.inf)
         has = np.maximum((counts > 0).sum(axis=0) - 1, 0)
         return np.argsort(usual, axis=0, kind="stable")[has // 2, every]
@@ -453,7 +507,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
 
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
-    """Returns a chunk's median seconds of forward, backward and weight gradients."""
+    """Returns a chunk's median times in seconds of forward, backward and weight-gradient pass."""
     medians = []
     for kind in KINDS:
         values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]
@@ -468,17 +522,18 @@ def _most_layers(
     units: float,
     kinds: Sequence[int],
 ) -> tuple[float, tuple[float, ...]]:
-    """Returns the number of layers that a rank's memory allows, at least the present number.
+    """Returns the number of layers that fit into a rank's memory, at least the present number.
 
     Args:
         measured: Measurements of the rank.
-        placement: Placement of stages on ranks.
-        partition: Layers of each stage.
-        units: Number of microbatches whose activations a rank keeps at the same time.
-        kinds: Bytes of a layer of each kind.
+        placement: Assignment of stages to ranks and chunks.
+        partition: Number of layers of each stage.
+        units: Number of microbatches whose activations a rank holds at the same time.
+        kinds: Size in bytes of a layer of each kind.
 
     Returns:
-        Number of layers in units of the rank's mean layer, and size of each kind in this unit.
+        Number of layers of the rank's mean size, and for each kind of layer its size as a multiple
+        of that mean.
     """
     chunks = range(placement.num_chunks)
     counts = [partition[placement.stage_of(measured.pp_rank, chunk)] for chunk in chunks]
@@ -494,7 +549,7 @@ def _most_layers(
 
 
 def _reason(loads: Loads) -> str:
-    """Returns a clause that names the slow ranks, or the busiest one if none is slow."""
+    """Returns a clause for the log that names the slow ranks, or else the rank with most work."""
     slow = [
         f"rank {rank} of the pipeline takes {factor:.2f} times as long for a layer"
         for rank, factor in enumerate(loads.slowness)

@@ -1,4 +1,4 @@
-"""Bounds a choice that one rank makes while all others wait for it."""
+"""Limits the time that one rank may take to choose while all other ranks wait for it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LIMIT_S = 60.0
-"""Longest time in seconds that ranks wait for a choice."""
+"""Maximum time in seconds that all ranks wait for rank 0 to choose a schedule or partition."""
+
 SIMULATED_OF_LIMIT = 0.75
-"""Fraction of the limit after which the choice is made among the results so far."""
+"""Fraction of the time limit for simulations; then the best of those done so far is chosen."""
 
 
 def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
-    """Runs an action in a thread and waits for its result.
+    """Runs a function in a thread and waits a limited time for its result.
 
-    The action cannot be stopped: after the limit its thread continues in the background, and its
+    The function cannot be stopped. After the limit its thread continues in the background, and its
     result or exception is dropped.
 
     Args:
-        limit_s: Limit of the wait in seconds.
-        action: Function that reads the run and changes nothing in it.
-        instead: Result after the limit.
+        limit_s: Maximum time to wait in seconds.
+        action: Function to run. It may read the run but must not change anything in it.
+        instead: Value to return if the time limit is exceeded.
 
     Raises:
-        BaseException: The action raised it within the limit.
+        BaseException: Any exception that the function raised within the limit.
     """
     results: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             results.put(action())
-        except BaseException as error:  # raised again by the caller
+        except BaseException as error:  # passed on to the waiting thread, which raises it
             results.put(error)
 
     threading.Thread(target=run, name="choice", daemon=True).start()

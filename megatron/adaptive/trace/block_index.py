@@ -1,9 +1,9 @@
-"""Indexes a trace file without reading its spans, and reads the spans of chosen iterations.
+"""Finds the positions of all spans in a trace file, and reads the spans of chosen iterations.
 
-Markers say how many bytes of spans follow, so indexing needs few reads even for a large file. A
-file may end in the middle of a line if the run was killed; that line is dropped and counted. If
-the spans are not as long as their marker says (at the end of such a file, or in a file that
-somebody edited), the lines are read one by one.
+Each marker contains the size in bytes of the spans that follow. Therefore only the markers are
+read, which is fast even for a large file. If the run was killed, its file may end in the middle of
+a line; that line is dropped and counted. If the size in a marker is wrong (at the end of such a
+file, or in a file that somebody edited), the lines are read one by one.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from megatron.adaptive.trace.trace_format import (
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Locates consecutive spans of one iteration in a file.
+    """Describes where in a file consecutive spans of one iteration are.
 
     Attributes:
-        marker: Marker above the spans.
-        offset: Offset of the first span in bytes.
-        size_bytes: Length of the complete lines.
-        is_whole: Whether all spans that the marker announces are there.
-        table: Spans, if they were read while the file was indexed.
+        marker: Marker in the line above the spans.
+        offset: Position of the first span in the file, in bytes.
+        size_bytes: Total size of the complete lines in bytes.
+        is_whole: Whether the file contains all spans that the marker announces.
+        table: Spans of the block, if the positions could not be found without reading them.
     """
 
     marker: IterationStart
@@ -53,16 +53,16 @@ class Block:
 
 @dataclass
 class FileIndex:
-    """Lists the contents of a trace file.
+    """Lists the contents of a trace file: header, positions of the spans, clock samples.
 
     Attributes:
-        path: Path of the file.
-        header: Header, ``None`` if nothing was written yet.
-        blocks: Blocks of spans, in the order of the file.
-        samples: Clock samples.
-        gaps: Iterations that could not be written.
-        truncated_lines: Number of lines lost at the end, 0 or 1.
-        offset: Offset from which :meth:`read_on` continues, in bytes.
+        path: Path of the trace file.
+        header: Header of the file, ``None`` if nothing was written yet.
+        blocks: Positions of the spans, a block per marker, in the order of the file.
+        samples: Clock samples in the file.
+        gaps: Iterations that are missing because the disk accepted no data.
+        truncated_lines: Number of lines cut off at the end of the file, 0 or 1.
+        offset: Position in bytes from which :meth:`read_on` continues.
     """
 
     path: Path
@@ -74,11 +74,12 @@ class FileIndex:
     offset: int = 0
 
     def read_on(self, size: int, *, is_growing: bool = False) -> None:
-        """Adds the headers, blocks and clock samples after :attr:`offset`.
+        """Adds the headers, blocks and clock samples that follow :attr:`offset` in the file.
 
         Args:
             size: Size of the file in bytes.
-            is_growing: Whether an incomplete end is left for the next call instead of counted.
+            is_growing: Whether the run may still write to the file. Then an incomplete end is left
+                for the next call instead of being counted as a lost line.
 
         Raises:
             OSError: The file cannot be read.
@@ -110,12 +111,12 @@ class FileIndex:
                 self.offset = file.tell()
 
     def __str__(self) -> str:
-        """Returns the present position as ``file:line``; counts the lines only now."""
+        """Returns the present position as ``file:line``, for messages; slow for a large file."""
         return f"{self.path}:{_line_number(self.path, self.offset)}"
 
 
 def index_file(path: Path) -> FileIndex:
-    """Finds headers, blocks and clock samples of a trace file.
+    """Finds the header, the blocks of spans and the clock samples of a trace file.
 
     Raises:
         TraceError: The file cannot be read, is no trace file, is damaged or of another version.
@@ -129,7 +130,7 @@ def index_file(path: Path) -> FileIndex:
 
 
 def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
-    """Returns the block after a marker, and moves the file's position to the block's end."""
+    """Returns the block of spans after a marker, and moves the file position behind the block."""
     offset, size = file.tell(), marker.size_bytes
     if _ends_at(file, offset + size, file_size):
         file.seek(offset + size)
@@ -140,15 +141,16 @@ def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: 
         size += len(line)
     file.seek(offset + size)
     block = Block(marker, offset, size)
-    table = read_blocks(index, [block])  # reports errors of an edited file at once
+    # The file may have been edited, so the lines are parsed now, which reports any error in them.
+    table = read_blocks(index, [block])
     return replace(block, is_whole=len(table) == sum(marker.counts), table=table)
 
 
 def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
-    """Reads the spans of some blocks, with times on the rank's clock.
+    """Reads the spans of some blocks; their times are on the rank's own clock.
 
     Raises:
-        TraceError: The file cannot be read any more, or a line is damaged.
+        TraceError: The file can no longer be read, or a line is damaged.
     """
     tables = [block.table for block in blocks if block.table is not None]
     blocks = [block for block in blocks if block.table is None and block.size_bytes]
@@ -201,7 +203,10 @@ def _unreadable(path: Path, error: OSError) -> TraceError:
 
 
 def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
-    """Returns whether in a file of ``size`` bytes a line ends at ``end`` and no span follows."""
+    """Returns whether a block that ends at byte ``end`` is complete.
+
+    A line must end there, and the next line, if there is one, must not be a span.
+    """
     if end > size:
         return False
     file.seek(end - 1)
@@ -213,22 +218,23 @@ _PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
 _COMMAS = bytes.maketrans(b"]", b",")
 _ENDS = {-(2**63), 2**63 - 1}
 _UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 0))
-"""Columns with indices of names: column, number of known names, value for unknown ones."""
+"""Columns whose values are indices of names: (column, number of known names, value if unknown)."""
 
 
 def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
-    """Parses the lines of spans.
+    """Parses lines of spans into an array of numbers.
 
     Args:
-        data: Complete lines.
-        where: Function that returns ``file:line`` of a line of ``data`` (from 0), for messages.
+        data: Complete lines of spans, as bytes.
+        where: Function that returns the position ``file:line`` of a line of ``data``, given its
+            index from 0; for error messages.
 
     Returns:
-        ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`,
-        with kinds and reasons that this program knows.
+        ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
+        Kinds and reasons that this program does not know are replaced by "other" or "none".
 
     Raises:
-        TraceError: A line is no list of whole numbers, one per column.
+        TraceError: A line is not a list of whole numbers, one per column.
     """
     numbers = _plain(data)
     if numbers is None:
@@ -240,7 +246,7 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
 
 def _plain(data: bytes) -> Ints | None:
-    """Parses lines in exactly the recorder's form; returns ``None`` if one has another form."""
+    """Parses lines that look exactly as the recorder writes them; ``None`` if a line does not."""
     lines, width = data.count(b"\n"), len(COLUMNS)
     if data.translate(None, _PLAIN) or data.count(b"]\n") != lines or data.count(b"[") != lines:
         return None
@@ -248,19 +254,21 @@ def _plain(data: bytes) -> Ints | None:
         return np.zeros((0, width), dtype=np.int64)
     text = data.translate(_COMMAS, b"[\n")
     with warnings.catch_warnings():
-        # Older numpy warns about text that it cannot parse, newer numpy raises an error.
+        # Older numpy only warns about text that it cannot parse, newer numpy raises an error. The
+        # filter turns the warning into an error too.
         warnings.simplefilter("error", DeprecationWarning)
         try:
             numbers = np.fromstring(text[:-1], dtype=np.int64, sep=",")
         except (ValueError, DeprecationWarning):
             return None
     if numbers.size != lines * width or {int(numbers.min()), int(numbers.max())} & _ENDS:
-        return None  # numpy replaces numbers beyond the range of int64 by its limits
+        # numpy replaces numbers outside the range of int64 by its limits, so a limit is an error.
+        return None
     return numbers.reshape(lines, width)
 
 
 def _refusal(data: bytes, where: Callable[[int], str]) -> TraceError:
-    """Returns an error that names the first line that is not in the recorder's form."""
+    """Returns an error that names the first line that the recorder cannot have written."""
     pattern = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(COLUMNS) - 1))
     wrong = (n for n, line in enumerate(data.splitlines()) if not pattern.fullmatch(line))
     return TraceError(

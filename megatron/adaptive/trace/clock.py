@@ -1,32 +1,33 @@
 r"""Puts all ranks on one clock: compares clocks during a job, aligns them when its trace is read.
 
-Every process has a monotonic clock, named in the header of its trace; ranks of one machine share
-it. The clocks of two machines differ by any amount and drift apart by tens of microseconds a
-second. The reference is the clock of the rank that the samples were taken against, else of the
-first rank. The offset of each other clock comes from the best of these sources:
+Every process has a monotonic clock, whose id is in the header of its trace. Ranks of one machine
+share a clock. The clocks of two machines differ by any amount and drift apart by tens of
+microseconds a second. One clock is the reference: that of the rank against which samples were
+taken, or without samples that of the first rank. The offset of any other clock comes from the
+best of these sources:
 
 - samples, corrected by the run's messages: no message arrives before it was sent,
 - messages between this clock and one with a known offset,
 - the time of day on both machines.
 
-One rank of every other machine asks rank 0 for its time, in short bursts of exchanges over a
-separate connection. Both sides first prove that they know a secret of the job, and sleep in the
-kernel between bursts. A sample is an exchange of two messages, which bounds the offset::
+One rank of every other machine asks rank 0 for its time, in short bursts of requests over a
+separate connection. Both sides first prove that they know a secret of the job. Between bursts
+they sleep in the kernel. A sample is one request with its answer, which bounds the offset::
 
     here    ── t0 ────────────────────────────── t3 ──>      delay  = (t3 - t0) - (t2 - t1)
                  \\                              /            offset = ((t1 - t0) + (t2 - t3)) / 2
     rank 0  ────── t1 ─────────────────── t2 ──────────>     error  <= delay / 2
 
-If the kernel supports it, it stamps arrivals (t1 and t3), so that it does not matter how long a
-thread waits for a processor or for the interpreter's lock. A job continues without samples: a
-machine that cannot be reached has none, and the trace's reader says so.
+If the kernel supports timestamps, it records the arrivals (t1 and t3). Then it does not matter how
+long a thread waits for a processor or for the interpreter lock (GIL). Samples are optional: a
+machine that cannot be reached has none, and a warning says so when the trace is read.
 
 A delay is long if a thread had to wait for a processor. Therefore only the fastest exchanges of
-each second count, and the slower ones among them count less. A line is fitted through them, or a
-line with bends if a clock was corrected during the run.
+each second are used, and the slower ones among them get less weight. A straight line is fitted
+through these samples, or a piecewise linear one if a clock was corrected during the run.
 
-If a run has several clocks, its times are moved onto the reference's time of day, so that they
-mean something to a reader; with one clock they stay unchanged.
+If a run has several clocks, its times are converted to the reference machine's time of day, which
+a reader can relate to logs. With one clock they stay unchanged.
 
 Source: minimum-delay filter as in NTP, RFC 5905, section 10.
 """
@@ -54,16 +55,16 @@ from megatron.adaptive.trace.trace_format import ClockExchange, ClockSamples, Tr
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
-"""Share of the exchanges within a window that count, the fastest ones; at least one counts."""
+"""Fraction of the exchanges in a window that are used: the fastest ones, at least one."""
 
 STAMP_NS = 2_000.0
-"""Least uncertainty of a reading in nanoseconds."""
+"""Smallest assumed error of a clock reading in nanoseconds."""
 
 DRIFT_PRIOR = 1e-4
-"""Usual drift between clocks; it matters only if the samples cover too short a time."""
+"""Typical drift between clocks in seconds per second; a weak prior for runs with few samples."""
 
 BENT = 4.0
-"""Ratio of residuals to their expected size from which the line gets bends."""
+"""Ratio of residual to expected error above which a piecewise linear fit replaces the line."""
 WINDOWS_PER_BEND = 4
 MAX_KNOTS = 65
 
@@ -72,17 +73,18 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClockFit:
-    """Turns readings of one clock into those of another.
+    """Converts readings of one clock into readings of another by linear interpolation.
 
     Attributes:
-        pivot_ns: Reading of the clock from which ``knots_ns`` count.
-        base_ns: Constant part of the offset to the other clock.
-        knots_ns: ``[knots] float64``, times after ``pivot_ns``, ascending.
+        pivot_ns: Reading of the first clock that is time 0 of ``knots_ns``.
+        base_ns: Constant part of the offset to the other clock, in nanoseconds.
+        knots_ns: ``[knots] float64``, ascending times at which the offset is given, in nanoseconds
+            after ``pivot_ns``.
         offsets_ns: ``[knots] float64``, offset at each knot in addition to ``base_ns``; linear
             between two knots and beyond the outermost.
-        residual_ns: Median distance of the samples that counted from the line, 0 without samples.
-        delay_ns: Duration of the fastest exchange; the error of offsets is at most half of it.
-        num_samples: Number of samples that counted.
+        residual_ns: Median distance of the samples from the fitted line, 0 without samples.
+        delay_ns: Round-trip time of the fastest exchange; offsets are wrong by at most half of it.
+        num_samples: Number of samples used for the fit.
     """
 
     pivot_ns: int
@@ -95,14 +97,14 @@ class ClockFit:
 
     @property
     def drift_ppm(self) -> float:
-        """Mean rate by which the other clock runs faster, in parts per million."""
+        """Mean drift in parts per million, positive if the other clock runs faster."""
         if len(self.knots_ns) < 2:
             return 0.0
         length = self.knots_ns[-1] - self.knots_ns[0]
         return float(1e6 * (self.offsets_ns[-1] - self.offsets_ns[0]) / length)
 
     def apply(self, times_ns: Ints) -> Ints:
-        """Returns readings of the other clock, ``int64``, in the shape of ``times_ns``."""
+        """Converts readings to the other clock: ``int64``, in the array shape of ``times_ns``."""
         moved: Ints = times_ns + self.base_ns
         if len(self.knots_ns) == 1:
             moved += round(self.offsets_ns[0])
@@ -116,23 +118,24 @@ class ClockFit:
         return moved
 
     def plus(self, offset_ns: int) -> ClockFit:
-        """Returns this fit with a constant added to every reading."""
+        """Returns a fit whose results are larger by ``offset_ns`` than those of this one."""
         return replace(self, base_ns=self.base_ns + offset_ns)
 
 
 def shift(offset_ns: int) -> ClockFit:
-    """Returns a fit that adds a constant."""
+    """Returns a fit that adds a constant to every reading, for clocks without drift."""
     return ClockFit(pivot_ns=0, base_ns=offset_ns, knots_ns=np.zeros(1), offsets_ns=np.zeros(1))
 
 
 def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
-    """Fits the offset of a reference clock over time.
+    """Fits the offset between the local clock and a reference clock as a function of time.
 
     Args:
-        samples: Exchanges, at least one; or their times in ns as an array ``[exchanges, 4]``.
+        samples: Exchanges with the reference, at least one. Or their four times in ns, in the order
+            of ``ClockExchange``, as an array ``[exchanges, 4]``.
 
     Returns:
-        Fit that turns readings of the clock here into those of the reference.
+        Fit that converts readings of the local clock into those of the reference.
     """
     numbers = np.asarray(samples, dtype=np.int64)
     numbers = numbers[np.argsort(numbers[:, 0], kind="stable")]
@@ -140,7 +143,8 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     delays = ((back - sent) - (answered - received)).astype(np.float64)
     keep = _fastest(sent, delays)
     pivot, base = int(sent[0]), int(received[0] - sent[0])
-    # Without the large constant, a float represents half nanoseconds exactly.
+    # Subtracting the large constant keeps the numbers small, so that a float holds half
+    # nanoseconds exactly.
     offsets = ((received - sent - base) + (answered - back - base)).astype(np.float64) / 2
     times_ns = ((sent + (back - sent) // 2) - pivot).astype(np.float64)[keep]
     offsets, delays = offsets[keep], delays[keep]
@@ -169,20 +173,21 @@ def settle(
     """Moves clocks as little as possible so that no message arrives before it was sent.
 
     Args:
-        slack_ns: Shortest time between the start of a send and its arrival, by the clocks of
-            sender and receiver; negative if the clocks contradict each other.
+        slack_ns: Shortest message time, from send to arrival, for each pair (sender's clock,
+            receiver's clock). Negative if the two clocks contradict each other.
         num_clocks: Number of clocks; clock 0 is never moved.
-        unsure: Clocks whose offset was not measured. Each is moved half-way between the limits
-            that messages to and from a settled clock allow.
+        unsure: Clocks whose offset was not measured. Messages in both directions bound the offset
+            to a clock that is settled already, and the middle between the two bounds is taken.
 
     Returns:
-        Nanoseconds to add to each clock, and how early the worst message still arrives.
+        Nanoseconds to add to each clock. Then the largest time by which a message still arrives
+        before it was sent, 0 if none does.
     """
     moves = [0.0] * num_clocks
     waiting = sorted(set(unsure) - {0})
     sure = [clock for clock in range(num_clocks) if clock not in waiting]
     while waiting:
-        # The next clock to settle must exchange messages with a settled one in both directions.
+        # A clock can be settled next if messages in both directions connect it to a settled one.
         pair = next(
             ((a, b) for b in waiting for a in sure if (a, b) in slack_ns and (b, a) in slack_ns),
             None,
@@ -211,7 +216,7 @@ def settle(
 
 
 def _fastest(sent: Ints, delays: Floats) -> Ints:
-    """Returns the indices of the samples that count, the fastest ones of each window."""
+    """Returns the indices of the samples to use: the fastest ones in each time window."""
     window = (sent - sent[0]) // WINDOW_NS
     order = np.lexsort((delays, window))
     begins = np.flatnonzero(np.diff(window[order], prepend=window[0] - 1))
@@ -223,14 +228,19 @@ def _fastest(sent: Ints, delays: Floats) -> Ints:
 
 
 def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tuple[Floats, Floats]:
-    """Fits a line with ``count`` knots through weighted points; far points lose their weight."""
+    """Fits a piecewise linear function with ``count`` knots; outliers get less weight each round.
+
+    Returns:
+        Times of the knots, and the function's value at each.
+    """
     length = float(times_ns[-1] - times_ns[0])
     if length <= 0:
         return np.zeros(1), np.array([np.average(offsets, weights=sigmas**-2)])
     knots = np.linspace(times_ns[0], times_ns[-1], count)
-    # Each row contains the weights with which the knots' values add up to a point's value.
+    # Row i holds the linear-interpolation weights of the knots at point i.
     design = np.stack([np.interp(times_ns, knots, unit) for unit in np.eye(count)], axis=1)
-    # The slope of every piece is a further observation with a small weight.
+    # One more row per interval between knots pulls its slope towards 0, with a small weight.
+    # Without these rows, few samples could not determine the slopes.
     matrix = np.concatenate([design, (np.eye(count, k=1) - np.eye(count))[:-1]])
     target = np.concatenate([offsets, np.zeros(count - 1)])
     prior = np.full(count - 1, length / (count - 1) * DRIFT_PRIOR)
@@ -246,13 +256,13 @@ def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tupl
 
 @dataclass(frozen=True, kw_only=True)
 class ClockState:
-    """Describes a clock of the run.
+    """Describes a clock of the run and how its offset was determined.
 
     Attributes:
-        name: Id of the clock in the headers.
-        ranks: Global ranks that use it.
-        how: Source of its offset: ``reference``, ``samples``, ``messages`` or ``time of day``.
-        fit: Fit that turns its readings into the common time.
+        name: Id of the clock, as in the trace headers.
+        ranks: Global ranks that use the clock.
+        how: Source of the offset: ``reference``, ``samples``, ``messages`` or ``time of day``.
+        fit: Conversion of the clock's readings into the common time.
     """
 
     name: str
@@ -266,24 +276,25 @@ class Alignment:
     """Holds the clocks of a run and their offsets.
 
     Attributes:
-        clocks: Clocks, the reference first.
-        contradiction_ns: Time by which the worst message still seems to arrive before it was sent.
+        clocks: All clocks of the run, the reference first.
+        contradiction_ns: Largest time by which a message still seems to arrive before it was sent,
+            after the correction; 0 if none does.
     """
 
     clocks: tuple[ClockState, ...]
     contradiction_ns: int = 0
 
     def fit_of(self, name: str) -> ClockFit:
-        """Returns the fit that turns readings of a clock into the common time."""
+        """Returns the conversion of the readings of the clock named ``name`` to common time."""
         return next(clock.fit for clock in self.clocks if clock.name == name)
 
     @property
     def residual_ns(self) -> float:
-        """Largest median residual of a measured clock, 0 if none was measured."""
+        """Median residual in ns of the worst measured clock, 0 if no clock was measured."""
         return max((clock.fit.residual_ns for clock in self.clocks), default=0.0)
 
     def describe(self) -> str:
-        """Returns a phrase on the number of clocks and how well they agree."""
+        """Returns a phrase with the number of clocks, their residual error and their drift."""
         measured = [clock.fit for clock in self.clocks[1:] if clock.fit.num_samples]
         if len(self.clocks) <= 1:
             return "one for all ranks"
@@ -297,7 +308,7 @@ class Alignment:
         )
 
     def warnings(self) -> list[str]:
-        """Returns warnings about the clocks, a line each."""
+        """Returns a line for each doubt about the clocks: offsets not measured, contradictions."""
         lines = []
         for how, advice in (
             (
@@ -320,18 +331,18 @@ class Alignment:
 def align(
     headers: Mapping[int, TraceHeader], samples_of: Mapping[int, Sequence[ClockSamples]]
 ) -> Alignment:
-    """Aligns clocks by samples, else by the time of day.
+    """Aligns the clocks of a run by their samples, or by the time of day for a clock without any.
 
     Args:
-        headers: Header of each global rank, in ascending order.
-        samples_of: Clock samples of each rank.
+        headers: Trace header of each global rank, in ascending order of ranks.
+        samples_of: Clock samples that each rank took.
     """
     first: dict[str, TraceHeader] = {}
     ranks: dict[str, list[int]] = {}
     for rank, header in headers.items():
         first.setdefault(header.clock, header)
         ranks.setdefault(header.clock, []).append(rank)
-    # All clocks were measured against the same rank.
+    # All clocks of a job are measured against the same rank, so the first record names it.
     judge = next((record.reference for rank in headers for record in samples_of[rank]), None)
     samples: dict[str, list[ClockExchange]] = {}
     for rank, header in headers.items():
@@ -362,12 +373,12 @@ def _state(name: str, ranks: Sequence[int], how: str, fit: ClockFit) -> ClockSta
 
 
 def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -> Alignment:
-    """Corrects clocks by messages of the run.
+    """Corrects the clocks so that no message of the run arrives before it was sent.
 
     Args:
-        alignment: Result of :func:`align`.
-        names: Name of the clock of each rank that takes part in the messages.
-        messages: Messages of the run, with times on the common time of ``alignment``.
+        alignment: Clocks as aligned by :func:`align`.
+        names: Clock id of each rank that sends or receives one of the messages.
+        messages: Messages of the run, their times already converted by ``alignment``.
     """
     numbers = {clock.name: number for number, clock in enumerate(alignment.clocks)}
     clock_of = np.zeros(max(names, default=0) + 1, dtype=np.int64)
@@ -404,7 +415,7 @@ PAUSE_S = 0.001
 """Pause in seconds between two exchanges of a burst, so that one delay does not affect all."""
 
 FIRST_PERIOD_S, LAST_PERIOD_S = 1.0, 10.0
-"""Time in seconds between two bursts; it doubles, because the drift shows only over time."""
+"""First and longest time in seconds between two bursts; the time doubles after each burst."""
 
 PATIENCE_S = 1.0
 CONNECT_S = 5.0
@@ -412,7 +423,7 @@ TRIES = 3
 
 _REQUEST = struct.Struct("!q")
 _ANSWER = struct.Struct("!qqq")
-# The value is from <asm-generic/socket.h>; Python's socket module does not define it.
+# Value of SO_TIMESTAMPNS in <asm-generic/socket.h>, which Python's socket module does not define.
 _SO_TIMESTAMPNS = 35
 _TIMESPEC = struct.Struct("=qq")
 _STAMP_ROOM = 64
@@ -426,20 +437,22 @@ def start_clock_sync(
     gather: Gather,
     deliver: Callable[[ClockSamples], None],
 ) -> ExitStack:
-    """Starts to compare clocks: rank 0 answers, the first rank of each other machine asks.
+    """Starts to compare the clocks of all machines with rank 0's clock.
+
+    Rank 0 answers requests for its time; the first rank of each other machine sends them.
 
     Collective over all ranks of the job.
 
     Args:
-        rank: Global rank.
-        clock_id: Id of this rank's clock, see ``TraceHeader.clock``.
+        rank: Global rank of this process.
+        clock_id: Id of this rank's monotonic clock; ranks with the same id share a clock.
         address: Address at which other machines reach rank 0.
-        gather: Callback that returns the values that all ranks pass, by rank.
-        deliver: Callback that receives samples; called from another thread.
+        gather: Collective all-gather: takes this rank's value, returns the values of all ranks.
+        deliver: Callback that receives the samples of each burst; called from another thread.
 
     Returns:
-        Stack whose ``close()`` takes a last burst and stops this rank's part. It blocks for two
-        seconds at most and is idempotent.
+        Stack whose ``close()`` takes a last burst and stops this rank's threads. The call is
+        idempotent and blocks for at most two seconds.
     """
     ids = list(gather(clock_id))
     foreign = {name: first for first, name in reversed(list(enumerate(ids))) if name != ids[0]}
@@ -458,17 +471,17 @@ def start_clock_sync(
 
 
 class ClockServer:
-    """Sends the time to clients that know the secret, with a thread for each connection.
+    """Answers requests for the time from clients that know a secret; one thread per connection.
 
     Args:
-        host: Address to listen on; all addresses if it is empty or not one of this machine.
+        host: Address to listen on; all addresses if ``host`` is empty or of another machine.
 
     Attributes:
-        port: Port on which it listens.
-        secret: Secret that clients must prove to know.
+        port: Port on which the server listens.
+        secret: Secret that clients must prove to know, made by the constructor.
 
     Raises:
-        OSError: The server cannot listen.
+        OSError: The server cannot listen on a port.
     """
 
     def __init__(self, host: str = "") -> None:
@@ -479,7 +492,7 @@ class ClockServer:
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Stops after a short time in which clients take their last samples. Idempotent."""
+        """Stops the server, after a short time for the clients' last samples. Idempotent."""
         self._gate.close()
         end_s = time.monotonic() + PATIENCE_S
         while self._serving:
@@ -508,15 +521,15 @@ class ClockServer:
 
 
 class ClockSampler:
-    """Asks rank 0 for its time, in a thread.
+    """Runs a thread that asks rank 0 for its time in bursts.
 
     Args:
         host: Address of rank 0.
-        port: Port of its clock server.
-        secret: Secret of its clock server.
+        port: Port of the clock server on rank 0.
+        secret: Secret of the clock server.
         deliver: Callback that receives the samples of each burst.
         now: Function that reads this rank's clock, in nanoseconds.
-        periods_s: Shortest and longest time between two bursts.
+        periods_s: Shortest and longest time in seconds between two bursts.
     """
 
     def __init__(
@@ -540,7 +553,7 @@ class ClockSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Takes a last burst and stops. Idempotent."""
+        """Takes a last burst of samples and stops the thread. Idempotent."""
         self._closed.set()
         self._thread.join(2 * PATIENCE_S)
 
@@ -590,10 +603,10 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, int]:
-    """Receives ``size`` bytes, fewer at the end; returns them and their arrival on ``now``'s clock.
+    """Receives ``size`` bytes, or fewer if the connection ends, and the time of their arrival.
 
-    The kernel stamps with the time of day. Only the age of the stamp is used, because the clock
-    of ``now`` is another one.
+    The time is a reading of ``now``. The kernel's timestamp is a time of day, which is another
+    clock, so only the timestamp's age is used: it is subtracted from a reading of ``now``.
     """
     data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM, socket.MSG_WAITALL)
     unix_ns = time.time_ns()
@@ -602,6 +615,6 @@ def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, i
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack(value[: _TIMESPEC.size])
             age_ns = unix_ns - (seconds * 10**9 + nanoseconds)
-            if 0 <= age_ns < 10**9:  # else the time of day was set in between
+            if 0 <= age_ns < 10**9:  # otherwise the time of day was set meanwhile
                 return data, present_ns - age_ns
     return data, present_ns

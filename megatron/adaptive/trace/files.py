@@ -1,7 +1,7 @@
-"""Writes results atomically, and optional files of a run as far as the disk allows.
+"""Writes results atomically, and writes optional files of a run as long as the disk accepts data.
 
-A run does not depend on some of its files: traces, curves, progress, logs. If one of them cannot
-be written, an :class:`Outage` reports it, the data is dropped, and the run continues.
+A run can continue without some of its files: traces, curves, progress, logs. If one of these cannot
+be written, for example because the disk is full, a warning is printed and the data is dropped.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from megatron.adaptive.errors import TraceError
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
 )
-"""Error numbers of problems of a disk that may pass; any other means that the path is wrong."""
+"""Error numbers of disk problems that may be temporary; others mean that the path is wrong."""
 
 
 _ROOM_BYTES = 1 << 16
 
 
 def _has_room(file: int) -> bool:
-    """Returns whether the disk of a file has enough room to start writing again.
+    """Returns whether a file's disk has enough free space to start writing again.
 
-    The limit keeps a few bytes that another program freed from ending an outage.
+    Writing starts again only at 64 KiB. Otherwise, on a full disk, a few bytes freed by another
+    program would end the outage for a moment.
     """
     if not stat.S_ISREG(os.fstat(file).st_mode):
         return True
@@ -43,11 +44,13 @@ def _has_room(file: int) -> bool:
 
 
 class Outage:
-    """Reports once that a file cannot be written, and once when it can be again, with the loss.
+    """Prints one warning when a file cannot be written, and one note when it can be again.
+
+    The note contains the amount of data lost meanwhile.
 
     Args:
         name: Name of the file or stream, such as its path.
-        unit: Unit in which losses are counted, in the plural.
+        unit: Unit of the lost data in the plural, for example ``iterations``.
 
     Attributes:
         is_on: Whether writing fails at present.
@@ -61,7 +64,7 @@ class Outage:
         self.lost = 0
 
     def begins(self, error: Exception | str, count: int = 1) -> None:
-        """Counts a loss, and reports its reason if it is the first of the outage."""
+        """Adds ``count`` units to the loss; the first time in an outage, prints the reason."""
         self.lost += count
         if not self.is_on:
             self.is_on = True
@@ -69,7 +72,7 @@ class Outage:
             self._say(f"warning: cannot write {self._name}: {reason}; the run continues without it")
 
     def ends(self) -> None:
-        """Reports the loss if there was an outage."""
+        """Ends the outage, if there was one, and prints how much was lost."""
         if self.is_on:
             self.is_on = False
             self._say(f"note: {self._name} can be written again; lost: {self.lost} {self._unit}")
@@ -84,16 +87,17 @@ class Outage:
 class BestEffortFile:
     """Appends to an optional file; drops data that cannot be written.
 
-    A file that was removed, with or without its folder, is created again. A write is whole or
-    absent: a part of it is truncated again. Only one process may write; any of its threads may.
+    A file that was deleted, with or without its folder, is created again. Data is written in full
+    or not at all: if a write fails half-way, the file is truncated to its size before. Only one
+    process may write the file, from any of its threads.
 
     Args:
         path: Path of the file; missing folders are created.
-        unit: Unit in which losses are counted, in the plural.
-        head: Function that returns the bytes to write first after each opening.
+        unit: Unit of the lost data in the plural, for example ``iterations``.
+        head: Function that returns the bytes to write first each time the file is opened.
 
     Raises:
-        OSError: The file cannot be opened, for a reason that is not in :data:`PASSING`.
+        OSError: The file cannot be opened, and not because of a full or failing disk.
     """
 
     def __init__(self, path: Path, unit: str, head: Callable[[], bytes] = lambda: b"") -> None:
@@ -117,11 +121,11 @@ class BestEffortFile:
         return self._outage.lost
 
     def append(self, data: bytes, count: int = 1) -> bool:
-        """Writes all of the data, or nothing.
+        """Appends all of the data to the file, or nothing if the disk does not accept it.
 
         Args:
-            data: Bytes to append.
-            count: Number of units that are lost if it cannot be written.
+            data: Bytes to append, for example some lines.
+            count: Number of units in ``data``, which are lost if it cannot be written.
 
         Returns:
             Whether the data was written.
@@ -146,7 +150,7 @@ class BestEffortFile:
             return True
 
     def begin(self) -> None:
-        """Writes the head again, now or before the next data."""
+        """Writes the bytes of ``head`` now, or if that fails, before the next data."""
         self._has_head = False
         self.append(b"", 0)
 
@@ -154,7 +158,8 @@ class BestEffortFile:
         """Closes the file; idempotent."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # NFS reports here that it could not write
+            # NFS may report only at close() that earlier data could not be written.
+            with contextlib.suppress(OSError):
                 os.close(file)
 
     def _open(self) -> None:
@@ -173,17 +178,18 @@ class BestEffortFile:
                 data = data[os.write(file, data) :]
         except OSError:
             self._is_torn = True
-            with contextlib.suppress(OSError):  # if this fails, the next write tries again
+            # If the truncation fails, the next write starts with it, as _is_torn is still set.
+            with contextlib.suppress(OSError):
                 os.ftruncate(file, self._end)
                 self._is_torn = False
             raise
 
 
 class _LossyOutput(io.FileIO):
-    """Replaces standard output or error; drops data that cannot be written instead of raising.
+    """Stands in for standard output or error; drops data that cannot be written and never raises.
 
     Args:
-        stream: Stream that it replaces.
+        stream: Stream to replace, ``sys.stdout`` or ``sys.stderr``.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -192,7 +198,11 @@ class _LossyOutput(io.FileIO):
         self._lost = 0
 
     def write(self, data: Any) -> int:
-        """Implements :class:`io.RawIOBase`; a line marks the position of lost data."""
+        """Writes data, or drops it; once writing works again, inserts a line that says how much.
+
+        Returns:
+            Number of bytes in ``data``, even if they were dropped.
+        """
         left = memoryview(data).cast("B")
         size = len(left)
         try:
@@ -212,10 +222,10 @@ class _LossyOutput(io.FileIO):
 
 
 def keep_printing() -> None:
-    """Keeps ``print`` and other writes to standard output and error from raising.
+    """Makes ``print`` and other writes to standard output and error ignore errors.
 
-    The disk may be full, or the terminal closed. Streams that other code has replaced are left
-    alone, as are those of an earlier call.
+    Without this, a full disk or a closed terminal would end the run. Streams that other code has
+    replaced are not changed, and a second call changes nothing.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -227,7 +237,7 @@ def keep_printing() -> None:
             stream.flush()
         raw = _LossyOutput(stream)
         made = io.TextIOWrapper(
-            # The interpreter does the same under PYTHONUNBUFFERED.
+            # An unbuffered stream (PYTHONUNBUFFERED) must stay unbuffered.
             cast(Any, raw) if stream.write_through else io.BufferedWriter(raw),
             encoding=stream.encoding,
             errors=stream.errors,
@@ -241,10 +251,11 @@ def keep_printing() -> None:
 def drop_closed_terminal() -> bool:
     """Redirects standard output and error to /dev/null if their terminal was closed.
 
-    Every write to a closed terminal fails, so a log line would end the process before it has saved.
+    Every write to a closed terminal raises an error. A log line would then end the process before
+    it has saved a checkpoint.
 
     Returns:
-        Whether one of them was a closed terminal.
+        Whether standard output or error was a closed terminal.
     """
     is_closed = False
     for descriptor in (1, 2):
@@ -261,13 +272,13 @@ def drop_closed_terminal() -> bool:
 
 
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
-    """Renames a folder that is not empty to ``<folder>-1`` or the next free number.
+    """Renames a folder that is not empty to ``<folder>-1``, ``<folder>-2`` or the next free name.
 
-    A folder of traces belongs to one start of a job; another start begins with an empty one.
-    Several machines that share the folder may call this at the same time.
+    A folder of traces belongs to one start of a job, so a restart needs an empty folder. Several
+    machines that share the folder may call this at the same time.
 
     Returns:
-        New path of the old folder, ``None`` if there was nothing to keep.
+        New path of the renamed folder, ``None`` if the folder was empty or missing.
 
     Raises:
         TraceError: The folder cannot be renamed.
@@ -281,7 +292,7 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
             number += 1
         path.rename(kept)
     except FileNotFoundError:
-        return None  # another machine was first
+        return None  # another machine has just renamed the shared folder
     except OSError as error:
         raise TraceError(
             f"cannot move the traces of an earlier start, {path}, aside: {error.strerror}; let "
@@ -292,14 +303,14 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
 
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary path and renames the file to ``path`` if the block succeeds.
+    """Replaces a file atomically: yields a temporary path, and renames that file at the end.
 
-    The temporary name keeps the suffix of ``path``, because writers choose a format by it. If the
-    block fails, the previous file at ``path`` stays and no temporary file is left. Missing folders
-    are created.
+    The temporary name has the suffix of ``path``, because writers choose the format by it. If the
+    block under ``with`` fails, the previous file at ``path`` stays and the temporary file is
+    deleted. Missing folders are created.
 
     Raises:
-        TraceError: The file cannot be written there.
+        TraceError: The file cannot be written at ``path``.
     """
     target = Path(path)
     try:

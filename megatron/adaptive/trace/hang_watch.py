@@ -1,17 +1,18 @@
 """Watches the ranks of a machine from a separate process, and names the rank that others wait for.
 
 The first rank of a machine starts ``python -I -S hang_watch.py FOLDER`` (``engine/hang_guard.py``).
-The process needs only Python's standard library, so it costs milliseconds and little memory. It
-needs no help from a rank that hangs::
+The process imports only Python's standard library, so it starts in milliseconds and needs little
+memory. A rank that hangs need not cooperate::
 
     rank 0   a thread, each second ──> now_rank_00000.json ──┐
     rank 1   the same ───────────────> now_rank_00001.json ──┼─> this process: does nothing move?
     /proc    state, wchan, CPU time, bytes ──────────────────┤      └─> stacks: py-spy, else a
     other machines, by the job's store ──> machine_N.json ───┘          signal to faulthandler
 
-The culprit is the rank that waits for no other rank: it is stopped, in a system call of a disk,
-holds the interpreter's lock, reads data, or has not entered a collective. If all ranks wait, a
-message was lost, or the waits form a circle. The process ends when its parent ends.
+The culprit is the rank that waits for no other rank. It may be stopped, in a disk system call,
+holding the interpreter lock (GIL), reading data, or late to enter a collective. If all ranks wait,
+a message was lost, or the ranks wait for each other in a circle (a deadlock). This process ends
+when its parent ends.
 """
 
 from __future__ import annotations
@@ -33,20 +34,29 @@ from typing import Any, NamedTuple
 
 LEAST_S = 30.0
 STEPS = 10.0
-"""Limits without ``--hang-after-s``, of which the larger counts: seconds, and median steps."""
+"""Default hang limit without ``--hang-after-s``: 30 s or 10 median steps, whichever is longer."""
 
 _LOOK_S = 1.0
+
 _PATIENCE = 10.0
-"""Multiple of the limit for which a rank may compute between steps without other progress."""
+"""Multiple of the hang limit for which a rank may compute between steps without other progress."""
+
 _BUSY = (0.05, 0.5, float(1 << 17))
-"""Least use per second that shows work by a rank, above what its monitoring threads need:
-processor time in s; the same with waits for a busy processor; bytes read and written."""
+"""Thresholds per second above which a rank is working; its monitoring threads use less.
+
+In order: processor time in seconds, processor time plus time in the run queue, bytes read and
+written.
+"""
+
 _STALE_S = 6.0
-"""Age in seconds from which a rank's report is too old; its thread writes one each second."""
+"""Age in seconds above which a rank's status file is too old; the rank writes it each second."""
+
 _OTHERS_S = 11.0
-"""Time in seconds that the watchers of other machines get to notice the hang and report."""
+"""Seconds to wait for the watchers of other machines to notice the same hang and report it."""
+
 _SILENT_S = 20.0
-"""Silence in seconds after which another machine's watcher counts as lost."""
+"""Seconds without a report after which another machine's watcher is considered lost."""
+
 JOB_FILE, _ENDED = "job.json", "ended"
 
 _WAITING = re.compile(
@@ -67,19 +77,20 @@ _KINDS = {"F": "the forward", "B": "the backward", "W": "the weight gradient"}
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """Describes the state of one rank, collected without its help.
+    """Describes the state of one rank, collected from outside its process.
 
     Attributes:
         rank: Global rank.
-        name: Name of the rank in messages.
-        pid: Process id on its machine.
-        now: Last report of its thread; empty if there was none.
+        name: Text for the rank in messages, with its machine.
+        pid: Process id on the rank's machine.
+        now: Last status report that a thread of the rank wrote; empty if there is none.
         age_s: Age of that report in seconds.
-        state: Letter of proc(5), ``X`` for a process that is gone, empty if its machine is silent.
+        state: Process state as a letter of proc(5). ``X`` if the process is gone, empty if the
+            rank's machine does not report.
         wchan: Kernel function in which the main thread sleeps; empty if it cannot be read.
-        frames: File, line and function of each frame of the main thread, innermost first.
-        line: Source text of the innermost frame.
-        stack: Stacks of all threads, as the tool printed them.
+        frames: (File, line, function) of each stack frame of the main thread, innermost first.
+        line: Line of source code that the innermost frame executes.
+        stack: Stacks of all threads, as printed by py-spy or faulthandler.
     """
 
     rank: int
@@ -95,7 +106,7 @@ class RankEvidence:
 
     @property
     def doing(self) -> str:
-        """Describes the action under way."""
+        """Phrase for what the rank does at present: action, microbatch, chunk and iteration."""
         now = self.now
         doing = str(now.get("doing", ""))
         iteration = f"iteration {now['iteration']}" if now.get("iteration") else "the start"
@@ -107,7 +118,10 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Names the innermost frame of the main thread outside ``threading`` and ``queue``."""
+        """Phrase for the code that the main thread executes: file, line and function.
+
+        Frames in ``threading`` and ``queue`` are skipped.
+        """
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown place"
@@ -116,29 +130,29 @@ class RankEvidence:
 
     @property
     def needs(self) -> Sequence[Sequence[Any]]:
-        """Messages that it waits for: sender, and kind, chunk and microbatch of its action."""
+        """Messages the rank waits for: sending rank, then the action's kind, chunk, microbatch."""
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
-        """Returns whether a file of the innermost frames, or the innermost source line, matches."""
+        """Returns whether a pattern matches the source line or a file of the innermost frames."""
         files = [str(frame[0]) for frame in self.frames[:depth]]
         return any(pattern.search(text) for text in (*files, self.line))
 
     @property
     def collectives(self) -> Mapping[str, Sequence[Any]]:
-        """Maps the name of each group to its number of collectives begun and its members."""
+        """Maps each process group's name to (number of collectives begun, member ranks)."""
         collectives: Mapping[str, Sequence[Any]] = self.now.get("collectives", {})
         return collectives
 
     @property
     def waits(self) -> bool:
-        """Whether the rank waits for other ranks."""
+        """Whether the rank waits for other ranks, judged by its stack or its last report."""
         if not self.frames:
             return self.now.get("doing") == "wait"
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, microbatch: int, step: int) -> bool:
-        """Returns whether the rank has finished an action of a step."""
+        """Returns whether the rank has finished an action (kind, chunk, microbatch) of a step."""
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > microbatch)
@@ -146,15 +160,15 @@ class RankEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """Names the ranks that others wait for.
+    """Names the ranks that block a job, with the cause and a remedy.
 
     Attributes:
-        ranks: Global ranks; empty if no rank can be named.
+        ranks: Global ranks that block the job; empty if no rank can be named.
         cause: One of ``ended``, ``stopped``, ``file system``, ``interpreter lock``, ``silent
             machine``, ``data reader``, ``lock``, ``device``, ``collective``, ``code``,
             ``network``, ``deadlock``.
-        text: Sentence that names the ranks, their state and the code they are in.
-        advice: Remedy for the user.
+        text: Sentence that names the ranks, their state and the code that they execute.
+        advice: Instruction for the user, such as the command that ends the hang.
     """
 
     ranks: tuple[int, ...]
@@ -164,7 +178,7 @@ class Culprit:
 
 
 def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns the ranks that block a job, and why, from the evidence of all its ranks."""
+    """Determines from the evidence on all ranks of a job which ranks block it, and why."""
     for symptom in _SYMPTOMS:
         if matching := [rank for rank in ranks if symptom.applies(rank)]:
             first = matching[0]
@@ -215,7 +229,7 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
 
 
 class _Symptom(NamedTuple):
-    """Describes a state that identifies the blocking rank without looking at other ranks."""
+    """Describes a state in which a rank certainly blocks the job, whatever other ranks do."""
 
     cause: str
     applies: Callable[[RankEvidence], bool]
@@ -253,7 +267,7 @@ _SYMPTOMS = (
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns the culprit for a rank that waits for no other rank, with its activity."""
+    """Returns a culprit for a rank that waits for no other rank: cause, activity and remedy."""
     missed = next(
         (
             f", while others wait in collective {max(waiting_in)} of the group of ranks "
@@ -293,10 +307,11 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
 
 
 def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
-    """Returns how many ranks are ahead of this one in some collective and behind it in none.
+    """Returns how many ranks have begun more collectives than the candidate.
 
-    If a background thread waits for another rank's background thread, the main threads of both
-    ranks wait for their own. Then only the counts of collectives distinguish the two ranks.
+    A rank is counted if it is ahead in some process group and behind in none. If a background
+    thread waits for another rank's background thread, the main threads of both ranks wait for
+    their own threads. Then only the numbers of collectives begun distinguish the two ranks.
     """
 
     def is_behind(rank: RankEvidence, other: RankEvidence) -> bool:
@@ -309,13 +324,13 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers of a group's collectives that ranks wait in, above ``begun``."""
+    """Returns the numbers, above ``begun``, of the group's collectives in which ranks wait."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Maps each rank to those it waits for: senders of its inputs, or ranks behind in a group."""
+    """Maps each rank to those it waits for: senders of inputs, or late ranks of a collective."""
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -337,7 +352,7 @@ def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
 
 
 def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
-    """Returns how many ranks wait for this one, directly or through others, itself included."""
+    """Returns how many ranks wait for a rank, directly or through others, including itself."""
     waiting = {rank}
     while more := {other for other, peers in edges.items() if peers & waiting} - waiting:
         waiting |= more
@@ -345,7 +360,7 @@ def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
 
 
 def _circle(edges: Mapping[int, set[int]]) -> list[int]:
-    """Returns ranks that wait for each other in a circle; empty if there is no circle."""
+    """Returns ranks that wait for each other in a circle (a deadlock); empty if there is none."""
     for start in edges:
         path = [start]
         while others := sorted(edges.get(path[-1], ())):
@@ -371,18 +386,19 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 class Stillness:
-    """Measures for how long nothing has moved on the ranks of a machine.
+    """Measures how long the ranks of a machine have made no progress.
 
-    Within steps only an action or collective that ends is progress. Between steps, in evaluations,
-    in checkpoints and before the third iteration (imports, compilation), reading and writing are
-    progress as well, and so is computing for up to ten times the limit.
+    Within a step, only the end of an action or of a collective is progress. Reading, writing and
+    computing are progress too between steps, in evaluations, in checkpoints and before the third
+    iteration (imports, compilation). There, computing alone is accepted for up to ten times the
+    hang limit.
 
     Args:
         limit_s: Value of ``--hang-after-s`` in seconds, ``None`` for the default.
 
     Attributes:
-        paused: Number of collectives begun by group name, if all ranks are between steps of a loop
-            that may pause there and no rank waits for another; else ``None``.
+        paused: Number of collectives begun per process group, if all ranks may be pausing: they are
+            between steps of a user's own loop, and none waits for another. Else ``None``.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -403,7 +419,7 @@ class Stillness:
         return max(LEAST_S, STEPS * (steps[len(steps) // 2] if steps else 0.0))
 
     def restart(self, now_s: float) -> None:
-        """Starts the measurement again, for example after the machine was suspended."""
+        """Resets the time without progress, for example after the machine was suspended."""
         self._moved_s = self._computed_s = now_s
 
     def look(
@@ -414,16 +430,16 @@ class Stillness:
         computes: bool = False,
         transfers: bool = False,
     ) -> float:
-        """Compares the ranks' reports with the previous ones.
+        """Compares the ranks' status reports with those of the previous call.
 
         Args:
-            nows: Report of each rank, by rank.
-            now_s: Present time in seconds, on a clock that never goes back.
-            computes: Whether a rank has used its processor since the previous call.
-            transfers: Whether a rank has read or written since the previous call.
+            nows: Status report of each global rank.
+            now_s: Present time in seconds on a monotonic clock.
+            computes: Whether a rank has used processor time since the previous call.
+            transfers: Whether a rank has read or written bytes since the previous call.
 
         Returns:
-            Time without progress in seconds.
+            Time in seconds for which no rank has made progress.
         """
         self._is_strict = len(self._steps_s) > 1 and all(
             now.get("in_step") for now in nows.values()
@@ -460,7 +476,10 @@ def _paused(nows: Collection[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Returns the counts by name, or ``None`` if two differ (a rank waits) or one is missing."""
+    """Returns the numbers of collectives begun, by process group, if all agree.
+
+    ``None`` if two numbers differ, which means that a rank waits, or if an entry is ``None``.
+    """
     common: dict[str, int] = {}
     for by_name in counts:
         if by_name is None or any(common.setdefault(name, n) != n for name, n in by_name.items()):
@@ -469,11 +488,11 @@ def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
 
 
 _MOVES = ("iteration", "step", "doing", "chunk", "microbatch", "done", "in_step")
-"""Entries of a rank's report that change when the rank makes progress."""
+"""Entries of a rank's status report that change when the rank makes progress."""
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on; ``X`` if the process is gone."""
+    """Returns the fields of /proc/PID/stat, starting with the state; ``X`` if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -481,7 +500,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _work(pid: int) -> tuple[float, float, float]:
-    """Returns what a process has used so far of each resource in :data:`_BUSY`."""
+    """Returns a process's total use so far of the three resources listed at :data:`_BUSY`."""
     stat = _stat(pid)
     moved = 0
     waited_ns = 0
@@ -496,11 +515,11 @@ def _work(pid: int) -> tuple[float, float, float]:
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
-    """Returns evidence on this machine's ranks, collected without their help; takes seconds.
+    """Collects evidence on this machine's ranks from outside; takes some seconds.
 
     Args:
-        folder: Private folder of this machine's ranks.
-        job: Contents of ``job.json``.
+        folder: Folder in which this machine's ranks write their status reports and stacks.
+        job: Contents of ``job.json``: process ids and names of the ranks, tools and settings.
     """
     pids = {int(rank): int(pid) for rank, pid in job["pids"].items()}
     before = {rank: _stat(pid)[0] for rank, pid in pids.items()}
@@ -509,7 +528,8 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
     stacks = {rank: _spy(job.get("py_spy"), pid, before[rank]) for rank, pid in pids.items()}
     nows = _read_nows(folder, pids)
     for rank, pid in pids.items():
-        # A rank that has written a report has a handler; the signal would end any other process.
+        # The rank installs its signal handler before it writes a report. Without the handler the
+        # signal would kill the process.
         if not stacks[rank] and nows[rank] and before[rank] not in "XZTt":
             with contextlib.suppress(OSError):
                 os.kill(pid, int(job["signal"]))
@@ -533,7 +553,8 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
                 pid=pid,
                 now=nows[rank],
                 age_s=max(0.0, time.time() - nows[rank].get("unix_ns", 0) / 1e9),
-                # A process may be in a disk's call for a moment: only both looks make it a hang.
+                # A healthy process may be in a disk call (D) for a moment, so the state is
+                # reported only if it was D at both readings.
                 state="S" if state == "D" and before[rank] != "D" else state,
                 wchan=wchan,
                 frames=frames,
@@ -545,14 +566,14 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
 
 
 def main_frames(stack: str) -> list[tuple[str, int, str]]:
-    """Returns the frames of the main thread, innermost first, from the output of a tool.
+    """Extracts the main thread's frames, innermost first, from what a stack dump tool printed.
 
     ``py-spy`` marks the main thread; ``faulthandler`` prints it last.
     """
     threads: list[list[tuple[str, int, str]]] = []
     marked: list[tuple[str, int, str]] | None = None
     process = re.match(r"Process (\d+):", stack)
-    # The main thread has the process's id.
+    # The main thread's id equals the process id, which py-spy prints first.
     main = f"Thread {process[1]} " if process else "MainThread"
     for line in stack.splitlines():
         if "hread" in line and not line.startswith(" "):
@@ -571,7 +592,8 @@ def main_frames(stack: str) -> list[tuple[str, int, str]]:
 def _spy(program: str | None, pid: int, state: str) -> str:
     if program is None or state in "XZ":
         return ""
-    # py-spy pauses the process and lets it run again, but a stopped process must stay stopped.
+    # Usually py-spy pauses the process and then resumes it. A process that someone has stopped
+    # must stay stopped, so its stack is read without pausing.
     mode = ["--nonblocking"] if state in "Tt" else ["--native"]
     try:
         done = subprocess.run(
@@ -595,7 +617,7 @@ def _source(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Returns the last report of each rank; empty if a former process wrote it."""
+    """Returns each rank's last status report; empty if a process of an earlier start wrote it."""
     nows: dict[int, dict[str, Any]] = {}
     for rank, pid in pids.items():
         now = _read_json(folder / f"now_rank_{rank:05d}.json")
@@ -604,7 +626,7 @@ def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    for _ in range(3):  # a rank may be writing the file
+    for _ in range(3):  # several tries, because a rank may be writing the file
         try:
             return dict(json.loads(path.read_bytes()))
         except FileNotFoundError:
@@ -615,7 +637,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float) -> str:
-    """Returns the text of the report file: the culprit, a line for each rank, and all stacks."""
+    """Formats the text of a hang report: the culprit, a line per rank, and all stacks."""
     lines = [
         f"Nothing moved for {still_s:.0f} s ({time.strftime('%Y-%m-%d %H:%M:%S')}).",
         f"Cause: {culprit.cause}. {culprit.text}.",
@@ -637,7 +659,7 @@ def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float)
 
 
 class _Watch:
-    """Looks at this machine's ranks each second until the parent process is gone."""
+    """Checks this machine's ranks every second until the parent process has ended."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -652,14 +674,15 @@ class _Watch:
     def run(self) -> None:
         last_s = time.monotonic()
         self._still.restart(last_s)
-        # The parent may have ended before this process began, so its id is in the job's file.
+        # The parent may end before this process starts. os.getppid() alone would miss that, so
+        # it is compared with the parent's id in the job file.
         while os.getppid() == self._job["parent"]:
             time.sleep(_LOOK_S)
             now_s, elapsed_s = time.monotonic(), time.monotonic() - last_s
             last_s = now_s
             nows = _read_nows(self._folder, self._pids)
             if any(now.get("doing") == _ENDED for now in nows.values()):
-                return  # a rank ends when all have reached the end, or after it printed an error
+                return  # the job is over, or the rank has printed an error: nothing to watch
             work = {rank: _work(pid) for rank, pid in self._pids.items()}
             moved = [
                 any(after[n] - self._work[r][n] > _BUSY[n] * elapsed_s for r, after in work.items())
@@ -667,7 +690,8 @@ class _Watch:
             ]
             self._work = work
             if elapsed_s > 5 * _LOOK_S:
-                # This process was stopped for a while, so the ranks may have been as well.
+                # This process was suspended for a while, and the ranks perhaps too. The time
+                # without progress would be wrong, so it starts again at 0.
                 self._still.restart(now_s)
             still_s = self._still.look(nows, now_s, computes=any(moved[:2]), transfers=moved[2])
             self._decide(still_s, now_s)
@@ -675,7 +699,8 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        is_asked = any(other.get("ranks") for other in others.values())  # a watcher reports already
+        # Another watcher that already reports the hang waits for this machine's evidence.
+        is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:
                 _say(f"hang: over after {self._reported_s:.0f} s or more; the job continues")
@@ -690,7 +715,7 @@ class _Watch:
         self._publish(still_s)
 
     def _publish(self, still_s: float, evidence: Sequence[RankEvidence] = ()) -> None:
-        """Writes this machine's time without progress and its evidence for the other machines."""
+        """Writes this machine's time without progress, and its evidence, for other watchers."""
         if self._job["machines"] < 2:
             return
         self._beat += 1
@@ -705,7 +730,7 @@ class _Watch:
         path.with_suffix(".part").replace(path)
 
     def _others(self, now_s: float) -> dict[int, dict[str, Any]]:
-        """Returns the last report of each other machine; empty if it is too old."""
+        """Returns the last report of every other machine's watcher; empty if it is too old."""
         reports = {}
         for machine in {*range(self._job["machines"])} - {self._job["machine"]}:
             report = _read_json(self._folder / f"machine_{machine}.json")
@@ -725,7 +750,7 @@ class _Watch:
         if any(
             rank.now.get(name) != after[rank.rank].get(name) for rank in evidence for name in _MOVES
         ):
-            return  # the job made progress meanwhile
+            return  # the job made progress while the evidence was collected, so it does not hang
         self._reported_s = still_s
         ranks.sort(key=lambda rank: rank.rank)
         culprit = find_culprit(ranks)
@@ -752,7 +777,7 @@ class _Watch:
     def _wait_for_others(
         self, still_s: float, evidence: Sequence[RankEvidence]
     ) -> list[RankEvidence]:
-        """Returns the evidence of other machines on their ranks; takes some seconds."""
+        """Waits some seconds for the other machines' watchers and returns their evidence."""
         until_s = time.monotonic() + _OTHERS_S
         reports: dict[int, dict[str, Any]] = {}
         while time.monotonic() < until_s:
@@ -782,12 +807,13 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Watches the ranks until the parent ends."""
+    """Runs the watcher until its parent process ends, then deletes its folder."""
     folder = Path(sys.argv[1])
     with contextlib.suppress(OSError):
         os.nice(10)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Terminals and launchers send these to the whole group; this process ends by itself.
+        # Terminals and launchers send these signals to the whole process group. The watcher
+        # ignores them, because it ends by itself when its parent has ended.
         signal.signal(number, signal.SIG_IGN)
     try:
         _Watch(folder).run()

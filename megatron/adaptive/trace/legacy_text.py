@@ -1,6 +1,6 @@
-"""Writes and reads the text form of a trace, ``trace_pipeline_<p>_model_chunks_<c>.txt``.
+"""Writes and reads traces in a text format, ``trace_pipeline_<p>_model_chunks_<c>.txt``.
 
-The script ``process_trace.py`` of OpenSQZ/MegatronApp reads this form, one record per line::
+The script ``process_trace.py`` of OpenSQZ/MegatronApp reads this format, one record per line::
 
     rank 0 iteration starts at timestamp 12.500000% iteration 7
     0, 3, forward start, 12.500000%
@@ -8,15 +8,16 @@ The script ``process_trace.py`` of OpenSQZ/MegatronApp reads this form, one reco
     rank 0 iteration ends at timestamp 60.000000% iteration 7
 
 Times are milliseconds and end in a percent sign. The first number of an action is the pipeline
-rank, the second packs chunk and microbatch in the order of the interleaved schedule with p ranks
-and c chunks::
+rank. The second number encodes chunk and microbatch: it is their position in the order of the
+interleaved schedule with p ranks and c chunks::
 
     number = (microbatch // p) * (p * c)  +  k * p  +  microbatch % p
     k = chunk for forward,  c - 1 - chunk for backward and weight
 
-Pauses between iterations are left out. This module adds ``#`` lines with names and the iteration's
-number after a marker, which that script ignores. ``weight start`` / ``weight finished`` stand for
-W. The form has no room for waits, bytes and memory; the JSON lines have them.
+Pauses between iterations are left out. This module adds ``#`` lines with names, and the iteration's
+number at the end of a marker; the script ignores both. ``weight start`` / ``weight finished`` stand
+for W. Waits, message sizes and memory cannot be expressed in this format; the JSON-lines files
+contain them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megatron.adaptive.trace.trace_format import Span
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 
 KEPT_ITERATIONS = 20
-"""Number of iterations in a text file; the script that reads this form uses no more."""
+"""Maximum number of iterations in a text file; ``process_trace.py`` reads no more."""
 
 NS_PER_MS = 1_000_000
 
@@ -56,7 +57,10 @@ def legacy_name(num_ranks: int, num_chunks: int) -> str:
 
 
 def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Returns pipeline ranks and chunks from a file name; ``None`` if it has another form."""
+    """Extracts the number of pipeline ranks and of chunks per rank from a file name.
+
+    ``None`` if the name has another form.
+    """
     match = _NAME.fullmatch(Path(path).stem)
     if not match or int(match[1]) < 1 or int(match[2]) < 1:
         return None
@@ -64,13 +68,13 @@ def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
 
 
 def write_legacy(run: RunTrace, path: str | os.PathLike[str]) -> None:
-    """Writes the last complete iterations of a pipeline in the text form, replacing the file.
+    """Writes the last complete iterations of the first pipeline in the text format.
 
-    If none is complete, the last iteration is written.
+    If no iteration is complete, the last one is written.
 
     Args:
-        run: Run to write.
-        path: Path of the file; :func:`legacy_name` returns the usual name.
+        run: Run whose trace is written.
+        path: Path of the file, replaced if it exists; :func:`legacy_name` returns the usual name.
 
     Raises:
         TraceError: The run has no iteration, or the file cannot be written.
@@ -87,14 +91,15 @@ def write_legacy(run: RunTrace, path: str | os.PathLike[str]) -> None:
 
 
 def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
-    """Reads a file that :func:`write_legacy` wrote.
+    """Reads a trace in the text format.
 
     Args:
-        path: Path of the file, whose name contains pipeline ranks and chunks.
+        path: Path of the trace file. Its name encodes the number of pipeline ranks and of chunks
+            per rank.
 
     Returns:
-        A run with one rank trace per pipeline rank. Lines of other kinds are skipped; an action
-        that never finished counts as a truncated line.
+        A run with one trace per pipeline rank. Unknown lines are skipped. An action without its
+        ``finished`` line is dropped and counted in ``truncated_lines``.
 
     Raises:
         TraceError: The file cannot be read, contains no action, or its name has another form.
@@ -140,12 +145,13 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
 
 
 class _Contents:
-    """Collects the contents of a file in the text form, line by line.
+    """Collects the contents of a file in the text format, line by line.
 
     Attributes:
-        notes: Names of run, schedule and placement.
+        notes: Names of the run, its schedule and its placement, from the ``#`` lines.
         rows: Finished actions of each rank and iteration.
-        begun: Start in ns of each unfinished action, by rank, kind and packed number.
+        begun: Start in ns of each unfinished action, by rank, kind, and the number that encodes
+            chunk and microbatch.
     """
 
     def __init__(self, num_ranks: int, num_chunks: int) -> None:
@@ -157,7 +163,7 @@ class _Contents:
         self._iterations: dict[int, int] = {}
 
     def add(self, line: str) -> None:
-        """Adds a line; skips one of another kind."""
+        """Adds the content of a line; an unknown line is skipped."""
         if note := _NOTE.match(line):
             self.notes[note[1]] = note[2]
         elif marker := _MARKER.match(line):

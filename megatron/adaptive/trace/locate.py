@@ -1,12 +1,13 @@
-"""Finds the trace that the user means.
+"""Finds the trace to read when the user names a run, or names nothing.
 
-``runs/latest`` is a symbolic link to the newest run's folder, or a text file with its path
-(relative to ``runs``). A run's folder contains ``traces/`` with the JSON lines of its ranks, and
-maybe the text form. The trace is searched in this order:
+``runs/latest`` is a symbolic link to the newest run's folder, or a text file with that folder's
+path relative to ``runs``. A run's folder contains a folder ``traces`` with a JSON-lines file per
+rank. It may also contain the trace in the older text format (``legacy_text``). The first of these
+that exists is read:
 
 1. the folder or file that the user names,
 2. ``runs/latest`` below the current directory,
-3. the text form in the current directory.
+3. a trace in the text format in the current directory.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ LATEST = "latest"
 def load_run(
     path: Path | None, num_ranks: int | None = None, num_chunks: int | None = None
 ) -> RunTrace:
-    """Finds and reads the trace of a run.
+    """Finds the trace of a run, in any format that can be read, and reads it.
 
     Args:
-        path: Path of the run's folder, its folder of traces, a file in the text form, or a
-            published table; ``None`` to look for the latest run.
+        path: Path of the run's folder, of its folder ``traces``, of a file in the text format, or
+            of a table of times that somebody published. ``None`` for the latest run.
         num_ranks: Required number of pipeline ranks, ``None`` for any.
         num_chunks: Required number of chunks per rank, ``None`` for any.
 
     Raises:
-        TraceError: No trace exists, it has another shape, or it cannot be read.
+        TraceError: No trace exists, it cannot be read, or it has other numbers of ranks or chunks.
     """
     source = path or latest_run() or _text_file(Path(), num_ranks, num_chunks)
     if source is None:
@@ -55,7 +56,7 @@ def latest_run() -> Path | None:
     """Returns the folder that ``runs/latest`` points to, ``None`` if there is no such link.
 
     Raises:
-        TraceError: It points to a folder that does not exist.
+        TraceError: The link points to a folder that does not exist.
     """
     pointer = Path(RUNS, LATEST)
     if pointer.is_file():
@@ -100,7 +101,7 @@ def _read(source: Path, num_ranks: int | None, num_chunks: int | None) -> RunTra
 
 
 def _text_file(folder: Path, num_ranks: int | None, num_chunks: int | None) -> Path | None:
-    """Returns the newest file in the text form that has the required shape."""
+    """Returns the newest file in the text format that has the required ranks and chunks."""
     candidates = []
     for path in folder.glob("trace_pipeline_*_model_chunks_*.txt"):
         shape = legacy_shape(path)

@@ -1,7 +1,8 @@
-"""Computes the figures of a whole run, per iteration and rank, from the spans of all ranks.
+"""Computes statistics of a whole run, per iteration and rank, from the spans of all ranks.
 
-Each process that reads a file turns its spans into figures at once. Therefore ten million spans
-need no more memory than those of one file, and several processes read files in parallel.
+Each process that reads a trace file reduces its spans to these statistics ("figures") at once.
+Therefore only the spans of one file per process are in memory, even if a run has ten million. The
+files can be read in parallel.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from megatron.adaptive.trace.span_columns import KIND, REASON, Ints, TraceTable
 from megatron.adaptive.trace.trace_format import CAUSES, DRAWN_ACTIONS, KINDS, TraceHeader
 
 WAIT_CAUSES = ("unknown", *CAUSES)
-"""Causes along the last axis of ``wait_ns``; ``unknown`` for one that only newer programs know."""
+"""Causes of waits along the last axis of ``wait_ns``.
+
+``unknown`` stands for causes that only newer versions of this program know.
+"""
 
 PARTS = {
     "busy": "busy",
@@ -32,41 +36,48 @@ PARTS = {
     "after": "after",
     "rest": "rest",
 }
-"""Parts along the last axis of ``parts_ms``, with the names that people read."""
+"""Parts of a step's time along the last axis of ``parts_ms``, each with its name in reports."""
 
 NS_PER_MS = 1e6
 
 SERIAL_BYTES = 48 << 20
-"""Size in bytes up to which one process reads all files: starting others would take longer."""
+"""Total size in bytes up to which one process reads all files; starting more would be slower."""
 
 HANDED_OVER_NS = 100_000
-"""Longest time between the ends of a send and of an action for the send to be part of it."""
+"""Maximum time in ns from a send's end to the action's end for the send to belong to the action."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class RankFigures:
-    """Holds the figures of one rank; the first axis of every column is its iterations.
+    """Holds statistics of one rank as arrays, with one entry per iteration along the first axis.
+
+    "Action" means a forward pass (F), a backward pass (B), or the computation of weight gradients
+    as a separate pass (W). An axis of length 3 lists F, B, W.
 
     Attributes:
         iterations: Numbers of the iterations, ascending.
-        start_ns: Start of the first F, B or W on the common clock, 0 if there is none.
-        end_ns: End of the last F, B or W on the common clock, 0 if there is none.
-        num_actions: Number of F, B and W.
-        busy_ns: Time in which at least one of these ran, without the sends at their ends.
-        wait_ns: ``[iterations, causes]``, waiting time by :data:`WAIT_CAUSES`.
+        start_ns: Start of the first action on the common clock, 0 if there is none.
+        end_ns: End of the last action on the common clock, 0 if there is none.
+        num_actions: Number of actions.
+        busy_ns: Time during which actions ran, without the sends at their ends.
+        wait_ns: ``[iterations, causes]``, waiting time by cause in the order of
+            :data:`WAIT_CAUSES`.
         first_wait_ns: Part of the waiting time before the first action.
-        first_cause: Cause of that wait, an index of :data:`WAIT_CAUSES`.
+        first_cause: Cause of the wait before the first action, as an index of
+            :data:`WAIT_CAUSES`.
         kind_ns: ``[iterations, kinds]``, total duration of the spans by ``trace_format.KINDS``.
-        count: ``[iterations, chunks, 3]``, number of F, B and W.
-        mean_ns: ``[iterations, chunks, 3]``, mean duration, NaN for none.
-        std_ns: ``[iterations, chunks, 3]``, standard deviation of the duration.
-        median_ns: ``[iterations, chunks, 3]``, median duration without reads and sends within.
-        mad_ns: ``[iterations, chunks, 3]``, median distance from that median.
-        peak_microbatches: Largest number of forwards without their backward.
-        peak_in_flight_bytes: Largest number of activation bytes in memory.
-        transfer_bytes: Payload that actions received and sent, in bytes.
+        count: ``[iterations, chunks, 3]``, number of actions.
+        mean_ns: ``[iterations, chunks, 3]``, mean duration of the actions, NaN without actions.
+        std_ns: ``[iterations, chunks, 3]``, standard deviation of the actions' durations.
+        median_ns: ``[iterations, chunks, 3]``, median duration of the actions, without the time of
+            reading data and sending in them.
+        mad_ns: ``[iterations, chunks, 3]``, median absolute deviation from ``median_ns``.
+        peak_microbatches: Maximum number of microbatches whose forward pass has run and whose
+            backward pass has not.
+        peak_in_flight_bytes: Maximum size in bytes of all activations held.
+        transfer_bytes: Size in bytes of all messages that actions received and sent.
     """
 
     iterations: Ints
@@ -89,17 +100,17 @@ class RankFigures:
 
     @property
     def work_ns(self) -> Floats:
-        """Total duration of all actions, each counted as the median of its kind and chunk."""
+        """Robust total time of the actions: their number times the median, per kind and chunk."""
         work: Floats = (self.count * np.nan_to_num(self.median_ns)).sum(axis=(-2, -1))
         return work
 
 
 @dataclass(frozen=True, eq=False)
 class RunFigures(RankFigures):
-    """Holds the figures of many ranks.
+    """Holds the statistics of many ranks, in the arrays of :class:`RankFigures`.
 
-    The first axes of every column except ``iterations`` are ``[iterations, ranks]``. An iteration
-    that a rank did not record has ``num_actions`` 0, and NaN or 0 in the other columns.
+    The first axes of every array except ``iterations`` are ``[iterations, ranks]``. An iteration
+    that a rank did not record has ``num_actions`` 0, and NaN or 0 in the other arrays.
 
     Attributes:
         ranks: Global ranks along the second axis.
@@ -115,7 +126,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def pipelines(self) -> list[Ints]:
-        """Column indices of the ranks of each pipeline."""
+        """Indices along the second axis of the ranks of each pipeline, one array per pipeline."""
         positions = np.stack([self.dp_rank, self.tp_rank])
         return [
             np.flatnonzero((positions == position[:, None]).all(axis=0))
@@ -124,7 +135,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def _step(self) -> tuple[Ints, Ints]:
-        """Start and end of the step of each rank's pipeline, ``[iterations, ranks]``."""
+        """Two arrays ``[iterations, ranks]``: start and end of the step in the rank's pipeline."""
         is_recorded = self.num_actions > 0
         far = np.iinfo(np.int64)
         starts = np.where(is_recorded, self.start_ns, far.max)
@@ -139,12 +150,12 @@ class RunFigures(RankFigures):
 
     @property
     def step_start_ns(self) -> Ints:
-        """``[iterations, ranks]``, start of the first action of any rank of the pipeline."""
+        """``[iterations, ranks]``, start of the first action on any rank of the same pipeline."""
         return self._step[0]
 
     @property
     def step_ns(self) -> Ints:
-        """``[iterations, ranks]``, time from there to the end of the pipeline's last action."""
+        """``[iterations, ranks]``, time from the first action's start to the last one's end."""
         return self._step[1] - self._step[0]
 
     @property
@@ -157,14 +168,15 @@ class RunFigures(RankFigures):
 
     @cached_property
     def parts_ms(self) -> Floats:
-        """``[iterations, ranks, parts]``, parts of each step on each rank, by :data:`PARTS`.
+        """``[iterations, ranks, parts]``, time of each part of a step, by :data:`PARTS`.
 
         The sum over the parts is the step's time, unless clocks disagree. NaN if nothing was
         recorded.
         """
         waits = self.wait_ns.copy()
         rows, columns = np.indices(self.first_cause.shape)
-        # The part "before" includes the wait before the first action.
+        # The wait before the first action belongs to the part "before", so it is subtracted from
+        # the waits.
         waits[rows, columns, self.first_cause] -= self.first_wait_ns
         first, last = self._step
         ends = np.stack([self.start_ns - first, last - self.end_ns], axis=-1)
@@ -176,13 +188,14 @@ class RunFigures(RankFigures):
         return parts
 
     def heat(self, stages: Ints) -> tuple[Floats, Floats]:
-        """Computes the work time of ranks and of stages as a multiple of the mean.
+        """Computes for heat maps how much time ranks and stages compute, as a multiple of the mean.
 
         Args:
-            stages: ``[pipeline ranks, chunks]``, index of the stage.
+            stages: ``[pipeline ranks, chunks]``, index of the stage on each rank and chunk.
 
         Returns:
-            Arrays ``[ranks, iterations]`` and ``[replicas, stages]``, NaN if nothing was recorded.
+            Two arrays, one of ranks ``[ranks, iterations]`` and one of stages ``[replicas,
+            stages]``. NaN if nothing was recorded.
         """
         work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)  # per chunk
         is_recorded = self.num_actions > 0
@@ -206,18 +219,18 @@ def run_figures(
     ranks: Iterable[int] | None = None,
     workers: int | None = None,
 ) -> RunFigures:
-    """Computes the figures of a run.
+    """Reads the spans of a run and computes its statistics.
 
     Args:
         run: Run whose spans are read.
         iterations: Numbers of the iterations to include; ``None`` for all.
-        ranks: Global ranks to include; ``None`` for all. Steps end with the last of these ranks.
-        workers: Number of processes that read. ``None`` for one per processor, or only this
-            process if that is faster. The calling program must have an ``if __name__ ==
-            "__main__"`` guard.
+        ranks: Global ranks to include; ``None`` for all. A step then ends with the last of them.
+        workers: Number of processes that read files. ``None`` for one per processor core, or only
+            this process if that is faster. The calling program must have an ``if __name__ ==
+            "__main__"`` guard, because worker processes import it again.
 
     Raises:
-        TraceError: A file is damaged, or it has none of these iterations and ranks.
+        TraceError: A file is damaged, or no spans of these iterations and ranks exist.
     """
     chosen = [
         run.ranks[r] for r in sorted(run.ranks if ranks is None else set(ranks) & set(run.ranks))
@@ -230,11 +243,11 @@ def run_figures(
 
 
 def stack_figures(parts: Sequence[RankFigures], headers: Sequence[TraceHeader]) -> RunFigures:
-    """Combines the figures of several ranks into arrays with an axis for ranks.
+    """Combines the statistics of several ranks into arrays with an axis for ranks.
 
     Args:
-        parts: Figures of each rank, at least one; all have the same number of chunks.
-        headers: Trace header of each rank.
+        parts: Statistics of each rank, at least one rank; all have the same number of chunks.
+        headers: Trace header of each rank, in the order of ``parts``.
     """
     numbers = np.unique(np.concatenate([part.iterations for part in parts]))
     columns: dict[str, Any] = {"iterations": numbers}
@@ -252,11 +265,11 @@ def stack_figures(parts: Sequence[RankFigures], headers: Sequence[TraceHeader]) 
 
 
 def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
-    """Computes the figures of one rank.
+    """Computes the statistics of one rank.
 
     Args:
-        table: Spans of the rank.
-        num_chunks: Number of its model chunks.
+        table: All spans of the rank.
+        num_chunks: Number of model chunks on the rank.
     """
     iterations, row = np.unique(table.iteration, return_inverse=True)
     count = len(iterations)
@@ -283,9 +296,10 @@ def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
 
 
 def compute_ns(table: TraceTable) -> Ints:
-    """Returns the duration of each span, ``[spans] int64``; actions without reads and sends within.
+    """Returns the duration of each span in ns, ``[spans] int64``.
 
-    Spans of other kinds keep their duration.
+    From an action, the time of reading data and of sending in it is subtracted. Spans of other
+    kinds keep their duration.
     """
     length: Ints = table.duration_ns.copy()
     for kind in ("data", "send"):
@@ -295,10 +309,13 @@ def compute_ns(table: TraceTable) -> Ints:
 
 
 def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
-    """Returns the row numbers of a kind's spans within actions, and those of the actions.
+    """Finds the spans of a kind that lie within an action (F, B or W) of the same rank.
 
-    A send is only included if the action ends with it. The times of an action on a device were
-    measured there, and such an action sends nothing in the middle of its work.
+    A send is only included if the action ends with it. If an action was timed on the GPU, a send
+    by the CPU may seem to lie in the middle of the action, but is not part of it.
+
+    Returns:
+        Row numbers of the spans in the table, and the row number of the action around each.
     """
     rows = np.flatnonzero(table.kind == KIND[kind])
     actions = np.flatnonzero(table.where(*DRAWN_ACTIONS))
@@ -317,7 +334,7 @@ def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
 def _parts(
     traces: Sequence[RankTrace], only: frozenset[int] | None, num_chunks: int, workers: int | None
 ) -> Iterator[RankFigures]:
-    """Yields the figures of each rank, in order."""
+    """Yields the statistics of each rank in the order of ``traces``, read by several processes."""
     size = sum(
         block.size_bytes
         for trace in traces
@@ -347,13 +364,16 @@ def _sums(groups: Ints, values: Ints, count: int) -> Ints:
 
 def _by_kind(table: TraceTable, row: Ints, count: int) -> Ints:
     """Returns the total duration of the spans of each kind, ``[iterations, kinds]``."""
-    width = len(KINDS) + 1  # the last one counts kinds that this program does not know
+    width = len(KINDS) + 1  # the last column sums kinds that this program does not know
     sums = _sums(row * width + table.kind, table.duration_ns, count * width)
     return sums.reshape(count, width)[:, : len(KINDS)]
 
 
 def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Ints:
-    """Reduces each consecutive group of values by ``function``; returns 0 for an empty group."""
+    """Reduces each group of consecutive values by ``function``, such as ``np.maximum``.
+
+    Group i has ``sizes[i]`` values from index ``begins[i]`` on; the result of an empty group is 0.
+    """
     result = np.zeros(len(sizes), dtype=np.int64)
     if len(values):
         result[sizes > 0] = function.reduceat(values, begins[sizes > 0])
@@ -361,13 +381,17 @@ def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Int
 
 
 def _covered(actions: TraceTable) -> Ints:
-    """Returns the time that each action adds to the time covered by the actions before it."""
+    """Returns the part of each action's time in ns that no earlier action overlaps.
+
+    The sum is therefore the time during which at least one action ran.
+    """
     if not len(actions):
         return actions.start_ns
     reach = np.maximum.accumulate(actions.end_ns)
     free_from = np.concatenate([actions.start_ns[:1], reach[:-1]])
     later = np.flatnonzero(np.diff(actions.iteration, prepend=actions.iteration[0] - 1))
-    # Iterations do not overlap, but the clock may have been set back between them.
+    # Iterations do not overlap. But if the clock was set back between two iterations, the second
+    # would seem to be covered by the first.
     free_from[later] = actions.start_ns[later]
     covered: Ints = np.maximum(0, actions.end_ns - np.maximum(actions.start_ns, free_from))
     return covered
@@ -396,7 +420,15 @@ def _waits(
 def _durations(
     actions: TraceTable, pure_ns: Ints, row: Ints, count: int, num_chunks: int
 ) -> dict[str, Any]:
-    """Returns count, mean, deviation, median and its deviation by chunk and kind of action."""
+    """Computes ``count``, ``mean_ns``, ``std_ns``, ``median_ns`` and ``mad_ns`` by chunk and kind.
+
+    Args:
+        actions: Spans of actions.
+        pure_ns: Duration of each action without reads and sends, for the medians.
+        row: Index of each action's iteration.
+        count: Number of iterations.
+        num_chunks: Number of model chunks.
+    """
     shape = (count, num_chunks, len(DRAWN_ACTIONS))
     size = count * num_chunks * len(DRAWN_ACTIONS)
     group = (row * num_chunks + actions.chunk) * len(DRAWN_ACTIONS) + actions.kind
@@ -417,7 +449,13 @@ def _durations(
 
 
 def medians(group: Ints, values: Floats, number: Ints) -> Floats:
-    """Returns the median of each group, NaN for an empty one."""
+    """Returns the median of each group of values, NaN for an empty group.
+
+    Args:
+        group: Index of the group of each value.
+        values: Values in any order.
+        number: Number of values in each group.
+    """
     medians = np.full(len(number), np.nan)
     if len(values):
         ordered = values[np.lexsort((values, group))]
@@ -429,7 +467,7 @@ def medians(group: Ints, values: Floats, number: Ints) -> Floats:
 
 
 def _peak(actions: TraceTable, row: Ints, begins: Ints, sizes: Ints) -> Ints:
-    """Returns the largest number of forwards without their backward in each iteration."""
+    """Returns the maximum number of forward passes without their backward pass, per iteration."""
     step = np.where(actions.kind == KIND["F"], 1, np.where(actions.kind == KIND["B"], -1, 0))
     held = np.cumsum(step)
     before = np.concatenate([[0], held])[begins]

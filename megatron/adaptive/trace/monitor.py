@@ -1,12 +1,11 @@
-"""Reads the present state of a run, or its last one, from files; ``top`` shows it.
+"""Reads the present state of a run, or its final state, from its files; ``top`` displays it.
 
-The files are the traces with the spans of the latest iterations, each rank's report of its present
-action (see ``status_files``) and the trainer's progress. Each of them may be missing. Clocks of
-several machines are compared by their time of day, which is exact enough here; ``read`` compares
-them exactly.
+The files are the traces with the spans of the latest iterations, each rank's status file with its
+present action (``status_files``), and the trainer's progress. Each of them may be missing. Clocks
+of several machines are compared by their time of day, which is exact enough for a display.
 
-Nothing is read twice. Of a large file only the header and the end are read at first. Blocks of
-spans are skipped by the size in their marker, and only whole blocks are read.
+Nothing is read twice. Of a large trace file only the header and the end are read at first. The size
+in each marker is used to skip older spans, and only complete blocks of spans are read.
 """
 
 from __future__ import annotations
@@ -40,16 +39,19 @@ from megatron.adaptive.trace.status_files import (
 from megatron.adaptive.trace.trace_format import TraceHeader, parse_line
 
 TAIL_BYTES = 1 << 20
-"""Length of a large file's end that is read at first; more if one iteration is longer."""
+"""Number of bytes at the end of a large file to read first; more if an iteration needs more."""
 
 LOOKED_AT = 8
-"""Number of iterations over which figures are medians."""
+"""Number of latest iterations whose median is displayed."""
 
 SILENT_S = 5.0
-"""Silence in seconds after which a rank hangs or is gone; ranks report twice a second."""
+"""Seconds without a status report after which a rank is shown as silent.
+
+Ranks write a report twice a second.
+"""
 
 LONG_S = 60.0
-"""Silence in seconds after which a rank hangs or is gone that only writes spans, once a step."""
+"""Like ``SILENT_S``, for a rank without status reports, which only writes spans once per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +60,18 @@ class LiveRank:
 
     Attributes:
         rank: Global rank.
-        header: Header of its trace, ``None`` if it has no trace yet.
-        now: Its last report, ``None`` if there is none.
-        age_s: Seconds since it reported or wrote anything, ``None`` if it never did.
-        is_gone: Whether its process has ended.
-        iteration: Latest iteration of its trace, 0 for none.
-        held_bytes: Largest number of activation bytes in memory in that iteration.
-        busy: Fraction of the step in which it works, ``None`` if unknown.
-        waits: Fraction of the step in which it waits, by cause.
-        compute_ms: Time of its actions in an iteration.
-        slow: Factor by which its work is slower than expected by the latest diagnosis, ``None`` if
-            it is not slow.
-        problem: Reason why its file cannot be read, empty if it can.
+        header: Header of the rank's trace, ``None`` if the rank has no trace yet.
+        now: Last status report of the rank, ``None`` if there is none.
+        age_s: Seconds since the rank last wrote to a file, ``None`` if it never did.
+        is_gone: Whether the rank's process has ended.
+        iteration: Latest iteration in the rank's trace, 0 for none.
+        held_bytes: Maximum size in bytes of the activations held in that iteration.
+        busy: Fraction of the step during which the rank computes, ``None`` if unknown.
+        waits: Fraction of the step during which the rank waits, by cause.
+        compute_ms: Total time of the rank's actions per iteration, ``None`` if unknown.
+        slow: Ratio of the rank's computing time to the expected time, according to the latest
+            diagnosis; ``None`` if the rank is not slow.
+        problem: Reason why the trace file cannot be read, empty if it can.
     """
 
     rank: int
@@ -96,18 +98,19 @@ class Snapshot:
     """Describes the state of a run at one moment.
 
     Attributes:
-        folder: Path of the folder of its traces, which need not exist.
-        ranks: All ranks of the world, also those without a trace; empty if nothing was written.
+        folder: Path of the folder of the run's traces, which need not exist.
+        ranks: State of every rank of the run, even without a trace; empty if no file exists yet.
         state: ``waiting``, ``running``, ``silent``, ``killed`` or ``ended``.
-        detail: Further information on the state, may be empty.
-        age_s: Age of the newest report of any rank in seconds, ``None`` if there is none.
+        detail: Explanation of the state, such as the silent ranks; may be empty.
+        age_s: Seconds since any rank last wrote to a file, ``None`` if none did.
         iteration: Latest iteration in any file, 0 for none.
-        total_iterations: Number of iterations of the whole training, 0 if unknown.
-        step_ms: Median time of an iteration; of the pipeline only if no progress is reported.
-        progress: Lines of the trainer, ascending.
-        bubble: Idle fraction of the step, mean over the ranks.
-        findings: Causes of slowness by the latest diagnosis, each with ``headline``, ``gain`` and
-            ``do``.
+        total_iterations: Number of iterations of the whole training run, 0 if unknown.
+        step_ms: Median time of an iteration as the trainer reports it. Without such reports, the
+            time from the pipeline's first to its last action; ``None`` if unknown.
+        progress: Lines of the trainer's progress file, a record per iteration, ascending.
+        bubble: Idle fraction of the step, mean over the ranks; ``None`` if unknown.
+        findings: Causes of slow steps that the latest diagnosis found, each with ``headline``,
+            ``gain`` (fraction of the step to be saved) and ``do`` (a remedy).
     """
 
     folder: Path
@@ -124,7 +127,7 @@ class Snapshot:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Header of any rank; run, schedule and shape are the same in all."""
+        """Header of any rank, for fields that are equal on all ranks; ``None`` without traces."""
         return next((rank.header for rank in self.ranks if rank.header is not None), None)
 
     @property
@@ -138,12 +141,12 @@ class Snapshot:
         return any(rank.header is not None and rank.header.gpu_ranks > 1 for rank in self.ranks)
 
     def last(self, name: str) -> float | None:
-        """Returns a value of the trainer's latest line."""
+        """Returns a value of the trainer's latest progress record, ``None`` if it has none."""
         value = self.progress[-1].get(name) if self.progress else None
         return float(value) if isinstance(value, int | float) else None
 
     def left_s(self) -> float | None:
-        """Estimates the seconds to the last iteration from the pace of the latest ones."""
+        """Estimates the seconds until training ends from the speed of the latest iterations."""
         recent = self.progress[-20:]
         if len(recent) < 2 or not self.total_iterations:
             return None
@@ -166,7 +169,7 @@ def find_live(folder: Path | None) -> Path:
         latest = latest_run()
         if latest is None:
             raise TraceError("there is no runs/latest here; give the folder of a run or its traces")
-        return latest.resolve()  # the link may point to a later run soon
+        return latest.resolve()  # a run that starts later changes the link, not this path
     if not folder.is_dir():
         problem = "is no folder" if folder.exists() else "does not exist"
         raise TraceError(f"{folder} {problem}; give the folder of a run or its traces")
@@ -174,7 +177,7 @@ def find_live(folder: Path | None) -> Path:
 
 
 class LiveRun:
-    """Follows a run while it writes its files.
+    """Reads the files of a run again and again while the run writes them.
 
     Args:
         folder: Path of the run's folder or of its traces.
@@ -236,15 +239,15 @@ class LiveRun:
 
 
 class RankTail:
-    """Follows the trace file of one rank.
+    """Reads what is new in one rank's trace file each time :meth:`refresh` is called.
 
     Args:
-        path: Path of the file.
-        kept: Number of iterations to keep, the latest ones.
+        path: Path of the trace file.
+        kept: Number of latest iterations to keep in memory.
 
     Attributes:
-        figures: Figures of the latest iterations that have actions, ``None`` if there are none.
-        written_s: Time of day of the file's last change.
+        figures: Statistics of the latest iterations that have actions, ``None`` without any.
+        written_s: Time of the file's last change, in seconds since 1970.
         problem: Reason why the file cannot be read, empty if it can.
     """
 
@@ -263,15 +266,15 @@ class RankTail:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Header of the file, ``None`` until it was read."""
+        """Header of the trace file, ``None`` until it was read."""
         return self._index.header
 
     def refresh(self) -> bool:
-        """Reads new data; returns whether there was any."""
+        """Reads what the rank has added to the file; returns whether it has added anything."""
         try:
             status = self.path.stat()
         except OSError:
-            return False  # a new start of the job is moving it aside
+            return False  # a restart of the job has just renamed the folder of old traces
         identity = (status.st_dev, status.st_ino)
         if identity != self._identity or status.st_size < self._size:
             self._reset()
@@ -291,7 +294,7 @@ class RankTail:
         return True
 
     def _skip(self) -> None:
-        """Skips from the header of a large file to a marker in its last part."""
+        """Reads the header of a large file, then continues at a marker in the file's last part."""
         with open_file(self.path) as file:
             header = parse_line(file.readline(), f"{self.path}:1")
             tail_bytes = TAIL_BYTES
@@ -323,14 +326,17 @@ _NAMES = tuple(field.name for field in fields(RankFigures))
 
 
 def _rows(figures: RankFigures, rows: Ints | Mask) -> RankFigures:
-    """Returns the figures of some iterations."""
+    """Returns statistics of some iterations, chosen by index or mask."""
     return RankFigures(*(getattr(figures, name)[rows] for name in _NAMES))
 
 
 def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list[float]]:
-    """Returns how much of the latest steps each rank works and waits, and the steps' durations.
+    """Computes from the traces how each rank spends its time in the latest steps.
 
-    The fractions are medians over the latest iterations that all ranks of a pipeline finished.
+    Returns:
+        For each rank, the fractions of a step in which it computes (``busy``) and waits
+        (``waits``), as medians over the latest iterations that all ranks of the pipeline finished.
+        Then the durations of these steps in ms.
     """
     shifts: dict[str, int] = {}
     headers: list[TraceHeader] = []
@@ -392,7 +398,7 @@ def _rank(
 
 def _is_gone(header: TraceHeader, age_s: float) -> bool:
     if age_s < SILENT_S / 2 or header.host != socket.gethostname():
-        return False  # a process on another machine cannot be checked
+        return False  # it reported just now, or runs on another machine and cannot be checked
     return not os.path.exists(f"/proc/{header.pid}")
 
 

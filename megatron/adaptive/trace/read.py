@@ -1,9 +1,9 @@
 """Reads the trace files of a run.
 
-A folder contains one file per rank. Reading a folder indexes its files (see ``block_index``) and
-puts all ranks on one clock (see ``clock``). Spans are read only on request, as a table per rank, of
-all iterations or some. If an iteration was run twice, the second run counts. Every irregularity
-except a line cut off at the end of a file is an error.
+A folder contains one file per rank. Reading a folder finds the positions of the spans in its files
+(``block_index``) and puts all ranks on one clock (``clock``). The spans themselves are read only on
+request, as a table per rank, of all iterations or some. If an iteration was run twice, the second
+run is used. Every irregularity except a line cut off at the end of a file is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.adaptive.trace.trace_format import (
 )
 
 REFINED_ITERATIONS = 5
-"""Number of iterations, spread over the run, whose messages correct the clocks."""
+"""Number of iterations, evenly spaced over the run, whose messages are used to correct clocks."""
 
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
@@ -42,11 +42,11 @@ _STARTS_BACK_NS = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """Gives access to one rank's trace.
+    """Gives access to the trace of one rank; spans are read from the file on request.
 
     Attributes:
-        index: Index of its file.
-        fit: Fit that turns its clock into the run's common time.
+        index: Positions of the spans in the rank's trace file, and its header.
+        fit: Conversion of the rank's clock into the run's common time.
     """
 
     index: FileIndex
@@ -56,12 +56,14 @@ class RankTrace:
     def of_tables(
         cls, path: Path, tables: Mapping[int, TraceTable], truncated_lines: int = 0, **header: Any
     ) -> RankTrace:
-        """Makes a trace from spans of another format, with an empty host and process id.
+        """Makes a trace from spans that were read from a file of another format.
+
+        The format is assumed not to contain host and process id: both are left empty.
 
         Args:
-            path: Path of the source.
+            path: Path of the file that was read.
             tables: Spans of each iteration.
-            truncated_lines: Number of lines missing in the source.
+            truncated_lines: Number of lines missing in the file.
             header: Fields of :class:`~megatron.adaptive.trace.trace_format.TraceHeader`.
         """
         blocks = []
@@ -76,7 +78,7 @@ class RankTrace:
 
     @property
     def header(self) -> TraceHeader:
-        """Header of the file."""
+        """Header of the trace file: rank, sizes of the pipeline, schedule, clock."""
         assert self.index.header is not None
         return self.index.header
 
@@ -91,19 +93,19 @@ class RankTrace:
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
 
     def lengths(self, iteration: int) -> Lengths:
-        """Returns the lengths of an iteration's microbatches; empty if they are alike."""
+        """Returns the sizes of an iteration's microbatches; empty if all are equal."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.lengths if blocks else ()
 
     @cached_property
     def experts(self) -> Mapping[int, IterationStart]:
-        """Markers of the iterations for which the load of the rank's experts was recorded."""
+        """Markers by iteration, of those in which the load of the rank's experts was recorded."""
         markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
         return {i: marker for i, marker in markers if marker.tokens}
 
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
-        """Number of spans of each iteration by the markers in the file; at least 1 per marker."""
+        """Approximate number of spans in each iteration, from the markers; at least 1 each."""
         counts: dict[int, int] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -111,7 +113,7 @@ class RankTrace:
         return counts
 
     def spans(self, iteration: int) -> tuple[Span, ...]:
-        """Returns the spans of an iteration as objects; none if it was not recorded."""
+        """Returns the spans of an iteration as objects; empty if it was not recorded."""
         return self.table([iteration]).spans()
 
     def table(self, iterations: Iterable[int] | None = None) -> TraceTable:
@@ -131,7 +133,7 @@ class RankTrace:
         return _moved(read_blocks(self.index, blocks), self.fit)
 
     def is_complete(self, iteration: int) -> bool:
-        """Returns whether every F and every B of an iteration was recorded."""
+        """Returns whether all forward and backward passes of an iteration were recorded."""
         blocks = self._blocks.get(iteration)
         if not blocks or not all(block.is_whole for block in blocks):
             return False
@@ -139,9 +141,9 @@ class RankTrace:
         return all(sum(b.marker.count(kind) for b in blocks) >= needed for kind in ("F", "B"))
 
     def clock_jumps(self) -> tuple[int, ...]:
-        """Returns the iterations before which the clock was set back.
+        """Returns the iterations before which the rank's clock was set back.
 
-        Such an iteration begins earlier than the one above it in the file.
+        Such an iteration has an earlier start than the iteration above it in the file.
         """
         markers = [block.marker for block in self.index.blocks]
         return tuple(
@@ -152,7 +154,7 @@ class RankTrace:
 
     @cached_property
     def _blocks(self) -> dict[int, list[Block]]:
-        """Blocks of each iteration, from its last run."""
+        """Blocks of spans of each iteration, from its last run if the iteration was run twice."""
         blocks: dict[int, list[Block]] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -169,12 +171,12 @@ class RunTrace:
     Attributes:
         origin: Path of the folder or file that was read.
         run: Id of the run.
-        world_size: Number of processes.
+        world_size: Number of processes of the run.
         num_ranks: Number of pipeline ranks.
-        num_chunks: Chunks per rank.
+        num_chunks: Number of model chunks per rank.
         ranks: Trace of each global rank.
         alignment: Clocks of the run and their offsets.
-        caveats: Sentences on limits of the source, a line each.
+        caveats: Sentences about information that the file format lacks, for imported traces.
     """
 
     origin: Path
@@ -193,7 +195,7 @@ class RunTrace:
 
     @cached_property
     def truncated_lines(self) -> int:
-        """Number of lines lost at file ends, over all ranks."""
+        """Number of lines cut off at the ends of files, over all ranks."""
         return sum(trace.index.truncated_lines for trace in self.ranks.values())
 
     @cached_property
@@ -202,10 +204,14 @@ class RunTrace:
         return tuple(sorted({i for trace in self.ranks.values() for i in trace.iterations}))
 
     def replica(self, dp_rank: int = 0, tp_rank: int = 0) -> tuple[RankTrace | None, ...]:
-        """Returns the traces of one pipeline by pipeline rank; ``None`` for a rank without a file.
+        """Returns the trace of each rank of one pipeline; ``None`` for a rank without a file.
+
+        Args:
+            dp_rank: Data-parallel rank of the pipeline.
+            tp_rank: Tensor-parallel rank of the pipeline.
 
         Raises:
-            TraceError: No rank has these positions.
+            TraceError: No rank with these two positions has a trace.
         """
         by_pp_rank: dict[int, RankTrace] = {}
         for trace in self.ranks.values():
@@ -220,10 +226,12 @@ class RunTrace:
         return tuple(by_pp_rank.get(pp_rank) for pp_rank in range(self.num_ranks))
 
     def complete_iterations(self, dp_rank: int | None = 0) -> tuple[int, ...]:
-        """Returns the iterations in which each rank with a trace recorded every F and B.
+        """Returns the iterations whose forward and backward passes are all in the trace.
+
+        Ranks without a trace file are ignored.
 
         Args:
-            dp_rank: Replica whose ranks count; ``None`` for the ranks of all replicas.
+            dp_rank: Data-parallel replica whose ranks are checked; ``None`` for all replicas.
         """
         ranks = self.ranks.values() if dp_rank is None else self.replica(dp_rank)
         present = [trace for trace in ranks if trace is not None]
@@ -240,10 +248,10 @@ class RunTrace:
         return sum(count.get(iteration, 0) for iteration in iterations for count in counts)
 
     def require_iteration(self, iteration: int) -> None:
-        """Checks that some rank recorded an iteration.
+        """Raises an error if no rank recorded an iteration.
 
         Raises:
-            TraceError: No rank recorded it; the message lists the iterations that exist.
+            TraceError: The iteration does not exist; the message lists those that do.
         """
         if iteration not in self.iterations:
             raise TraceError(
@@ -253,7 +261,7 @@ class RunTrace:
 
     @property
     def gpu_ranks(self) -> int:
-        """Largest number of ranks on one GPU, 1 if no GPU is shared."""
+        """Maximum number of ranks on one GPU, 1 if no GPU is shared."""
         return max((trace.header.gpu_ranks for trace in self.ranks.values()), default=1)
 
     @property
@@ -263,11 +271,11 @@ class RunTrace:
 
     @property
     def bubble_note(self) -> str:
-        """Note to print after a bubble or busy time, empty if no GPU is shared."""
+        """Remark to print after a bubble or busy time, empty if no GPU is shared."""
         return f" ({SLICES})" if self.shares_gpus else ""
 
     def notes(self) -> list[str]:
-        """Returns caveats about the trace, a line each."""
+        """Returns a line for each doubt about the trace: missing ranks, lost lines, clocks."""
         lines = [*self.caveats]
         if self.shares_gpus:
             lines.append(shared_gpu_note(self.gpu_ranks))
@@ -302,14 +310,14 @@ def trace_files(folder: Path) -> dict[int, Path]:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunTrace:
-    """Reads a folder of traces; its spans are read only on request.
+    """Reads the trace files of a run, except their spans, which are read later on request.
 
     Args:
-        folder: Path of the folder with the traces of one run.
+        folder: Path of the folder with the trace files of one run.
 
     Raises:
-        TraceError: The folder is missing or contains no trace, a file is damaged or of a newer
-            version, or the files belong to several runs or shapes.
+        TraceError: The folder is missing or contains no trace, a file is damaged or of another
+            version, or the files belong to several runs or to pipelines of different sizes.
     """
     folder = Path(folder)
     files = trace_files(folder)
@@ -392,7 +400,7 @@ def _on_one_clock(
 
 
 def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
-    """Returns the spans of a few iterations that all ranks recorded."""
+    """Returns each rank's spans in a few iterations that all ranks recorded, evenly spaced."""
     common = sorted(set.intersection(*(set(trace.iterations) for trace in traces.values())))
     indices = np.unique(np.linspace(0, len(common) - 1, REFINED_ITERATIONS).astype(int))
     chosen = [common[index] for index in indices.tolist()] if common else []
@@ -400,9 +408,9 @@ def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
 
 
 def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
-    """Returns a table on the common clock.
+    """Converts the times of spans to the run's common clock.
 
-    A span gets the duration 0 if the clock was set back during it.
+    A span during which the clock was set back gets the duration 0 instead of a negative one.
     """
     start_ns = fit.apply(table.start_ns)
     return replace(table, start_ns=start_ns, end_ns=np.maximum(start_ns, fit.apply(table.end_ns)))

@@ -1,17 +1,17 @@
 """Records the spans of a rank at low cost and writes them from a thread.
 
-The step only appends tuples to a list. At the end of an iteration the whole list goes through a
-bounded queue to a writer thread, which formats it and appends it to the rank's file with one
-write. While the disk accepts no data, iterations are dropped and a line on stderr says so; a
-record in the file then says which iterations are missing::
+During a step, recording a span only appends a tuple to a list. At the end of an iteration, the
+whole list goes through a bounded queue to a writer thread. The thread formats the spans and appends
+them to the rank's file with one write. While the disk accepts no data, iterations are dropped and a
+warning is printed. Once it does again, a record in the file lists the missing iterations::
 
     extend() extend() | end_iteration() --queue--> writer: format, write
       a list, no lock |   (64 iterations at most)
 
-The thread also keeps ``now_rank_*.json`` up to date if it gets a function that reads the rank's
-state (see ``status_files``). A killed run leaves a file of whole lines; at most the iterations
-still in the queue are missing. This module does not import torch and never reads a device's clock:
-the caller passes the times.
+The thread also updates the rank's status file ``now_rank_*.json`` (``status_files``) if it gets a
+function that reads the rank's state. If the run is killed, its file still ends with a complete
+line, and at most the iterations in the queue are missing. This module does not import torch and
+never reads a GPU's clock: the caller passes all times.
 """
 
 from __future__ import annotations
@@ -49,29 +49,30 @@ WRITER_PATIENCE_S = 10.0
 
 
 _Batch: TypeAlias = tuple[IterationStart, Sequence[SpanRow]]
-"""Marker and spans that wait to be written to the file."""
+"""Marker of an iteration and its spans, in the queue of the writer thread."""
 
 
 class Recorder(AbstractContextManager["Recorder"]):
     """Appends the spans of one rank to its trace file.
 
-    Use :meth:`begin_iteration`, any number of :meth:`extend`, :meth:`end_iteration`, and
-    :meth:`close` at the end (also a context manager; the interpreter's exit closes it too).
+    For each iteration call :meth:`begin_iteration`, any number of times :meth:`extend`, then
+    :meth:`end_iteration`. Call :meth:`close` at the end, or use the recorder in a ``with``
+    statement. It is also closed when the interpreter exits.
 
     Thread safety: :meth:`extend`, :meth:`add_late` and :meth:`add_clock_samples` may be called from
-    any thread. The other methods belong to one thread.
+    any thread. All other methods must be called from the same thread.
     """
 
     def __init__(self, folder: str | os.PathLike[str], header: TraceHeader) -> None:
         """Opens the rank's file in a folder, which is created if it does not exist.
 
         Args:
-            folder: Path of the run's folder; each run needs its own.
-            header: Header that is written as the first line.
+            folder: Path of the folder for the trace files, which no other run may use.
+            header: Description of the rank, written as the first line of the file.
 
         Raises:
-            TraceError: The folder has a trace of the rank already, or the file cannot be written
-                and the disk is neither full nor failing.
+            TraceError: The folder already has a trace of this rank. Or the file cannot be written,
+                and not because of a full or failing disk.
         """
         self._path = Path(folder) / trace_file_name(header.rank)
         line = header_line(header).encode()
@@ -107,7 +108,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @property
     def is_recording(self) -> bool:
-        """Whether an iteration is being recorded."""
+        """Whether an iteration has begun and not ended, so that spans are recorded."""
         return self._rows is not None
 
     def begin_iteration(
@@ -122,9 +123,9 @@ class Recorder(AbstractContextManager["Recorder"]):
 
         Args:
             iteration: Number of the iteration, as in the training log.
-            num_microbatches: Number of its microbatches.
-            start_ns: Start on the clock of the spans; ``None`` for the present time.
-            lengths: Lengths of its microbatches.
+            num_microbatches: Number of microbatches in the iteration.
+            start_ns: Start of the iteration, on the same clock as the spans; ``None`` for now.
+            lengths: Sizes of the microbatches, empty if all are equal.
         """
         self.end_iteration()
         if self._open:
@@ -133,12 +134,17 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._rows = []
 
     def extend(self, rows: Iterable[SpanRow]) -> None:
-        """Adds spans to the iteration; does nothing between two iterations. Never blocks."""
+        """Adds spans to the present iteration, or drops them if none is begun. Never blocks."""
         if self._rows is not None:
             self._rows.extend(rows)
 
     def add_experts(self, exchange_ns: int, tokens: Sequence[Sequence[int]]) -> None:
-        """Adds the load of the rank's experts in the iteration, see ``IterationStart``."""
+        """Adds to the iteration the number of tokens that each of the rank's experts got.
+
+        Args:
+            exchange_ns: Time that actions waited in exchanges (all-to-all) of tokens.
+            tokens: A row per MoE layer: layer number, first expert, then tokens of each expert.
+        """
         if self._begun is not None:
             rows = tuple(tuple(row) for row in tokens)
             self._begun = replace(self._begun, exchange_ns=exchange_ns, tokens=rows)
@@ -146,8 +152,8 @@ class Recorder(AbstractContextManager["Recorder"]):
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.
 
-        Blocks only if the queue is full, for at most 10 s and only once: after that, iterations
-        are dropped until the queue has room.
+        Blocks only if the queue is full, for at most 10 s and only once. After that, iterations
+        are dropped until the queue has free space.
         """
         begun, rows = self._begun, self._rows
         self._begun, self._rows = None, None
@@ -158,8 +164,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Adds spans to an iteration that has ended, or drops them if the queue is full.
 
         Args:
-            iteration: Number of a recorded iteration.
-            num_microbatches: Number of its microbatches.
+            iteration: Number of the iteration that has ended.
+            num_microbatches: Number of microbatches in that iteration.
             rows: Spans to add.
         """
         if self._open and rows:
@@ -167,21 +173,21 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._offer((begun, rows))
 
     def add_clock_samples(self, samples: ClockSamples) -> None:
-        """Writes readings of this rank's clock, or drops them if the queue is full."""
+        """Queues clock samples to be written to the file, or drops them if the queue is full."""
         if self._open and samples.samples:
             self._offer(samples)
 
     def watch(self, read_state: ReadState) -> None:
-        """Keeps the rank's ``now_rank_*.json`` up to date, twice a second, until the recorder ends.
+        """Updates the rank's status file ``now_rank_*.json`` twice a second until :meth:`close`.
 
         Args:
             read_state: Function that returns fields of
                 :class:`~megatron.adaptive.trace.status_files.Now`. The writer thread calls it
-                while the rank computes, so it must not change any state.
+                while the rank computes, so the function must not change any state.
         """
         self._read_state = read_state
         if self._open:
-            self._offer(ClockSamples(0, ()))  # wakes the thread
+            self._offer(ClockSamples(0, ()))  # an empty record, only to wake the writer thread
 
     def close(self) -> None:
         """Writes all remaining spans and closes the file; later calls do nothing."""
@@ -190,22 +196,23 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.end_iteration()
         self._open = False
         atexit.unregister(self.close)
-        # A writer that hangs in a write is a daemon thread and ends with the process.
+        # The wait is limited, because the thread may hang in a write to a disk. It is a daemon
+        # thread, so it does not keep the process from ending.
         if self._hand_over(None):
             self._thread.join(WRITER_PATIENCE_S)
 
     def __exit__(self, *_: object) -> None:
-        """Closes the recorder."""
+        """Writes all remaining spans and closes the file."""
         self.close()
 
     def _offer(self, batch: _Batch | ClockSamples) -> None:
         try:
             self._queue.put_nowait(batch)
         except queue.Full:
-            return  # only whole iterations are worth waiting for, and end_iteration() does
+            return  # dropped: only end_iteration() may wait for the queue
 
     def _hand_over(self, batch: _Batch | None) -> bool:
-        """Puts a batch into the queue, or drops it; returns whether the queue took it."""
+        """Puts a batch into the queue, waiting at most 10 s; returns False if it was dropped."""
         try:
             self._queue.put(batch, timeout=0.0 if self._delay.lost else WRITER_PATIENCE_S)
         except queue.Full:
@@ -215,7 +222,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         return True
 
     def _write_batches(self) -> None:
-        """Writes batches until the sentinel ``None`` arrives; runs in the writer thread."""
+        """Writes batches from the queue until ``None`` arrives; runs in the writer thread."""
         state = NowFile(self._path.parent, self._rank)
         while True:
             try:
@@ -229,7 +236,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._file.close()
 
     def _append(self, batch: _Batch | ClockSamples) -> None:
-        """Appends a batch, preceded by a record of missing ones, or notes it as missing."""
+        """Appends a batch to the file.
+
+        If earlier iterations could not be written, a record that lists them comes first. If this
+        batch cannot be written either, it is added to that record.
+        """
         if isinstance(batch, ClockSamples):
             text, iteration = samples_line(batch) if batch.samples else "", None
         else:

@@ -1,10 +1,10 @@
-"""Holds the spans of a rank as columns, from which figures and large views are computed.
+"""Holds the spans of a rank as columns, from which statistics and large views are computed.
 
-A table stores millions of spans in one numpy array per column and makes no object for a span.
+A table stores millions of spans in one numpy array per column, without an object per span.
 :meth:`TraceTable.spans` makes objects of a few spans, for a chart.
 
-Both ends identify a message by its iteration, the two ranks, and the action of the receiver that
-needs it as input. With these :func:`match_messages` finds the receive of each send.
+Sender and receiver identify a message by the iteration, the two ranks, and the receiver's action
+that needs the message as input. With these :func:`match_messages` finds the receive of each send.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ import numpy.typing as npt
 from megatron.adaptive.trace.trace_format import COLUMNS, DRAWN_ACTIONS, KINDS, REASONS, Span
 
 Ints: TypeAlias = npt.NDArray[Any]
-"""Array of integers, with the width of the :class:`TraceTable`'s column."""
+"""Array of integers of any width (``int8`` to ``int64``)."""
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 KIND = {word: number for number, word in enumerate(KINDS)}
-"""Number of each kind in the columns ``kind`` and ``of``."""
+"""Number of each kind of span in the columns ``kind`` and ``of``."""
+
 REASON = {word: number for number, word in enumerate(REASONS)}
 """Number of each reason in the column ``reason``."""
+
 OTHER = len(KINDS)
-"""Number for a kind that only a newer program knows."""
+"""Number that stands for every kind that only newer versions of this program know."""
 
 _NAMES = (*KINDS, "other")
 _OF_ACTION = ("iteration", "chunk", "microbatch", "piece")
-"""Columns that are equal for an action and the wait before it."""
+"""Columns in which an action and the wait before it are equal."""
 _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
     "kind": np.int8,
     "chunk": np.int16,
@@ -50,13 +52,15 @@ _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
 
 @dataclass(frozen=True, eq=False)
 class TraceTable:
-    """Holds the spans of one rank; every column is ``[spans]``, ``iteration`` is ``int64``.
+    """Holds the spans of one rank as columns, each an array with one value per span.
 
-    Spans of one iteration are contiguous, except late ones. Within an iteration they have the
-    order in which they were written, and actions the order in which they ran. The columns are
-    those of :class:`~megatron.adaptive.trace.trace_format.SpanRow`, with the widths above. Times
-    are on the run's common clock, and ``end_ns`` is never before ``start_ns``. See :data:`KIND` for
-    ``kind`` and ``of``, :data:`REASON` for ``reason``.
+    The columns are ``iteration`` (``int64``) and the fields of
+    :class:`~megatron.adaptive.trace.trace_format.SpanRow` (integer types in ``_WIDTHS``). Times are
+    on the run's common clock, and ``end_ns`` is never before ``start_ns``. ``kind`` and ``of`` are
+    numbers of :data:`KIND`, ``reason`` is a number of :data:`REASON`.
+
+    Spans of one iteration are contiguous, except those recorded late. Within an iteration, spans
+    have the order in which they were written, and actions the order in which they ran.
     """
 
     iteration: Ints
@@ -75,12 +79,12 @@ class TraceTable:
 
     @classmethod
     def from_rows(cls, iteration: Ints, rows: Ints) -> TraceTable:
-        """Makes a table of the rows of a trace file.
+        """Makes a table from the rows of a trace file.
 
         Args:
-            iteration: ``[spans]``, iteration of each span.
-            rows: ``[spans, 12] int64``, :data:`~megatron.adaptive.trace.trace_format.COLUMNS` with
-                absolute starts.
+            iteration: ``[spans]``, number of each span's iteration.
+            rows: ``[spans, 12] int64``, in the order of
+                :data:`~megatron.adaptive.trace.trace_format.COLUMNS`, but with absolute starts.
         """
         columns = {
             name: rows[:, number].astype(_WIDTHS[name]) for number, name in enumerate(COLUMNS)
@@ -91,12 +95,12 @@ class TraceTable:
 
     @classmethod
     def of_columns(cls, iteration: Ints, **columns: Ints | int) -> TraceTable:
-        """Makes a table of some columns of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
+        """Makes a table from some columns; the names are those of ``trace_format.COLUMNS``.
 
         Args:
-            iteration: ``[spans]``, iteration of each span.
-            columns: ``[spans]`` each, or one number for all spans; the others get the value for
-                "none".
+            iteration: ``[spans]``, number of each span's iteration.
+            columns: Arrays ``[spans]`` by name of the column, or one number for all spans. Columns
+                that are not given get -1 or 0, which stands for "none".
         """
         rows = np.zeros((len(iteration), len(COLUMNS)), dtype=np.int64)
         defaults = dict.fromkeys(("chunk", "microbatch", "peer", "of"), -1)
@@ -106,7 +110,7 @@ class TraceTable:
 
     @classmethod
     def concat(cls, tables: Sequence[TraceTable]) -> TraceTable:
-        """Returns the rows of several tables, one table after the other."""
+        """Joins several tables: the rows of the first, then those of the second, and so on."""
         if len(tables) == 1:
             return tables[0]
         if not tables:
@@ -116,30 +120,30 @@ class TraceTable:
         )
 
     def __len__(self) -> int:
-        """Returns the number of spans."""
+        """Returns the number of spans in the table."""
         return len(self.kind)
 
     @property
     def duration_ns(self) -> Ints:
-        """``[spans] int64``, duration of each span."""
+        """``[spans] int64``, duration of each span in ns."""
         return self.end_ns - self.start_ns
 
     def where(self, *kinds: str) -> Mask:
-        """Returns a mask of the rows of these kinds, ``[spans] bool``."""
+        """Returns a mask ``[spans] bool`` that is true for spans of the given kinds."""
         is_chosen = np.zeros(len(_NAMES), dtype=np.bool_)
         is_chosen[[KIND[kind] for kind in kinds]] = True
         return is_chosen[self.kind]
 
     def take(self, rows: Ints | Mask | slice) -> TraceTable:
-        """Returns some of the rows, chosen by a mask, by numbers or by a slice."""
+        """Returns a table of some rows, chosen by a mask, by row numbers or by a slice."""
         return TraceTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def of_kind(self, *kinds: str) -> TraceTable:
-        """Returns the rows of these kinds."""
+        """Returns a table of the spans of the given kinds."""
         return self.take(self.where(*kinds))
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the rows as objects; the wait before an action is also stored with the action."""
+        """Returns the rows as objects. An action's ``wait_ns`` is the wait before the action."""
         columns = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
         columns["wait_ns"] = wait_before(self).tolist()
         columns["action"] = [_NAMES[kind] for kind in columns.pop("kind")]
@@ -150,7 +154,7 @@ class TraceTable:
 
 
 def wait_before(table: TraceTable) -> Ints:
-    """Returns how long the rank waited for each action, ``[spans] int64``; 0 for other spans."""
+    """Returns how long in ns the rank waited before each action; 0 for spans of other kinds."""
     waited = np.zeros(len(table), dtype=np.int64)
     waits, actions = table.of_kind("wait"), table.of_kind(*DRAWN_ACTIONS)
     matches = find_rows(
@@ -164,7 +168,10 @@ def wait_before(table: TraceTable) -> Ints:
 
 
 def row_keys(columns: Sequence[Ints]) -> Ints:
-    """Returns a number for each row, ``[rows] int64``; the numbers compare like the rows."""
+    """Encodes each row as one number, ``[rows] int64``.
+
+    Numbers are equal if the rows are equal, and sort in the same order as the rows.
+    """
     keys = np.zeros(len(columns[0]), dtype=np.int64)
     size = 1
     for column in columns:
@@ -178,19 +185,20 @@ def row_keys(columns: Sequence[Ints]) -> Ints:
 
 
 def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
-    """Finds rows by their values.
+    """Finds for each row of one table the equal row of another.
 
     Args:
-        haystack: Columns ``[rows]`` of the rows to search.
-        needles: Same columns, ``[needles]``, of the rows to find.
+        haystack: Columns ``[rows]`` of the table to search.
+        needles: The same columns, ``[needles]``, of the rows to find.
 
     Returns:
-        ``[needles] int64``, the number of the first equal row of ``haystack``, -1 for none.
+        ``[needles] int64``, the index of the first equal row of ``haystack``, -1 for none.
     """
     count = len(haystack[0])
     key = row_keys([np.concatenate(pair) for pair in zip(haystack, needles, strict=True)])
     order = np.argsort(key[:count], kind="stable")
-    ordered = np.append(key[:count][order], -1)  # the last key differs from the key of every row
+    # Keys are never negative. The extra key -1 is where searchsorted points to beyond the end.
+    ordered = np.append(key[:count][order], -1)
     positions = np.searchsorted(ordered[:-1], key[count:])
     is_equal = ordered[positions] == key[count:]
     rows: Ints = np.where(is_equal, np.append(order, -1)[positions], -1)
@@ -198,7 +206,7 @@ def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
 
 
 def nth_of_equal(keys: Sequence[Ints]) -> Ints:
-    """Numbers each row within its group of equal keys, from 0; groups must be contiguous."""
+    """Numbers the rows from 0 within each group of consecutive rows with equal keys."""
     new = np.zeros(len(keys[0]), dtype=np.bool_)
     for key in keys:
         new |= np.diff(key, prepend=key[:1] - 1) != 0
@@ -208,24 +216,24 @@ def nth_of_equal(keys: Sequence[Ints]) -> Ints:
 
 
 _SAME = ("iteration", "of", "chunk", "microbatch")
-"""Columns that are equal on both ends of a message."""
+"""Columns in which the send and the receive of a message are equal."""
 
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Holds messages whose two ends are both in the trace; every column is ``[messages]``.
+    """Holds messages whose send and receive are both in the trace; each column is ``[messages]``.
 
     Attributes:
-        iteration: Iteration, ``int64``.
+        iteration: Number of the iteration, ``int64``.
         source: Global rank of the sender.
         target: Global rank of the receiver.
-        of: Kind of the action that needs the message, see :data:`KIND`.
-        chunk: Chunk of that action, on the receiver.
+        of: Kind of the receiver's action that needs the message, a number of :data:`KIND`.
+        chunk: Model chunk of that action, on the receiver.
         microbatch: Microbatch of that action.
         sent_ns: Start of the send.
-        arrived_ns: Arrival; if not ``seen``, the time at which the receiver noticed it.
-        taken_ns: Start of the action that needs it.
-        bytes: Size of the message.
+        arrived_ns: Arrival; if not ``seen``, the time at which the receiver noticed the message.
+        taken_ns: Start of the action that needs the message.
+        bytes: Size of the message in bytes.
         seen: ``bool``, whether the time of the arrival is exact.
     """
 
@@ -247,10 +255,10 @@ class Messages:
 
 
 def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
-    """Matches the sends and receives of some ranks.
+    """Finds the receive of each send among some ranks.
 
     Args:
-        tables: Spans of each global rank. Messages to or from other ranks are left out.
+        tables: Spans of each global rank. Messages to or from ranks not in ``tables`` are left out.
 
     Returns:
         The messages, ordered by receiver, then in the order of the receiver's file.

@@ -1,17 +1,19 @@
 """Reads and writes each rank's report of its present action, and reads the progress of a run.
 
-The spans of an iteration reach the trace only at its end. To show what happens in a long iteration
-or in one that hangs, the recorder's thread also keeps ``now_rank_00000.json``. It is one line of
-JSON, usually of a fixed length, which a single write replaces::
+The spans of an iteration reach the trace file only when the iteration ends. To show what happens in
+a long iteration, or in one that hangs, the recorder's thread also writes a status file, such as
+``now_rank_00000.json``. It is one line of JSON, usually of a fixed length, which a single write
+replaces::
 
     {"unix_ns": ..., "iteration": 7, "num_microbatches": 8, "doing": "F", "chunk": 0,
      "microbatch": 3, "cause": "", "since_s": 0.5, "done": [3, 1, 0], "held_bytes": 67108864}
 
-The file stays if the rank is killed; its age then shows that.
+If the rank is killed, the file stays, and its age shows that the rank no longer writes.
 
-``progress.jsonl`` contains the progress of a run, for ``top``, managers, status and report. One
-rank writes it, see ``engine.progress``. No line is read twice; a line that is being written is
-left for the next read, and one that a full disk cut short is left out.
+``progress.jsonl`` contains the progress of a run: a line per iteration, start, end and diagnosis.
+One rank writes it (``engine.progress``); ``top``, managers, status and report read it. No line is
+read twice. A line that is still being written is read next time. A line that a full disk cut short
+is skipped.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from typing import Any
 from megatron.adaptive.config.input_files import open_file, parse_json, read_whole, say
 
 PERIOD_S = 0.5
-"""Interval in seconds at which a rank reports its present action."""
+"""Interval in seconds at which a rank writes its present action to its status file."""
 
 ENDED = "ended"
-"""Action reported by a rank that closed its trace."""
+"""Value of ``doing`` in the last report of a rank, written when its trace is closed."""
 
 _LINE_BYTES = 512
 _LONGEST_NOW_BYTES = 1 << 20
@@ -42,26 +44,26 @@ ReadState = Callable[[], Mapping[str, Any]]
 
 
 def now_file_name(rank: int) -> str:
-    """Returns the name of the report of a global rank, in the folder of the traces."""
+    """Returns the name of a global rank's status file, which is in the folder of the traces."""
     return f"now_rank_{rank:05d}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
-    """Reports a rank's present action.
+    """Describes a rank's present action, as its status file contains it.
 
     Attributes:
-        unix_ns: Time of the report, by its machine's time of day.
-        iteration: Present iteration, 0 before the first.
-        num_microbatches: Number of microbatches of that iteration.
+        unix_ns: Time of the report in nanoseconds since 1970, by the clock of the rank's machine.
+        iteration: Number of the present iteration, 0 before the first.
+        num_microbatches: Number of microbatches in the present iteration.
         doing: Present action: a kind of span, :data:`ENDED`, or empty between actions.
-        chunk: Chunk of the action, -1 for none.
+        chunk: Model chunk of the action, -1 for none.
         microbatch: Microbatch of the action, -1 for none.
         cause: Cause of a wait, empty if unknown.
-        since_s: Duration of the action so far, to the nearest :data:`PERIOD_S`.
-        done: Number of finished forwards, backwards and weight gradients of the iteration, over
-            all chunks.
-        held_bytes: Activation bytes in memory.
+        since_s: Seconds since the action began, exact to about :data:`PERIOD_S`.
+        done: Number of finished forward passes, backward passes and separate weight-gradient passes
+            in the present iteration, over all chunks.
+        held_bytes: Size in bytes of all activations held.
     """
 
     unix_ns: int
@@ -76,16 +78,19 @@ class Now:
     held_bytes: int = 0
 
     def age_s(self) -> float:
-        """Returns the seconds since the report, 0 if its machine's time of day is ahead."""
+        """Returns the time since the report in seconds.
+
+        The result is 0 if the clock of the rank's machine is ahead.
+        """
         return max(0.0, (time.time_ns() - self.unix_ns) / 1e9)
 
 
 class NowFile:
-    """Writes the report file of one rank; the first write creates it.
+    """Writes the status file of one rank; the first write creates the file.
 
     Args:
         folder: Path of the folder of the traces.
-        rank: Global rank.
+        rank: Global rank that the file describes.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int) -> None:
@@ -96,13 +101,15 @@ class NowFile:
         self._failed = self._is_said = False
 
     def report(self, read_state: ReadState | None) -> float | None:
-        """Writes the rank's present action if a report is due; warns once if that fails.
+        """Writes the rank's present action if half a second has passed since the last write.
+
+        If ``read_state`` fails twice in a row, a warning is printed, once.
 
         Args:
-            read_state: Function that returns the action; ``None`` to write nothing.
+            read_state: Function that returns fields of :class:`Now`; ``None`` to write nothing.
 
         Returns:
-            Seconds to the next report, ``None`` for never.
+            Seconds until the next report is due, ``None`` if no report will be.
         """
         if read_state is None:
             return None
@@ -113,8 +120,8 @@ class NowFile:
                 self.write(read_state())
                 self._failed = False
             except OSError:
-                self._close()  # for example a full disk, which the file of spans reports
-            except Exception as error:  # may fail once while the run shuts down
+                self._close()  # for example a full disk: the warning about the trace file is enough
+            except Exception as error:  # expected once, while the run shuts down
                 if self._failed and not self._is_said:
                     self._is_said = True
                     reason = f"cannot read the rank's present action: {error!r}"
@@ -123,16 +130,16 @@ class NowFile:
         return self._due_s - now_s
 
     def write(self, fields: Mapping[str, Any]) -> None:
-        """Writes the rank's present action.
+        """Writes the rank's present action to the status file.
 
         Args:
-            fields: Known fields of :class:`Now`, except ``unix_ns`` and ``since_s``.
+            fields: Any fields of :class:`Now` except ``unix_ns`` and ``since_s``.
 
         Raises:
             OSError: The file cannot be written.
         """
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            self._close()  # the file was removed
+            self._close()  # somebody deleted the file, so it is created again below
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         now_s = time.monotonic()
@@ -141,12 +148,16 @@ class NowFile:
         report = {"unix_ns": time.time_ns(), **fields, "since_s": round(now_s - self._since_s, 1)}
         line = json.dumps(report, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
         os.pwrite(self._file, line.encode("ascii"), 0)
-        os.ftruncate(self._file, len(line))  # the previous line may have been longer
+        os.ftruncate(self._file, len(line))  # removes the rest of a longer previous line
 
     def end(self, read_state: ReadState | None) -> None:
-        """Writes a last report, if ``read_state`` is given, and closes the file, which stays."""
+        """Writes a last report with ``doing`` = :data:`ENDED`, and closes the file.
+
+        Args:
+            read_state: Function that returns fields of :class:`Now`; ``None`` to write nothing.
+        """
         if read_state is not None:
-            with contextlib.suppress(Exception):  # the run may be shutting down
+            with contextlib.suppress(Exception):  # read_state may fail while the run shuts down
                 self.write({**({} if self._failed else read_state()), "doing": ENDED})
         self._close()
 
@@ -158,7 +169,7 @@ class NowFile:
 
 
 def read_now(folder: Path, rank: int) -> Now | None:
-    """Returns a rank's last report; ``None`` if none can be read."""
+    """Reads a rank's status file; returns ``None`` if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         report = parse_json(
             read_whole(folder / now_file_name(rank), _LONGEST_NOW_BYTES), strict=False
@@ -171,7 +182,7 @@ def read_now(folder: Path, rank: int) -> Now | None:
 
 PROGRESS_NAME = "progress.jsonl"
 TAIL_BYTES = 1 << 20
-"""Length of a large file's end that is read at first."""
+"""Number of bytes at the end of a large file to read first."""
 
 KEPT = 512
 _COUNTS = ("unix_ns", "iteration", "total_iterations", "start_iteration", "slow_rank")
@@ -182,8 +193,8 @@ def progress_file(folder: Path) -> Path:
     """Returns the path of a run's progress file.
 
     Args:
-        folder: Path of the run's folder or of its traces. The file is directly in it, in its
-            folder ``traces``, or in its parent if it is ``traces``.
+        folder: Path of the run's folder, or of the folder ``traces`` in it. The progress file may
+            be in either of the two.
     """
     others = (folder.parent,) if folder.name == "traces" else (folder / "traces",)
     candidates = (candidate / PROGRESS_NAME for candidate in (folder, *others))
@@ -191,21 +202,22 @@ def progress_file(folder: Path) -> Path:
 
 
 class ProgressTail:
-    """Follows the progress file of a run.
+    """Reads what is new in a run's progress file each time :meth:`refresh` is called.
 
     Args:
-        path: Path of the file, which need not exist.
-        kept: Number of lines about iterations to keep; ``None`` for all, and then even a large
-            file is read from its beginning.
+        path: Path of the file, which need not exist yet.
+        kept: Number of lines about iterations to keep. ``None`` for all; then even a large file
+            is read from its beginning.
 
     Attributes:
-        records: Latest lines about iterations.
-        start: Line about the latest start, empty before the first.
-        total_iterations: Number of iterations of the whole training, 0 if unknown.
+        records: Latest lines about iterations, as dictionaries.
+        start: Line about the latest start of the run, empty before the first.
+        total_iterations: Number of iterations of the whole training run, 0 if unknown.
         ended: Reason why the run ended, empty if it has not ended.
-        ended_ns: Time of day of the end.
-        findings: Causes of slowness by the latest diagnosis.
-        slow: Factor by which each slow rank is slower than expected, by that diagnosis.
+        ended_ns: Time of the run's end in nanoseconds since 1970, 0 if unknown.
+        findings: Causes of slow steps that the latest diagnosis found.
+        slow: Ratio of actual to expected computing time of each rank that this diagnosis found
+            slow.
     """
 
     def __init__(self, path: Path, kept: int | None = KEPT) -> None:
@@ -223,7 +235,7 @@ class ProgressTail:
         self.slow: dict[int, float | None] = {}
 
     def refresh(self) -> list[dict[str, Any]]:
-        """Reads and returns the new lines, whether they are about iterations or not."""
+        """Reads the lines added since the last call and returns them, of whatever type."""
         try:
             with open_file(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -266,7 +278,10 @@ class ProgressTail:
 
 
 def _parsed(line: bytes) -> list[dict[str, Any]]:
-    """Returns the record of a line; none if it was cut short or has a field of the wrong type."""
+    """Parses a line; returns a list of one record, or an empty list if the line is damaged.
+
+    A line is damaged if it was cut short or if a field has the wrong type.
+    """
     try:
         record = parse_json(line, strict=False)
     except ValueError:

@@ -1,7 +1,8 @@
-"""Selects one iteration of one pipeline, on one clock, for the views to draw.
+"""Selects one iteration of one pipeline from a trace, to be drawn as a chart.
 
-It contains only F, B and W, and the waits between them. Times count from the first action of any
-rank.
+The selection contains only actions and the waits between them. Actions are the forward pass (F),
+the backward pass (B) and the separate pass for weight gradients (W). Times are relative to the
+first action of any rank.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Lengths, Span, T
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """Holds the F, B and W of one iteration of one pipeline.
+    """Holds the actions F, B and W of one iteration of one pipeline.
 
     Attributes:
         iteration: Number of the iteration.
-        schedule: Name of the schedule or policy.
-        placement: Layout of stages on ranks and chunks.
-        num_chunks: Chunks per rank.
-        num_microbatches: Number of microbatches of this iteration.
-        rows: Spans of each pipeline rank in executed order, times from the step's start; empty for
-            a rank without a trace.
-        waits: Spans of kind ``wait`` of each pipeline rank, cut to the step; ``reason`` is the
+        schedule: Name of the schedule or of the run-time scheduling policy.
+        placement: Assignment of stages to ranks and chunks, one of ``trace_format.PLACEMENTS``.
+        num_chunks: Number of model chunks per rank.
+        num_microbatches: Number of microbatches in this iteration.
+        rows: Actions of each pipeline rank in the order they ran, times relative to the step's
+            start; empty for a rank without a trace.
+        waits: Spans of kind ``wait`` of each pipeline rank, clipped to the step; ``reason`` is the
             cause. Empty if the trace has no waits.
-        dp_rank: Data-parallel replica of this pipeline.
-        num_replicas: Number of replicas that have traces.
-        lengths: Lengths of its microbatches, empty if they are alike.
-        figures: Figures of each pipeline rank that has a trace, in this iteration.
-        bubble_note: Note to print after a bubble, empty unless ranks share a GPU.
+        dp_rank: Data-parallel rank of this pipeline.
+        num_replicas: Number of data-parallel replicas that have traces.
+        lengths: Sizes of the microbatches, empty if all are equal.
+        figures: Statistics of this iteration for each pipeline rank that has a trace.
+        bubble_note: Remark to print after a bubble, empty unless ranks share a GPU.
     """
 
     iteration: int
@@ -61,28 +62,28 @@ class PipelineStep:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Pipeline ranks without a trace."""
+        """Pipeline ranks that have no trace, so that their rows are empty."""
         return tuple(pp_rank for pp_rank, row in enumerate(self.rows) if not row)
 
     @cached_property
     def step_ns(self) -> int:
-        """Time from the first start to the last end, over all ranks."""
+        """Time in ns from the start of the first action to the end of the last, over all ranks."""
         return max(span.end_ns for row in self.rows for span in row)
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """Kinds of action that occur, in the order F, B, W."""
+        """Kinds of action that occur in this step, in the order F, B, W."""
         kinds = {span.action for row in self.rows for span in row}
         return tuple(action for action in DRAWN_ACTIONS if action in kinds)
 
     @property
     def replica(self) -> str:
-        """Name of the replica to append to a title, empty if there is only one."""
+        """Text to append to a chart's title that names the replica; empty if there is only one."""
         return f", replica {self.dp_rank} of {self.num_replicas}" if self.num_replicas > 1 else ""
 
     @cached_property
     def bubble_fractions(self) -> dict[int, float]:
-        """Idle fraction of the step (not of the work) on each pipeline rank that has a trace."""
+        """Idle time divided by the step time, for each pipeline rank that has a trace."""
         return {
             pp_rank: 1 - int(figures.busy_ns[0]) / self.step_ns if self.step_ns else 0.0
             for pp_rank, figures in self.figures.items()
@@ -90,29 +91,32 @@ class PipelineStep:
 
     @property
     def bubble_fraction(self) -> float:
-        """Mean of :attr:`bubble_fractions`."""
+        """Mean idle fraction of the step over the pipeline ranks that have traces."""
         return statistics.fmean(self.bubble_fractions.values())
 
     def label(self, pp_rank: int) -> str:
-        """Returns the name of a row: ``stage 1``, or ``rank 1 (stages 1, 3)`` with many chunks."""
+        """Returns the label of a rank's row in a chart.
+
+        For example ``stage 1``, or with several chunks per rank ``rank 1 (stages 1, 3)``.
+        """
         text = stages_text(self, pp_rank)
         return f"rank {pp_rank} ({text})" if self.num_chunks > 1 else text
 
 
 def stages_of_rank(header: TraceHeader | PipelineStep, pp_rank: int) -> tuple[int, ...]:
-    """Returns the global stages on a pipeline rank, by chunk."""
+    """Returns the numbers of the stages on a pipeline rank, in the order of its chunks."""
     kind: Any = header.placement
     placement = Placement(num_ranks=header.num_ranks, num_chunks=header.num_chunks, kind=kind)
     return tuple(placement.stage_of(pp_rank, chunk) for chunk in range(header.num_chunks))
 
 
 def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | None = None) -> str:
-    """Names the stages on a pipeline rank, ``stages 0, 5``.
+    """Lists the stages on a pipeline rank as text, for example ``stages 0, 5``.
 
     Args:
-        header: Header or step that has the shape of the pipeline.
-        pp_rank: Pipeline rank.
-        most: Largest number of items to list; ``None`` for all stages.
+        header: Object with the pipeline's number of ranks and chunks, and its placement.
+        pp_rank: Pipeline rank whose stages are listed.
+        most: Maximum number of items to list; ``None`` for all stages.
     """
     stages = stages_of_rank(header, pp_rank)
     shown = [*map(str, stages)]
@@ -125,13 +129,13 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
     """Selects one iteration of one pipeline of a run.
 
     Args:
-        run: Run to select from.
-        iteration: Number of the iteration; ``None`` for the last complete one, or for the last one
-            if none is complete.
-        dp_rank: Data-parallel replica.
+        run: Run whose trace is read.
+        iteration: Number of the iteration. ``None`` for the last complete iteration, or if none is
+            complete, for the last one.
+        dp_rank: Data-parallel rank of the pipeline.
 
     Raises:
-        TraceError: The iteration or replica does not exist, or has nothing to draw.
+        TraceError: The iteration or the pipeline does not exist, or has nothing to draw.
     """
     ranks = run.replica(dp_rank)
     if not run.iterations:
@@ -172,9 +176,9 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
 def _cut(
     spans: Iterable[Span], kinds: Sequence[str], start_ns: int, end_ns: int
 ) -> tuple[Span, ...]:
-    """Cuts the spans of some kinds to a step; sorts them by time, counted from the step's start.
+    """Returns the spans of some kinds, clipped to a step, sorted, with times from the step's start.
 
-    Spans outside the step are left out; actions are always inside.
+    Waits outside the step are left out. Actions are always kept, because they define the step.
     """
     inside = (
         replace(

@@ -1,11 +1,11 @@
 """Defines the records of a trace (header, iterations, spans, clock samples) and their text form.
 
-A trace file belongs to one rank. This module owns the vocabulary, the records and their form as
-lines of JSON. It reads no clock except for a new :class:`TraceHeader`, opens no trace file and
-imports nothing heavy, because the recorder uses it during training.
+A trace file belongs to one rank. This module defines the names, the records and their form as
+lines of JSON. It opens no trace file and imports nothing heavy, because the recorder uses it
+during training. It reads the clock only to make a new :class:`TraceHeader`.
 
-``docs/traces.md`` describes the contents of each kind of span. ``of`` and ``chunk`` of a message
-are those of the receiving rank, so that both ends use the same values.
+``docs/traces.md`` describes the contents of each kind of span. Sender and receiver of a message
+both record the receiving rank's ``of`` and ``chunk``, so that the two spans can be matched.
 
 The text form::
 
@@ -17,14 +17,16 @@ The text form::
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
     {"after_iteration": 7, ...}                               marker of late spans of iteration 7
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
-    {"missing": [8, 93, 80]}                    first, last and number of the iterations lost
+    {"missing": [8, 93, 80]}                    first, last and number of the lost iterations
 
 The header comes first: a file belongs to one start of a job. A span's line contains whole numbers
-only, one per column, without spaces; its start counts from the ``start_ns`` of the marker above it.
-A marker says how many bytes of spans follow, so that a reader can skip iterations; the marker of a
-rank with experts also has the load of the experts. New kinds and reasons are added at the end.
-Readers ignore kinds, reasons, fields and objects that they do not know. The version therefore only
-rises when an existing one changes its meaning; a file of another version is refused.
+only, one per column, without spaces. The start of a span is relative to the ``start_ns`` of the
+marker above it. A marker contains the size in bytes of the spans that follow, so that a reader can
+skip iterations. The marker of a rank with experts also has the load of the experts.
+
+New kinds and reasons are added at the end of their lists. Readers ignore kinds, reasons, fields and
+objects that they do not know. The version therefore only rises when something existing changes its
+meaning; a file of another version is refused.
 """
 
 from __future__ import annotations
@@ -61,18 +63,21 @@ KINDS = (
     "step",
     "collective",
 )
-"""Kinds of span; a row stores the index of its kind."""
+"""Kinds of span; in the file each is stored as its index in this list."""
 
 DRAWN_ACTIONS = KINDS[:3]
-"""Kinds of span that the charts of the order draw; they skip every other kind."""
+"""Kinds of span that are computation; charts of a step draw only these.
+
+F is a forward pass, B a backward pass, W a separate pass that computes weight gradients.
+"""
 
 CAUSES = ("input", "memory", "order", "group")
-"""Causes of a wait.
+"""Causes of a wait between two actions of a rank.
 
 - ``input``: no input had arrived.
-- ``memory``: an input had arrived, but its activations would not have fitted below the cap.
-- ``order``: an action was ready, but the order required another one.
-- ``group``: a member of the decision group had no input or no decision yet.
+- ``memory``: an input had arrived, but its activations would have exceeded the memory limit (cap).
+- ``order``: an action was ready, but the schedule's fixed order required another one first.
+- ``group``: another rank of the tensor-parallel group, which runs the same actions, was not ready.
 """
 
 COLLECTIVES = (
@@ -88,7 +93,7 @@ COLLECTIVES = (
     "broadcast",
     "barrier",
 )
-"""Names of collectives in imported traces: Megatron-LM's names of phases, then plain operations."""
+"""Collectives in imported traces: phases as Megatron-LM names them, then plain operations."""
 
 REASONS = (
     "",
@@ -105,14 +110,14 @@ REASONS = (
     "gc",
     *COLLECTIVES,
 )
-"""Reasons of spans; a row stores the index of its reason.
+"""Reasons of spans; in the file each is stored as its index in this list.
 
-- Wait: its cause, see :data:`CAUSES`.
-- Message: ``seen`` if its arrival was seen when it happened, ``found`` if later, ``posted`` if it
-  was seen and the transfer could not begin before the receiver began to wait for it.
-- Action: why the policy picked it, see ``schedule.policy``.
-- Collective: its name. Its peer is the lowest rank of its group, -1 if only this rank's part was
-  recorded.
+- Wait: the cause, one of :data:`CAUSES`.
+- Message: ``seen`` if its arrival was noticed at once, ``found`` if only later. ``posted`` if it
+  was noticed at once, but the transfer could not begin before the receiver waited for it.
+- Action: why the run-time scheduling policy chose the action (names of ``schedule.policy``).
+- Collective: its name. The span's peer is the lowest rank of the collective's group, -1 if only
+  this rank's part was recorded.
 - ``optimizer``: ``gc`` for Python's garbage collection.
 """
 
@@ -130,35 +135,35 @@ COLUMNS = (
     "of",
     "reason",
 )
-"""Meaning of the numbers of a span's line, from the left."""
+"""Names of the numbers in a span's line, from left to right."""
 
 PLACEMENTS = ("loop", "v")
-"""Layouts of stages on ranks and chunks, see ``schedule.stage_placement``."""
+"""Ways to assign stages to ranks: round-robin (``loop``), or there and back (``v``)."""
 
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""Lengths of each microbatch of a rank: its positions, then the tokens of each of its documents.
+"""Sizes of each microbatch of a rank: number of positions, then number of tokens per document.
 
-The remaining positions are padding. Empty if all microbatches are alike.
+Positions beyond the tokens are padding. Empty if all microbatches have the same size.
 """
 
 
 class SpanRow(NamedTuple):
-    """Holds a span as it is recorded, in the order of :data:`COLUMNS`.
+    """Holds a span as numbers, as it is recorded and written to the file.
 
     Attributes:
-        kind: Index in :data:`KINDS`.
+        kind: Index of the kind of span in :data:`KINDS`.
         chunk: Local index of the model chunk, -1 for none.
         microbatch: Index of the microbatch within the iteration, -1 for none.
-        piece: Index of the part of a weight gradient.
-        start_ns: Absolute start on the rank's monotonic clock.
-        end_ns: Absolute end on the same clock; a file has the duration instead.
-        bytes: Payload of a message; for an action the bytes received plus the bytes sent.
-        in_flight_bytes: Activation bytes in memory after it started.
-        queue_depth: Number of inputs that had arrived and were not taken when it started.
-        peer: Global rank at the other end, -1 for none.
+        piece: Index of the part, if an action W is computed in several parts, else 0.
+        start_ns: Start on the rank's monotonic clock.
+        end_ns: End on the same clock; the file stores the duration instead.
+        bytes: Size of a message in bytes; for an action, the messages received plus those sent.
+        in_flight_bytes: Size in bytes of all activations held after the span started.
+        queue_depth: Number of inputs that had arrived but were not used yet when the span started.
+        peer: Global rank at the other end of a message, -1 for none.
         of: Index of the kind of action that a wait or a message belongs to, -1 for none.
-        reason: Index in :data:`REASONS`.
+        reason: Index of the reason in :data:`REASONS`.
     """
 
     kind: int
@@ -181,7 +186,10 @@ def trace_file_name(rank: int) -> str:
 
 
 def _clock_id() -> str:
-    """Returns an id of the monotonic clock: that of the boot and of the time namespace."""
+    """Returns an id of the monotonic clock, equal in all processes that share the clock.
+
+    The id consists of the kernel's boot id and the Linux time namespace.
+    """
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -191,35 +199,35 @@ def _clock_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """Names a trace file's writer, the shape of its pipeline, and its clock.
+    """Describes the rank that wrote a trace file, the size of its pipeline, and its clock.
 
-    Host, process, clock and its readings default to those of this process.
+    Host, process id, clock and clock readings default to those of the present process.
 
     Attributes:
-        run: Id of the run; equal on all its ranks.
+        run: Id of the run, equal on all ranks of the run.
         rank: Global rank, in ``0..world_size-1``.
         world_size: Number of processes of the run.
-        pp_rank: Position in the pipeline.
-        tp_rank: Position in the tensor-parallel group.
-        dp_rank: Position in the data-parallel group.
-        num_ranks: Size of the pipeline (ranks, not stages).
+        pp_rank: Position of the rank in the pipeline.
+        tp_rank: Position of the rank in the tensor-parallel group.
+        dp_rank: Position of the rank in the data-parallel group.
+        num_ranks: Number of ranks (not stages) in the pipeline.
         num_chunks: Number of model chunks on each rank.
-        num_microbatches: Microbatches of a step at the start; a marker may change it.
-        placement: Layout of stages on ranks and chunks, one of :data:`PLACEMENTS`; ``loop`` means
-            stage = chunk * ranks + rank.
-        schedule: Name of the schedule or policy.
+        num_microbatches: Number of microbatches per step at the start of the run. The marker of an
+            iteration may have another number.
+        placement: Assignment of stages to ranks and chunks, one of :data:`PLACEMENTS`; ``loop``
+            means stage = chunk * ranks + rank.
+        schedule: Name of the schedule or of the run-time scheduling policy.
         host: Name of the machine.
-        pid: Process id.
-        monotonic_ns: ``time.monotonic_ns()`` at the moment of ``unix_ns``.
-        unix_ns: ``time.time_ns()`` at the moment of ``monotonic_ns``.
-        clock: Id of the monotonic clock; ranks with the same id share a clock. Empty in the text
-            form.
-        layers: Transformer layers of each stage in pipeline order; empty if the file does not say
-            it.
-        work: Expected time of each stage in units of one layer's time, including embedding and
-            loss; empty if the file does not say it.
-        gpu_ranks: Number of ranks that compute on this rank's GPU, itself included; 1 also on a
-            CPU, and if the file does not say it.
+        pid: Id of the rank's process.
+        monotonic_ns: Value of ``time.monotonic_ns()``, read at the same moment as ``unix_ns``.
+        unix_ns: Value of ``time.time_ns()``, read at the same moment as ``monotonic_ns``.
+        clock: Id of the monotonic clock; ranks with the same id share a clock. Empty in traces
+            read from the older text format.
+        layers: Number of transformer layers per stage, in pipeline order; empty if unknown.
+        work: Expected time of each stage, including embedding and loss, expressed as an equivalent
+            number of layers; empty if unknown.
+        gpu_ranks: Number of ranks that compute on this rank's GPU, including this rank. 1 on a CPU,
+            or if unknown.
     """
 
     run: str
@@ -244,26 +252,27 @@ class TraceHeader:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """``(world_size, num_ranks, num_chunks)``, which must be equal in all files of a folder."""
+        """``(world_size, num_ranks, num_chunks)``, equal in all trace files of one run."""
         return (self.world_size, self.num_ranks, self.num_chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class IterationStart:
-    """Describes the spans of an iteration that follow in the file.
+    """Describes a marker: the line that precedes the spans of an iteration in the file.
 
     Attributes:
         iteration: Number of the iteration, as in the training log.
-        num_microbatches: Microbatches of this iteration (they change while the batch ramps up).
-        start_ns: Time from which the starts of its spans count, on the rank's monotonic clock.
+        num_microbatches: Number of microbatches in this iteration; it changes while the batch size
+            ramps up.
+        start_ns: Time on the rank's monotonic clock to which the starts of the spans are relative.
         counts: Number of spans of each kind that follow, by index in :data:`KINDS`.
-        size_bytes: Total length of the spans' lines, with which a reader can skip them.
-        is_late: Whether the iteration has an earlier marker and these spans belong to it as well.
-        exchange_ns: Time that actions waited in exchanges of experts' tokens.
-        tokens: Load of each layer of experts: number of the layer in the model from 0 (layers of
-            multi-token prediction after the others), first expert of this rank, then the tokens
-            of each of its experts.
-        lengths: Lengths of its microbatches, see :data:`Lengths`.
+        size_bytes: Total size of the spans' lines in bytes, with which a reader can skip them.
+        is_late: Whether these spans were recorded after the iteration's own marker was written.
+        exchange_ns: Time in ns that actions waited in exchanges (all-to-all) of experts' tokens.
+        tokens: Load of the experts, a row per MoE layer: number of the layer in the model from 0
+            (layers of multi-token prediction come last), number of this rank's first expert, then
+            the number of tokens that each expert of this rank got.
+        lengths: Sizes of the microbatches in the form of :data:`Lengths`.
     """
 
     iteration: int
@@ -277,18 +286,18 @@ class IterationStart:
     lengths: Lengths = ()
 
     def count(self, kind: str) -> int:
-        """Returns the number of spans of a kind that follow."""
+        """Returns the number of spans of a kind that follow this marker."""
         index = KINDS.index(kind)
         return self.counts[index] if index < len(self.counts) else 0
 
 
 class ClockExchange(NamedTuple):
-    """Holds the times of a request to a reference rank and of its answer.
+    """Holds the four times of a request to the reference rank and of its answer.
 
     Attributes:
-        sent_ns: Start of the request, on this rank's clock.
-        received_ns: Arrival of the request, on the reference's clock.
-        answered_ns: Start of the answer, on the reference's clock.
+        sent_ns: Time at which the request was sent, on this rank's clock.
+        received_ns: Arrival of the request, on the reference rank's clock.
+        answered_ns: Time at which the answer was sent, on the reference rank's clock.
         returned_ns: Arrival of the answer, on this rank's clock.
     """
 
@@ -303,8 +312,8 @@ class ClockSamples:
     """Compares this rank's clock with the clock of a reference rank.
 
     Attributes:
-        reference: Global rank of the reference.
-        samples: Exchanges with the reference.
+        reference: Global rank whose clock is the reference.
+        samples: Requests to the reference rank with their answers.
     """
 
     reference: int
@@ -318,7 +327,7 @@ class Gap:
     Attributes:
         first: Number of the first missing iteration.
         last: Number of the last missing iteration.
-        count: Number of iterations that were recorded and are lost.
+        count: Number of lost iterations; fewer than ``first`` to ``last`` if not all were recorded.
     """
 
     first: int
@@ -328,7 +337,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Describes one activity of a rank: the columns of a row, with names instead of indices.
+    """Describes one activity of a rank. Unlike ``SpanRow`` it has names instead of indices.
 
     Attributes:
         action: Kind of span, one of :data:`KINDS`.
@@ -337,14 +346,14 @@ class Span:
         start_ns: Start in nanoseconds.
         end_ns: End in nanoseconds, not before the start.
         iteration: Number of the iteration.
-        wait_ns: Idle time before the start, spent waiting for this action to become possible.
-        bytes: Payload of a message; for an action the bytes received plus the bytes sent.
-        in_flight_bytes: Activation bytes in memory after it started.
-        piece: Index of the part of a weight gradient.
-        queue_depth: Number of inputs that had arrived and were not taken when it started.
-        peer: Global rank at the other end, -1 for none.
+        wait_ns: Idle time in ns that the rank waited before it could start this action.
+        bytes: Size of a message in bytes; for an action, the messages received plus those sent.
+        in_flight_bytes: Size in bytes of all activations held after the span started.
+        piece: Index of the part, if an action W is computed in several parts, else 0.
+        queue_depth: Number of inputs that had arrived but were not used yet when the span started.
+        peer: Global rank at the other end of a message, -1 for none.
         of: Kind of action that a wait or a message belongs to, empty for none.
-        reason: Reason of the span, one of :data:`REASONS`.
+        reason: Reason of the span, one of :data:`REASONS`; empty for none.
     """
 
     action: str
@@ -364,7 +373,7 @@ class Span:
 
     @property
     def duration_ns(self) -> int:
-        """Duration in nanoseconds."""
+        """Time from start to end in nanoseconds."""
         return self.end_ns - self.start_ns
 
 
@@ -374,20 +383,23 @@ _MAX_SIZES = {
     "num_chunks": 1 << 10,
     "num_microbatches": 1 << 20,
 }
-"""Largest accepted sizes of a run: readers loop over all of its ranks, whether present or not."""
+"""Maximum sizes of a run in a header. Readers loop over all ranks, even those without a file.
+
+A damaged header with a huge number would make them run for a long time.
+"""
 _MAX_STAGES = 1 << 16
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 
 SLICES = "time slices of a shared GPU"
-"""Note next to busy and bubble times of ranks that share a GPU."""
+"""Remark printed next to busy and bubble times of ranks that share a GPU."""
 
 
 def shared_gpu_note(gpu_ranks: int) -> str:
-    """Returns a line that warns a reader of times measured on a shared GPU.
+    """Returns a warning that times were measured on a shared GPU.
 
     Args:
-        gpu_ranks: Largest number of ranks on one GPU.
+        gpu_ranks: Maximum number of ranks on one GPU.
     """
     return (
         f"up to {gpu_ranks} ranks share a GPU: busy, wait and bubble are {SLICES}, and say nothing "
@@ -396,27 +408,28 @@ def shared_gpu_note(gpu_ranks: int) -> str:
 
 
 def header_line(header: TraceHeader) -> str:
-    """Returns the header as one line of JSON with its line end."""
+    """Formats a header as one line of JSON, including the line end."""
     form = {"columns": COLUMNS, "kinds": KINDS, "reasons": REASONS}
     named = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **form, **asdict(header)}
     return json.dumps(named) + "\n"
 
 
 def samples_line(samples: ClockSamples) -> str:
-    """Returns clock samples as one line of JSON with its line end."""
+    """Formats clock samples as one line of JSON, including the line end."""
     return f'{{"clock_samples": {json.dumps(samples.samples)}, "reference": {samples.reference}}}\n'
 
 
 def gap_line(gap: Gap) -> str:
-    """Returns the record of missing iterations as one line of JSON with its line end."""
+    """Formats the record of missing iterations as one line of JSON, including the line end."""
     return f'{{"missing": [{gap.first}, {gap.last}, {gap.count}]}}\n'
 
 
 def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
-    """Returns the text of a marker and its spans, ready to be appended to the file.
+    """Formats a marker and the spans after it as lines to be appended to the file.
 
     Args:
-        marker: Marker of the iteration; ``counts`` and ``size_bytes`` are taken from the rows.
+        marker: Marker of the iteration. Its ``counts`` and ``size_bytes`` are ignored: those
+            written are computed from ``rows``.
         rows: Spans of the iteration.
     """
     counts = [0] * len(KINDS)
@@ -445,17 +458,17 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
 def parse_line(
     line: str | bytes, origin: object
 ) -> TraceHeader | IterationStart | ClockSamples | Gap | None:
-    """Reads a line that contains an object: every line except a span's.
+    """Parses a line that contains a JSON object, which is every line except those of spans.
 
     Args:
-        line: Text of the line, with or without its end.
-        origin: Position of the line (``file:line``), shown in the message of an error.
+        line: Text of the line, with or without the line end.
+        origin: Position of the line (``file:line``), shown in error messages.
 
     Returns:
-        The record; ``None`` for an object of a kind this version does not know.
+        The record; ``None`` for a JSON object of a kind that this version does not know.
 
     Raises:
-        TraceError: The line is no JSON object, lacks a field, has a field of the wrong type, or
+        TraceError: The line is not a JSON object, lacks a field, has a field of the wrong type, or
             belongs to another version of the format.
     """
     try:
@@ -578,17 +591,21 @@ _EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
         "lists of at least three whole numbers from 0",
     ),
 }
-"""Check of each kind of field, and its description in messages."""
+"""For each kind of field: the check of its value, and a description for error messages."""
 
 
 def _value(
     record: Mapping[str, Any], name: str, kind: Any, origin: object, default: Any = None
 ) -> Any:
-    """Returns a field of a record, which must be of a kind of :data:`_EXPECTED`."""
+    """Returns a field of a record, after the check that :data:`_EXPECTED` has for its kind.
+
+    Raises:
+        TraceError: The value is not of that kind.
+    """
     value = record.get(name, default)
     is_sound, expected = _EXPECTED[kind]
     if not is_sound(value):
         shown = reprlib.repr(value)
         raise TraceError(f"{origin}: field {name!r} is {shown}, expected {expected}")
-    # Views show the text, and a sheet cannot contain control characters.
+    # The text is shown in tables and sheets, which cannot contain control characters.
     return printable(value) if isinstance(value, str) else value

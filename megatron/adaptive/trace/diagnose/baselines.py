@@ -1,17 +1,19 @@
-"""Compares each rank with all other ranks, the plan and its own past.
+"""Compares each rank's computing time with all other ranks, the plan and its own past.
 
-One model covers all evidence. A rank's time for its work in an iteration is divided by the planned
-work. The logarithm of this ratio is the sum of
+The plan is the work that each stage is expected to have, from the header of the trace. A single
+statistical model combines all evidence. A rank's computing time in an iteration is divided by the
+planned work. The logarithm of this ratio is modelled as the sum of
 
-    a level that all ranks share  +  the rank's level      (machines differ: ALIKE)
-                                  +  its stage's level     (the plan may be wrong; shared by peers)
-                                  +  its replica's level in the iteration
-                                                           (long microbatches; shared by stages)
-                                  +  noise                 (estimated from the run)
+    a mean over all ranks  +  a deviation of the rank     (machines differ: ALIKE)
+                           +  a deviation of its stage    (the plan may be wrong; shared by peers)
+                           +  a deviation of its replica in the iteration
+                                                          (long microbatches; shared by stages)
+                           +  noise                       (estimated from the run)
 
-A fault is a shift of one rank in all or some iterations. Generalized least squares gives its size
-and standard error; they weight peers, other stages and the rank's other iterations by their
-certainty. Missing evidence (no peers, no plan or no past) gets no weight.
+A slow rank shows as a shift: its ratio is higher in all or some iterations. Generalized least
+squares gives the size of the shift and its standard error. The method weights peers, other stages
+and the rank's other iterations by their certainty. Missing evidence (no peers, no plan or no past)
+gets no weight.
 """
 
 from __future__ import annotations
@@ -33,39 +35,42 @@ from megatron.adaptive.trace.diagnose.samples import (
 from megatron.adaptive.trace.span_columns import Ints
 
 ALIKE = 0.015
-"""Standard deviation between ranks of the same kind, relative."""
+"""Assumed relative standard deviation between the speeds of equal machines (a prior)."""
 
 SEEN_BEFORE = 16
-"""Number of ranks as many as which the assumption :data:`ALIKE` counts against the data."""
+"""Weight of the prior :data:`ALIKE`, as a number of ranks that have shown it."""
 
 UNSURE_OF_PLAN = 0.25
 """Relative uncertainty of the planned work of embedding and loss."""
 
 UNKNOWN = 10.0
-"""Standard deviation of a quantity about which nothing is known."""
+"""Standard deviation that stands for "unknown": so large that the value gets no weight."""
 
 LEAST_NOISE = 0.004
-"""Least standard deviation of an iteration that is assumed."""
+"""Minimum relative standard deviation to assume for a rank's time between iterations."""
 
 OF_TIME = 0.1
-"""Least fraction of the work that a kind of action must take to be used."""
+"""Minimum fraction of the ranks' time for a kind of action (F, B, W); rarer kinds are ignored."""
 
 MOST_INTERVALS = 20_000_000
-"""Largest number of intervals of all ranks; above it, only intervals up to the end are tried."""
+"""Maximum number of intervals to try, over all ranks.
+
+Beyond it, only intervals that last to the end of the run are tried.
+"""
 
 
 @dataclass(frozen=True)
 class Shift:
-    """Describes a rank that takes longer than expected in consecutive iterations.
+    """Describes how a rank's time differs from the expected time in consecutive iterations.
 
     Attributes:
-        column: Column of the rank.
+        column: Index of the rank in the arrays of :class:`Measured`.
         first: Index of the first affected iteration.
         end: Index after the last affected iteration.
-        size: Logarithm of the ratio of its time to the expected one.
+        size: Logarithm of the ratio of the rank's time to the expected time.
         error: Standard error of ``size``.
-        doubt: Square of the number of standard errors that chance reaches in all the intervals
-            tried.
+        doubt: Significance threshold: ``(size / error) ** 2`` that noise alone may reach, given how
+            many intervals were tried.
     """
 
     column: int
@@ -77,20 +82,20 @@ class Shift:
 
     @property
     def excess(self) -> float:
-        """Square of ``size`` in standard errors, less ``doubt``; above 0 it exceeds chance."""
+        """Evidence above the threshold ``doubt``; the shift is significant if this is above 0."""
         return (self.size / self.error) ** 2 - self.doubt
 
 
 @dataclass(eq=False)
 class RankBaselines:
-    """Models the times of a run's ranks.
+    """Holds the statistical model of the ranks' computing times, and searches it for shifts.
 
     Attributes:
-        series: ``[iterations, ranks]``, logarithm of each rank's time by its planned work.
-        by_kind: ``[iterations, ranks, 3]``, the same for F, B and W; NaN for a kind that takes
-            little time.
-        lasting: ``[ranks, ranks]``, covariance of the ranks' levels.
-        passing: ``[ranks, ranks]``, covariance within an iteration.
+        series: ``[iterations, ranks]``, logarithm of each rank's time divided by its planned work.
+        by_kind: ``[iterations, ranks, 3]``, the same for forward passes, backward passes and
+            separate weight-gradient passes; NaN for a kind that takes little time.
+        lasting: ``[ranks, ranks]``, covariance of the deviations that last for the whole run.
+        passing: ``[ranks, ranks]``, covariance of the deviations that change in each iteration.
     """
 
     series: Floats
@@ -108,21 +113,21 @@ class RankBaselines:
         self._each = np.linalg.inv(self.passing)
 
     def distrust(self, column: int) -> None:
-        """Removes the influence of a rank's level on the expectation for other ranks."""
+        """Stops comparing other ranks with a rank, by making that rank's deviation uncertain."""
         self.lasting[column, column] += 1.0
         self._invert()
 
     def remove(self, shift: Shift) -> None:
-        """Subtracts a shift from the series."""
+        """Subtracts a shift from the series, so that the next search finds other shifts."""
         self.series[shift.first : shift.end, shift.column] -= shift.size
 
     def errors(self) -> tuple[Floats, Floats]:
-        """Returns each rank's shift and its standard error over all iterations, ``[ranks]``."""
+        """Returns each rank's shift over all iterations, and its standard error, ``[ranks]``."""
         precision = np.diagonal(self._level)
         return self._level @ self.series.mean(axis=0) / precision, 1 / np.sqrt(precision)
 
     def kinds(self, shift: Shift) -> dict[str, float]:
-        """Returns the size of a shift in each kind of action."""
+        """Returns the size of a shift for each kind of action (F, B, W) that takes enough time."""
         sizes = {}
         for number, kind in enumerate("FBW"):
             series = self.by_kind[:, :, number]
@@ -139,7 +144,7 @@ class RankBaselines:
         return float(score * self._information(column, inside) ** -1.0)
 
     def _information(self, column: int, inside: Ints | int) -> Floats | float:
-        """Returns the precision (1 / variance) of a shift over ``inside`` iterations."""
+        """Returns the precision (1 / variance) of a shift that lasts ``inside`` iterations."""
         count = len(self.series)
         level = self._level[column, column]
         each = self._each[column, column]
@@ -148,18 +153,19 @@ class RankBaselines:
         return precision
 
     def scan(self, least: float, sure: float) -> list[Shift]:
-        """Returns the most likely shift of each rank, even if it may be chance.
+        """Returns the most likely shift of each rank, even if it is not significant.
 
         Args:
-            least: Least size of a shift, as a logarithm.
-            sure: Number of standard errors that chance does not reach, for a shift over all
-                iterations of few ranks. The limit rises with the number of ranks and intervals.
+            least: Minimum size of a shift, as a logarithm.
+            sure: Minimum size of a significant shift in standard errors, for a shift over all
+                iterations among few ranks. The threshold rises with the number of ranks and
+                intervals tried, as more trials give noise more chances.
         """
         count, ranks = self.series.shape
         mean = self.series.mean(axis=0)
         level, each = self._level @ mean, (self.series - mean) @ self._each
         first, end = intervals(count, ended=count * count * ranks <= 2 * MOST_INTERVALS)
-        # The first interval contains all iterations.
+        # The interval of all iterations is added at index 0; intervals() leaves it out.
         first = np.append(0, first)
         end = np.append(count, end)
         inside = end - first
@@ -188,7 +194,7 @@ class RankBaselines:
 
 
 def rank_baselines(m: Measured) -> RankBaselines:
-    """Fits the model to a run."""
+    """Fits the statistical model to the measured times of a run."""
     num_ranks = len(m.headers)
     planned, unsure = _plan(m)
     logs = np.log(m.action_ns.astype(np.float64)) - planned[:, :, None, None]
@@ -196,7 +202,7 @@ def rank_baselines(m: Measured) -> RankBaselines:
     medians = tame_mean(logs)
     share = np.nansum(middle(m.median_ns, axis=0), axis=(0, 1))
     share = np.where(share >= OF_TIME * share.sum(), share, 0.0)
-    # The weight of a chunk follows from the uncertainty of its planned work.
+    # Chunks of a rank are averaged; the more uncertain a chunk's planned work, the less its weight.
     weights = 1 / (unsure**2 + ALIKE**2)
     weights /= weights.sum(axis=1, keepdims=True)
     by_kind = _weighted(medians, weights[None, :, :, None], axis=2)
@@ -221,7 +227,7 @@ def rank_baselines(m: Measured) -> RankBaselines:
 
 
 def _plan(m: Measured) -> tuple[Floats, Floats]:
-    """Returns the logarithm of the planned work and its uncertainty, ``[ranks, chunks]`` each."""
+    """Returns the logarithm of the planned work and its uncertainty, both ``[ranks, chunks]``."""
     planned = np.zeros((len(m.headers), m.num_chunks))
     unsure = np.full(planned.shape, UNKNOWN)
     for column, stages in enumerate(m.stages):
@@ -237,9 +243,14 @@ def _plan(m: Measured) -> tuple[Floats, Floats]:
 
 
 def _level_microbatches(m: Measured, logs: Floats) -> None:
-    """Subtracts the part of a microbatch's duration that is common to all stages.
+    """Removes the effect of long microbatches: the part of the duration common to all stages.
 
-    Only the difference from the iteration's mean is subtracted; the model has a term for the mean.
+    Only the difference from the iteration's mean is subtracted, because the model has a term for
+    the mean (the replica's deviation).
+
+    Args:
+        m: Measured times of the run.
+        logs: Logarithms of the durations of all actions, changed in place.
     """
     usual = middle(logs, axis=(0, 4))
     for pipeline in m.replicas.values():
@@ -248,7 +259,8 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
         entries = max(1, int(np.isfinite(usual[pipeline]).sum()))
         alone = 1.57 * float(middle(spread(rest, axis=-1))) ** 2 / entries
         variance = float(spread(common.ravel())) ** 2
-        # Noise alone also gives a common part, so only the share beyond it is subtracted.
+        # Noise alone also gives a common part. The weight is the fraction of its variance that
+        # noise does not explain.
         weight = max(0.0, 1 - alone / variance) if variance > 0 else 0.0
         is_measured = np.isfinite(common)
         mean = np.nansum(common, axis=1) / np.maximum(1, is_measured.sum(axis=1))
@@ -257,7 +269,15 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
 
 
 def _passing(m: Measured, series: Floats, sampling: Floats) -> Floats:
-    """Returns the covariance within an iteration: each rank's noise and the replica's noise."""
+    """Returns the covariance of the deviations that change in each iteration.
+
+    These are each rank's own noise, and the deviation that all ranks of a replica share.
+
+    Args:
+        m: Measured times of the run.
+        series: ``[iterations, ranks]``, logarithm of each rank's time.
+        sampling: ``[ranks]``, lower bound on the standard deviation of a rank's noise.
+    """
     ranks = len(m.headers)
     own_noise = np.zeros(ranks)
     shared = []
@@ -278,7 +298,11 @@ def _passing(m: Measured, series: Floats, sampling: Floats) -> Floats:
 
 
 def _sampling(logs: Floats) -> Floats:
-    """Returns the noise of an iteration that follows from the noise of its actions, ``[ranks]``."""
+    """Returns the noise of a rank's time per iteration that the noise of its actions implies.
+
+    Returns:
+        ``[ranks]``, standard deviation; averaging n actions divides their noise by sqrt(n).
+    """
     within = middle(spread(logs, axis=-1), axis=(0, 2, 3))
     entries = np.isfinite(logs).sum(axis=(2, 3, 4)).mean(axis=0)
     sampling: Floats = np.nan_to_num(within) / np.sqrt(np.maximum(1.0, entries))
@@ -286,7 +310,7 @@ def _sampling(logs: Floats) -> Floats:
 
 
 def _same(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> Floats:
-    """Returns a matrix ``[ranks, ranks]`` that is 1 if two ranks are in the same group."""
+    """Returns a matrix ``[ranks, ranks]``: 1 if two ranks are in the same group, else 0."""
     same = np.zeros((len(m.headers), len(m.headers)))
     for group in groups.values():
         same[np.ix_(group, group)] = 1.0
@@ -294,7 +318,7 @@ def _same(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> Floats:
 
 
 def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
-    """Returns the weighted mean of the finite values, NaN if there are none."""
+    """Returns the weighted mean of the finite values along an axis, NaN if there are none."""
     used = np.isfinite(values) * weights
     sums = (np.nan_to_num(values) * used).sum(axis=axis)
     total = used.sum(axis=axis)
@@ -303,9 +327,10 @@ def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
 
 
 def _filled(series: Floats) -> Floats:
-    """Fills gaps with the rank's median and clips momentary outliers to their neighbours.
+    """Replaces missing values by the rank's median and clips outliers of single iterations.
 
-    A rank without any value gets the median of all ranks.
+    An outlier is clipped to a distance from the median of the five iterations around it. A rank
+    without any value gets the median of all ranks.
     """
     usual = middle(series, axis=0)
     usual = np.where(np.isfinite(usual), usual, middle(series))

@@ -1,11 +1,13 @@
-"""Runs all tests of a diagnosis, and adds a remedy and a cost to each finding.
+"""Searches a trace for causes of slow steps, and adds a remedy and a cost to each finding.
 
-``baselines`` weighs the evidence on each rank: its peers, the plan and its past. The most likely
-shift is reported if it exceeds chance and is large enough to matter; it is removed, and the search
-starts again. Links are compared with links of the same kind, readers with other readers, and single
-actions with the same action of other iterations. ``stage_costs`` finds the partition that fits the
-measured speeds. The cost of a finding is the time that the recorded steps save in a simulation
-without it, see ``whatif``.
+Slow ranks: ``baselines`` compares each rank with its peers, the plan and its own past. The most
+likely slowdown is reported if it is significant and large enough to matter. Then it is removed
+from the data, and the search starts again. Links are compared with links of the same kind, and
+the time of reading data with that of other ranks. Single actions are compared with the same action
+in other microbatches or iterations.
+
+``stage_costs`` finds the partition of layers that fits the measured speeds. The cost of a finding
+is the time that the recorded steps would save without it, in a simulation by ``whatif``.
 """
 
 from __future__ import annotations
@@ -49,21 +51,21 @@ from megatron.adaptive.trace.whatif.operations import (
 from megatron.adaptive.trace.whatif.replay import rule_saves_s
 
 WORTH_MOVING = 0.03
-"""Least reduction of the slowest rank's time for which another partition is suggested."""
+"""Minimum reduction of the slowest rank's time, as a fraction, to suggest another partition."""
 
 UNEVEN = 0.10
-"""Least reduction of the slowest rank's time for which the stages are reported as uneven."""
+"""Minimum reduction of the slowest rank's time, as a fraction, to report the stages as uneven."""
 
 
 def diagnose(run: RunTrace, iterations: Iterable[int] | None = None) -> Diagnosis:
-    """Finds causes of slow steps, the ranks that they are on, and remedies.
+    """Finds causes of slow steps, the affected ranks, and remedies.
 
-    A finding must be significant and large enough to matter, so that noise is not reported.
+    A finding must be statistically significant and large enough to matter; noise is not reported.
 
     Args:
-        run: Run to diagnose.
-        iterations: Numbers of the iterations to use; ``None`` for all except the first, or for an
-            evenly spread sample if the run is long.
+        run: Run whose trace is diagnosed.
+        iterations: Numbers of the iterations to use. ``None`` for all except the first, or for an
+            evenly spaced sample of them if the run is long.
 
     Raises:
         TraceError: A file is damaged, an iteration does not exist, or there is nothing to diagnose.
@@ -98,29 +100,36 @@ def diagnose(run: RunTrace, iterations: Iterable[int] | None = None) -> Diagnosi
 
 
 SLOW = math.log(1.05)
-"""Least slowness to report, as a logarithm: machines of the same kind differ by this much."""
+"""Minimum slowdown to report, as a logarithm; smaller ones are usual between equal machines."""
 
 SURE = 3.2
-"""Number of standard errors that a shift by chance does not reach, see ``RankBaselines.scan``."""
+"""Minimum slowdown to report, in standard errors; random noise alone hardly reaches it."""
 
 QUICKER = 0.7
-"""Least ratio of the evidence for a slow rank to that for a fast one to report the slow rank."""
+"""Minimum ratio of the evidence for a slow rank to that for a fast rank to report the slow one.
+
+Below this ratio, the fast rank is the exception, and the others only look slow next to it.
+"""
 
 AGREE = 0.4
-"""Least part of a rank's slowness that F, B and W must each show."""
+"""Minimum fraction of a rank's slowdown that each kind of action (F, B, W) must show by itself."""
 
 OWN_CHANGE = 0.5
-"""Least part of a passing slowness that the change of the rank's times alone must show."""
+"""Minimum fraction of a temporary slowdown that must show in the rank's own times.
+
+The rest may come from the ranks it is compared with.
+"""
 
 MOST_FOUND = 20
-"""Largest number of slow ranks to report."""
+"""Maximum number of slow ranks to report."""
 
 
 def find_slow_ranks(m: Measured) -> list[Finding]:
-    """Finds slow ranks, the slowest first."""
+    """Finds ranks whose actions take longer than expected, the slowest first."""
     baselines = rank_baselines(m)
     with np.errstate(divide="ignore"):
-        # Each entry is the logarithm of a rank's time for all work of an iteration.
+        # Entry [iteration, rank] is the logarithm of the rank's total computing time per
+        # microbatch.
         log_work = np.log(np.nansum(m.median_ns.astype(np.float64), axis=(2, 3)))
     judged: set[int] = set()
     findings = []
@@ -144,7 +153,10 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
 
 
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
-    """Returns the rank that is certainly faster than expected; others are not compared with it."""
+    """Returns the rank that is most certainly faster than expected, ``None`` if none is.
+
+    The caller stops comparing other ranks with this one, because they would all look slow.
+    """
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape
     doubt = SURE**2 + 2 * math.log(max(1.0, ranks / 4))
@@ -158,7 +170,10 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
 
 
 def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:
-    """Returns whether F, B and W are all slow, and whether the rank itself changed."""
+    """Returns whether a slowdown shows in all kinds of action and in the rank's own times.
+
+    A slowdown that does not is an effect of other ranks, or of noise.
+    """
     if any(size < AGREE * shift.size for size in baselines.kinds(shift).values()):
         return False
     inside = log_work[shift.first : shift.end]
@@ -189,25 +204,28 @@ def _slow_rank(m: Measured, baselines: RankBaselines, shift: Shift) -> Finding:
 
 
 LINK_FEWEST = 6
-"""Least number of messages on a link that is judged."""
+"""Minimum number of messages needed to judge a link."""
 
 LINK_TIMES = 2.0
-"""Least ratio of a slow link's time to that of others; each of the next limits holds as well."""
+"""Minimum ratio of a slow link's message time to that of other links.
+
+A link is only reported if the limits below hold as well.
+"""
 
 LINK_OF_AN_ACTION = 0.05
-"""Least delay of a slow link as a fraction of the median action."""
+"""Minimum delay of a slow link's messages, as a fraction of the median duration of an action."""
 
 LINK_ERRORS = 5.0
-"""Least delay of a slow link in spreads of the others' medians; it also exceeds clock errors."""
+"""Minimum delay of a slow link's messages, in standard deviations of their usual time."""
 
 LINK_ALONE = 0.25
-"""Least delay, as a fraction of the median action, of a link with nothing to compare it with."""
+"""Like ``LINK_OF_AN_ACTION``, for a link with fewer than two others to compare it with."""
 
 LINK_STEADY = 0.4
-"""Least part of the delay that the fastest messages of a slow link must show."""
+"""Minimum fraction of a slow link's delay that even its fastest messages must show."""
 
 LINK_CHANGE_SURE = 7.0
-"""Least score of a change within the run, in standard errors."""
+"""Minimum size, in standard errors, of a link's change during the run to report it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,10 +233,10 @@ class _Link:
     """Holds the messages from one rank to another.
 
     Attributes:
-        ends: Columns of the sender and the receiver.
-        crosses: Whether it connects two machines.
-        travel_ns: ``[messages]``, time from the start of the send to the arrival.
-        iteration: ``[messages]``, iteration of each message.
+        ends: Columns of the sender and of the receiver in the arrays of ``Measured``.
+        crosses: Whether the two ranks are on different machines.
+        travel_ns: ``[messages]``, time from the start of the send to the arrival, in ns.
+        iteration: ``[messages]``, number of each message's iteration.
     """
 
     ends: tuple[int, int]
@@ -227,7 +245,11 @@ class _Link:
     iteration: Ints
 
     def levels_ns(self, chosen: Ints | None = None) -> tuple[float, float]:
-        """Returns median and lower decile of the travel time, in all or some iterations."""
+        """Returns the median and the lower decile of the messages' travel times in ns.
+
+        Args:
+            chosen: Numbers of the iterations to use; ``None`` for all.
+        """
         travel_ns = self.travel_ns
         if chosen is not None:
             travel_ns = travel_ns[np.isin(self.iteration, chosen)]
@@ -235,7 +257,7 @@ class _Link:
 
 
 def find_slow_links(m: Measured) -> list[Finding]:
-    """Finds slow links, the slowest first; of both directions between two ranks the slower one."""
+    """Finds slow links, the slowest first; at most one direction for each pair of ranks."""
     links = _links(m)
     ends = np.array([link.ends for link in links]).reshape(-1, 2)
     crosses = np.array([link.crosses for link in links], dtype=np.bool_)
@@ -256,7 +278,7 @@ def find_slow_links(m: Measured) -> list[Finding]:
 def _links(m: Measured) -> list[_Link]:
     messages = m.messages
     if not len(messages):
-        return []  # the text form of a trace has no messages
+        return []  # traces in the older text format have no messages
     pairs, owner = np.unique(
         np.stack([messages.source, messages.target]), axis=1, return_inverse=True
     )
@@ -276,18 +298,19 @@ def _links(m: Measured) -> list[_Link]:
 
 
 def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding | None:
-    """Returns a finding if a link is slow, all the time or in some iterations.
+    """Returns a finding if a link is slow, all the time or in some iterations; else ``None``.
 
     Args:
         m: Measured times of the run.
-        link: Link to judge.
-        others: ``[links, 2]``, median and lower decile of the travel time on links of the same
-            kind, in ns.
+        link: Messages from one rank to another.
+        others: ``[links, 2]``, median and lower decile of the travel time in ns on each other link
+            of the same kind (within a machine, or between machines).
         action: Median duration of an action in ns.
     """
     alone = len(others) < 2
     usual, usually_fast = np.median(others, axis=0).tolist() if len(others) else (0.0, 0.0)
-    # The error is the larger of the spread between links and that between the link's messages.
+    # The error is the larger of two: the spread between links, and the standard error of this
+    # link's median.
     differ = float(spread(others[:, 0])) if len(others) else 0.0
     error = max(differ, 1.25 * spread(link.travel_ns) / math.sqrt(len(link.travel_ns)), 1_000.0)
     least = max((LINK_ALONE if alone else LINK_OF_AN_ACTION) * action, LINK_ERRORS * error)
@@ -328,17 +351,17 @@ def _slow_link(
 
 
 READING_OF_STEP = 0.03
-"""Least fraction of a step that reading must take to be reported."""
+"""Minimum fraction of a step that the reading of data must take to be reported."""
 
 READING_TIMES = 1.5
-"""Least ratio of slow reading to that of other ranks, or to that of earlier iterations."""
+"""Minimum ratio of a slow read's time to that of other ranks or other iterations."""
 
 READING_CHANGE_SURE = 6.0
-"""Least score of a change within the run, in standard errors."""
+"""Minimum size, in standard errors, of a change of the read time during the run to report it."""
 
 
 def find_slow_reading(m: Measured) -> list[Finding]:
-    """Finds ranks that lose time by reading data, the worst first."""
+    """Finds ranks that lose time by reading training data, the worst first."""
     each = np.where(m.reads > 0, m.read_ns / np.maximum(1, m.reads), np.nan)
     shares = m.read_ns / np.maximum(1, m.step_ns)[:, None]
     levels = middle(each, axis=0)
@@ -349,7 +372,7 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             continue
         others = np.delete(levels, column)
         others = others[np.isfinite(others)]
-        # The fastest reader is the reference, because many of them may be slow.
+        # The fastest rank is the reference, because a shared disk may slow down most ranks.
         before = float(min(others, default=0.0))
         against = "others" if len(others) else "plan"
         series = each[chosen, column]
@@ -362,7 +385,8 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             chosen, series = chosen[change.inside], series[change.inside]
         level, share = float(np.median(series)), float(np.median(shares[chosen, column]))
         if share < READING_OF_STEP or level < READING_TIMES * before:
-            # If reading takes this much of the step, it is slow even if all readers are alike.
+            # Twice the minimum fraction of the step is reported even if all ranks read equally
+            # slowly. Then the whole read time counts as delay.
             if share < 2 * READING_OF_STEP:
                 continue
             before = 0.0
@@ -383,41 +407,41 @@ def find_slow_reading(m: Measured) -> list[Finding]:
 
 
 SPIKE_LEAST = math.log(1.4)
-"""Least ratio of a spike's duration to the usual one, as a logarithm."""
+"""Minimum ratio of a spike's duration to the action's usual duration, as a logarithm."""
 
 SPIKE_SPREADS = 5.0
-"""Least distance of a spike from the usual duration, in standard deviations."""
+"""Minimum distance of a spike from the action's usual duration, in standard deviations."""
 
 SPIKE_FEWEST = 4
-"""Least number of spikes to report; fewer may be chance."""
+"""Minimum number of spikes to report; fewer may be chance."""
 
 SPIKE_MOST = 0.25
-"""Largest fraction of a rank's actions that may be spikes; more are no exceptions."""
+"""Maximum fraction of a rank's actions that may be spikes; beyond that, they are not exceptions."""
 
 SPIKE_BACKGROUND = 1e-3
-"""Assumed rate of spikes on any rank; it weighs as much as one observed spike."""
+"""Assumed rate of spikes per action on any rank; a prior that weighs as much as one spike."""
 
 SPIKE_RARE = 3e-4
-"""Probability of as many spikes by chance, below which a rank is reported."""
+"""Maximum probability that chance alone causes that many spikes, for the rank to be reported."""
 
 SPIKE_OF_STEP = 0.003
-"""Least fraction of a step that spikes must cost to be reported."""
+"""Minimum fraction of a step that spikes must cost to be reported."""
 
 FEW_MICROBATCHES = 4
-"""Number of microbatches below which actions are compared with those of all iterations."""
+"""Number of microbatches per step below which actions are compared across all iterations."""
 
 OF_PARTIAL = 3
-"""Least number of stages on which a microbatch must be long to be called long itself."""
+"""Minimum number of ranks in a pipeline to distinguish long microbatches from spikes on a rank."""
 
 
 def find_spikes(m: Measured) -> list[Finding]:
-    """Finds ranks with spikes that other ranks do not have."""
+    """Finds ranks on which single actions take far too long more often than on other ranks."""
     odd = _oddness(m)
     of_rank = np.moveaxis(odd, 1, 0).reshape(len(m.headers), -1)
     widths = spread(of_rank, axis=1)
     if not np.isfinite(widths).any():
         return []
-    # A rank that is noisy all the time gets a higher limit.
+    # A rank whose times vary a lot in general gets a higher limit.
     limits = np.maximum(SPIKE_LEAST, SPIKE_SPREADS * np.fmax(widths, np.nanmedian(widths)))
     totals = np.isfinite(of_rank).sum(axis=1).tolist()
     counts = (of_rank > limits[:, None]).sum(axis=1).tolist()
@@ -428,7 +452,7 @@ def find_spikes(m: Measured) -> list[Finding]:
         others = sorted(
             (counts[other], totals[other]) for other in range(len(counts)) if other != column
         )
-        # The rank with most spikes may have a fault as well, so it does not count.
+        # The other rank with the most spikes may be faulty as well, so it is left out.
         others = others[:-1] if len(others) > 2 else others
         seen = 1 + sum(spikes for spikes, _ in others)
         part = total / (1 / SPIKE_BACKGROUND + sum(actions for _, actions in others))
@@ -440,9 +464,10 @@ def find_spikes(m: Measured) -> list[Finding]:
 
 
 def _oddness(m: Measured) -> Floats:
-    """Returns the logarithm of each action's duration divided by its usual one.
+    """Returns the logarithm of each action's duration divided by its usual duration.
 
-    If there are enough stages, a microbatch that is long on all of them does not count as odd.
+    In a pipeline of enough ranks, the part by which a microbatch takes longer on all ranks is
+    subtracted: the microbatch is then larger, and no rank is to blame.
 
     Returns:
         ``[iterations, ranks, chunks, 3, microbatches]``.
@@ -478,14 +503,14 @@ def _spikes(m: Measured, odd: Floats, column: int, limit: float, expected: float
 
 
 def _tail(count: int, seen: float, part: float) -> float:
-    """Returns the probability of at least ``count`` spikes by chance.
+    """Returns the probability that chance alone causes at least ``count`` spikes on a rank.
 
     The distribution is negative binomial, because the rate is estimated from the other ranks.
 
     Args:
-        count: Number of spikes of a rank.
-        seen: Number of spikes of the other ranks.
-        part: Ratio of the rank's number of actions to that of the other ranks.
+        count: Number of spikes on the rank.
+        seen: Number of spikes on the ranks it is compared with, plus one from the prior.
+        part: Number of actions on the rank divided by that on the others, prior included.
     """
     below = 0.0
     log_probability = -seen * math.log1p(part)
@@ -496,21 +521,22 @@ def _tail(count: int, seen: float, part: float) -> float:
 
 
 OVERLOADED = 1.1
-"""Least ratio of the tokens of a rank's experts to the mean for a report."""
+"""Minimum ratio, to be reported, of the tokens a rank's experts get to the mean over ranks."""
 
 OVERLOAD_OF_STEP = 0.01
-"""Least fraction of a step that the load must cost to be reported."""
+"""Minimum fraction of a step that the overload must cost to be reported."""
 
 OVERLOAD_ERRORS = 3.0
-"""Least excess of the others' waiting time over the rank's, in standard errors."""
+"""Minimum excess, in standard errors, of the other ranks' waiting time over the rank's own."""
 
 
 def find_overloaded_experts(m: Measured) -> list[Finding]:
-    """Finds, among ranks that share the experts of the same layers, those that others wait for.
+    """Finds ranks whose experts get so many tokens that the other ranks wait for them.
 
-    A rank with more tokens than the others reaches the exchange after its experts last, and the
-    others wait for it there. The cost of the load is the time by which they wait longer than the
-    rank, as far as its tokens explain it.
+    Ranks are compared if the experts of the same layers are divided among them. The rank with the
+    most tokens is the last to reach the exchange (all-to-all) after the experts, and the others
+    wait there. The cost is the others' waiting time minus the rank's own, but no more than its
+    additional tokens can explain.
     """
     layouts = [next((_layout(marker) for marker in markers.values()), ()) for markers in m.experts]
     layers = [tuple(layer for layer, *_ in layout) for layout in layouts]
@@ -523,7 +549,7 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
             if all(i in m.experts[c] and _layout(m.experts[c][i]) == layouts[c] for c in group)
         ]
         if not chosen or len({layouts[column] for column in group}) < 2:
-            continue  # every rank has all experts
+            continue  # every rank has all experts of these layers, so none waits for another
         loads = [[m.experts[column][i] for column in group] for i in chosen]
         tokens = np.array(
             [[sum(sum(row[2:]) for row in load.tokens) for load in of_ranks] for of_ranks in loads]
@@ -538,7 +564,7 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
         behind = np.delete(waited_ns, most, axis=1).mean(axis=1) - waited_ns[:, most]
         excess = float(np.median(behind))
         error = 1.25 * noise(behind) / math.sqrt(len(behind)) + 1.0
-        # The additional tokens cannot cost more than their part of the rank's work.
+        # The additional tokens cannot cost more than their fraction of the rank's computing time.
         explained = m.num_microbatches * float(m.microbatch_ns[column]) * (1 - 1 / share)
         excess = min(excess, explained)
         least = max(OVERLOAD_ERRORS * error, OVERLOAD_OF_STEP * m.step)
@@ -559,12 +585,15 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
 
 
 def _layout(marker: IterationStart) -> tuple[tuple[int, ...], ...]:
-    """Returns number, first expert and number of experts of each layer of experts on a rank."""
+    """Returns (layer number, first expert, number of experts) for each MoE layer on a rank."""
     return tuple((layer, first, len(counts)) for layer, first, *counts in marker.tokens)
 
 
 def _pace_ns(m: Measured) -> tuple[float, ...]:
-    """Returns each rank's time for a microbatch divided by its planned work."""
+    """Returns each rank's time for a microbatch in ns, divided by its planned work in layers.
+
+    Empty if the planned work of a rank is unknown.
+    """
     planned = m.work or m.layers
     works = [sum(planned[stage] for stage in stages) if planned else 0 for stages in m.stages]
     if not all(work > 0 for work in works):
@@ -573,7 +602,7 @@ def _pace_ns(m: Measured) -> tuple[float, ...]:
 
 
 def _uneven(m: Measured, times: StageCosts) -> list[Finding]:
-    """Reports stages that have more work than others because of the partition."""
+    """Returns a finding if another partition of layers would make the slowest rank much faster."""
     better = best_partition(times, sum(m.layers))
     ranks = times.rank_ns(m.layers)
     best = times.rank_ns(better).max()
@@ -595,19 +624,19 @@ def _uneven(m: Measured, times: StageCosts) -> list[Finding]:
 
 
 SIMULATED = 32
-"""Largest number of iterations that are simulated to find the cost of a finding."""
+"""Maximum number of iterations to simulate for the cost of a finding."""
 
 SIMULATED_SPANS = 300_000
-"""Largest number of spans of these iterations."""
+"""Maximum total number of spans in the simulated iterations."""
 
 
 def _with_costs(
     run: RunTrace, m: Measured, times: StageCosts | None, findings: Sequence[Finding]
 ) -> list[Finding]:
-    """Adds to each finding the time that its last iterations would save without it, by simulation.
+    """Simulates the last affected iterations without each finding, and adds the time saved as cost.
 
-    If the trace cannot be simulated, nothing is added. A finding of uneven stages is dropped if the
-    better partition saves nothing in the simulation.
+    If the trace cannot be simulated, no cost is added. A finding of uneven stages is dropped if
+    the better partition saves nothing in the simulation.
     """
 
     @cache
@@ -629,7 +658,8 @@ def _with_costs(
             continue
         before_s, after_s = graph.simulate([ops.duration_s, without]).mean(axis=0).tolist()
         saved_s = rule_saves_s(m.headers[0], ops, without, np.unique(ops.iteration).tolist())
-        if saved_s is None or finding.cause == "spikes":  # few of the steps have spikes
+        # Few steps have spikes, so for spikes the mean over all simulated steps is used.
+        if saved_s is None or finding.cause == "spikes":
             saved_s = before_s - after_s
         if saved_s <= 0 and finding.cause == "uneven stages":
             continue
@@ -641,11 +671,12 @@ def _with_costs(
 def _without(
     m: Measured, times: StageCosts | None, finding: Finding, ops: Operations
 ) -> npt.NDArray[np.float64]:
-    """Returns the durations of the operations in seconds as they would be without a finding."""
+    """Returns the duration in seconds of each operation, as if the finding's cause were absent."""
     where = ops.where
     duration_s: npt.NDArray[np.float64] = ops.duration_s.copy()
     simulated = [m.headers[m.column[rank]] for rank in where.ranks.tolist()]
-    # Only the first rank of a tensor-parallel group is simulated.
+    # The simulation has one worker per tensor-parallel group (its first rank). A finding on
+    # another rank of the group is applied to that worker.
     worker_of = {(header.pp_rank, header.dp_rank): n for n, header in enumerate(simulated)}
     headers = [m.headers[m.column[rank]] for rank in finding.ranks]
     workers = [worker_of.get((header.pp_rank, header.dp_rank), -1) for header in headers]
@@ -667,7 +698,7 @@ def _without(
                 usual = float(np.median(duration_s[rows])) if len(rows) else 0.0
                 duration_s[rows[duration_s[rows] > math.exp(SPIKE_LEAST) * usual]] = usual
     elif finding.cause == "overloaded experts":
-        # All ranks of the stage wait for the overloaded one.
+        # All ranks of the same pipeline position wait for the overloaded one, so all get faster.
         column = m.column[finding.ranks[0]]
         stage = [n for n, header in enumerate(simulated) if header.pp_rank == headers[0].pp_rank]
         duration_s[computes & np.isin(ops.worker, stage)] *= max(
@@ -681,7 +712,7 @@ def _without(
 
 
 def _advise(m: Measured, times: StageCosts | None, finding: Finding) -> Finding:
-    """Adds remedies to a finding, the best first."""
+    """Returns the finding with remedies, the best first, and with a better partition if any."""
     advice: list[str] = []
     partition: tuple[int, ...] = ()
     hosts = " and ".join(sorted(set(finding.hosts)))

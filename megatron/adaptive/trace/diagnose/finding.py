@@ -1,4 +1,4 @@
-"""Defines findings of a diagnosis, each with its evidence, its cost and a remedy."""
+"""Defines the results of a diagnosis: findings with evidence, cost in time and remedies."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ CAUSES_FOUND = (
     "uneven stages",
     "overloaded experts",
 )
-"""Causes of findings."""
+"""Causes of slow steps that a diagnosis can find."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """Describes in which iterations a finding holds.
+    """Describes which iterations a finding affects.
 
     Attributes:
-        first: First affected iteration.
-        last: Last affected iteration.
-        kind: ``lasting`` (all iterations of the diagnosis), ``begun`` (from ``first`` on),
-            ``passed`` (from ``first`` to ``last``) or ``spikes`` (now and then).
+        first: Number of the first affected iteration.
+        last: Number of the last affected iteration.
+        kind: ``lasting`` (all iterations of the diagnosis), ``begun`` (from ``first`` to the end),
+            ``passed`` (from ``first`` to ``last``, then over) or ``spikes`` (now and then).
     """
 
     first: int
@@ -48,24 +48,25 @@ class Finding:
     """Describes one cause of slow steps.
 
     Attributes:
-        cause: One of :data:`CAUSES_FOUND`.
-        ranks: Global ranks; for a link its sender and its receiver.
-        stages: Pipeline stages on these ranks.
-        hosts: Machine of each of these ranks.
-        factor: Ratio of the work's time to the expected one; for experts the ratio of their tokens
-            to the mean. ``None`` if ``delay_ms`` is used instead.
-        delay_ms: Delay of each message, microbatch or action; for experts the additional time that
-            others wait in exchanges for each microbatch.
-        period: Affected iterations.
-        against: Reference of the comparison: ``peers``, ``plan``, ``history`` or ``others``.
-        confidence: Probability that this is not chance, 0.5 to 0.99.
+        cause: Name of the cause, one of :data:`CAUSES_FOUND`.
+        ranks: Affected global ranks; for a slow link, its sender and its receiver.
+        stages: Pipeline stages on the affected ranks.
+        hosts: Name of the machine of each affected rank.
+        factor: Ratio of the ranks' computing time to the expected time; for overloaded experts,
+            ratio of their tokens to the mean. ``None`` if ``delay_ms`` is used instead.
+        delay_ms: Delay of each message, microbatch or action. For overloaded experts, additional
+            time per microbatch that other ranks wait in exchanges of tokens.
+        period: Iterations in which the cause shows.
+        against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
+            (expected times), ``history`` (other iterations) or ``others`` (other ranks or links).
+        confidence: Probability that the finding is no random effect, 0.5 to 0.99.
         counts: Number of iterations, and of actions, messages or reads, that were compared.
-        detail: Further figures, one line.
-        cost_ms: Time in ms by which a step would be shorter without it, by simulation.
-        cost_fraction: The same as a fraction of the step.
+        detail: Further numbers as a line of text.
+        cost_ms: Simulated reduction of the step time in ms if the cause were absent.
+        cost_fraction: The same reduction as a fraction of the step time.
         advice: Remedies, a sentence each, the best first.
-        partition: Layers per stage that suit the measured speeds best, empty if unknown or not
-            better than the present partition.
+        partition: Number of layers per stage that suits the measured speeds best. Empty if unknown
+            or not better than the present partition.
     """
 
     cause: str
@@ -86,11 +87,11 @@ class Finding:
 
     @property
     def headline(self) -> str:
-        """Line with cause, culprit, size and affected iterations."""
+        """Line of text with cause, affected ranks, size of the effect, and iterations."""
         return f"{self.cause}: {self._culprit()} {self._size()} {self.period}"
 
     def format(self) -> str:
-        """Returns some lines of text for people."""
+        """Formats the finding as text: headline, cost, evidence and remedies, a line each."""
         counted = ", ".join(f"{count} {unit}" for unit, count in self.counts.items())
         lines = [
             self.headline,
@@ -126,17 +127,17 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Holds the findings of a run.
+    """Holds the result of a diagnosis of a run.
 
     Attributes:
-        findings: Findings, the most costly first; empty if the run has none.
+        findings: Causes of slow steps, the most costly first; empty if there are none.
         iterations: Numbers of the iterations that were examined.
         num_ranks: Number of ranks that have traces.
         counts: Number of actions and messages that were examined.
         step_ms: Median duration of a step in ms.
         notes: Caveats about the trace; :meth:`format` leaves them out.
-        pace_ns: Time of each rank for a microbatch divided by its number of layers; empty if the
-            trace does not say how many layers it has.
+        pace_ns: Each rank's time in ns for a microbatch, divided by its work in layers; empty if
+            the number of layers per stage is unknown.
     """
 
     findings: tuple[Finding, ...]
@@ -148,7 +149,7 @@ class Diagnosis:
     pace_ns: tuple[float, ...] = ()
 
     def format(self) -> str:
-        """Returns some lines of text for people."""
+        """Formats the diagnosis as text: a summary line, then some lines per finding."""
         counted = ", ".join(f"{count} {unit}" for unit, count in self.counts.items())
         head = (
             f"{len(self.findings) or 'no'} finding{'s' * (len(self.findings) != 1)} in iterations "
@@ -158,7 +159,7 @@ class Diagnosis:
         return "\n".join([head, *(f.format() for f in self.findings)])
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the diagnosis as values that ``json.dumps`` accepts."""
+        """Returns the diagnosis as a dictionary that ``json.dumps`` accepts."""
         result = asdict(self)
         for fields, finding in zip(result["findings"], self.findings, strict=True):
             fields["period"]["text"] = str(finding.period)

@@ -1,4 +1,4 @@
-"""Collects the times of a run in arrays, and computes statistics that are robust to outliers."""
+"""Reads the times of a run into arrays, and computes statistics that are robust to outliers."""
 
 from __future__ import annotations
 
@@ -23,40 +23,45 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, IterationStart, 
 Floats = npt.NDArray[np.floating[Any]]
 
 MOST_ITERATIONS = 200
-"""Largest number of iterations in a diagnosis; of a longer run an evenly spread sample is used."""
+"""Maximum number of iterations in a diagnosis; of a longer run, an evenly spaced sample is used."""
 
 MOST_SPANS = 4_000_000
-"""Largest number of spans in a diagnosis; with more, fewer iterations are used."""
+"""Maximum number of spans in a diagnosis; if a run has more, fewer iterations are used."""
 
 MOST_MESSAGE_SPANS = 1_500_000
-"""Largest number of spans in which messages are matched; with more, in fewer iterations."""
+"""Maximum number of spans to search for messages; if there are more, fewer iterations are used."""
 
 FIRST_STEPS = 1
-"""Number of first iterations to leave out: they include setup that later ones do not need."""
+"""Number of first iterations to leave out (warm-up)."""
 
 _KINDS = len(DRAWN_ACTIONS)
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Holds the times of some iterations.
+    """Holds the times of a run in some iterations, as arrays.
+
+    A rank's "column" is its index along the ranks' axis of the arrays.
 
     Attributes:
-        headers: Trace header of each rank, by column of the arrays.
-        stages: Pipeline stages of each rank, by column.
+        headers: Trace header of each rank, by column.
+        stages: Pipeline stages on each rank, by column.
         iterations: ``[iterations]``, numbers of the iterations.
-        num_microbatches: Number of microbatches of the last iteration.
-        num_chunks: Chunks per rank.
-        layers: Layers of each stage, empty if the trace does not say it.
-        work: Planned work of each stage, see ``TraceHeader.work``.
-        action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, durations of F, B and W
-            without the reading of data within them; pieces of a W are summed; NaN for none.
+        num_microbatches: Number of microbatches in the last of these iterations.
+        num_chunks: Number of model chunks per rank.
+        layers: Number of layers of each stage, empty if unknown.
+        work: Expected time of each stage, including embedding and loss, expressed as an equivalent
+            number of layers; empty if unknown.
+        action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, durations of forward
+            passes, backward passes and separate weight-gradient passes (the sum, if in several
+            parts). The time of reading data and sending in them is subtracted. NaN if there was no
+            such action.
         read_ns: ``[iterations, ranks]``, total time of reading data.
-        reads: ``[iterations, ranks]``, number of reads.
-        step_ns: ``[iterations]``, time from the first to the last action of the longest pipeline.
-        messages: Messages of some of the iterations.
-        clock_error_ns: Largest remaining error between the clocks of two ranks.
-        experts: Markers of the iterations in which each rank recorded the load of its experts.
+        reads: ``[iterations, ranks]``, number of reads of data.
+        step_ns: ``[iterations]``, time from the first to the last action in the slowest pipeline.
+        messages: Messages between ranks, of all or some of the iterations.
+        clock_error_ns: Maximum remaining error between the clocks of two ranks.
+        experts: For each rank, the markers of iterations with the load of the rank's experts.
     """
 
     headers: tuple[TraceHeader, ...]
@@ -76,13 +81,13 @@ class Measured:
 
     @cached_property
     def median_ns(self) -> Floats:
-        """``[iterations, ranks, chunks, 3]``, medians over microbatches, NaN for none."""
+        """``[iterations, ranks, chunks, 3]``, median duration over microbatches, NaN if unknown."""
         medians: Floats = middle(self.action_ns, axis=-1)
         return medians
 
     @cached_property
     def microbatch_ns(self) -> Floats:
-        """``[ranks]``, time of a rank for all work of one microbatch."""
+        """``[ranks]``, computing time in ns for one microbatch in all chunks of a rank."""
         totals: Floats = np.nansum(middle(self.median_ns, axis=0), axis=(1, 2))
         return totals
 
@@ -93,22 +98,25 @@ class Measured:
 
     @property
     def step(self) -> float:
-        """Median duration of a step in ns."""
+        """Median time of a step in ns, 0 without iterations."""
         return float(np.median(self.step_ns)) if len(self.step_ns) else 0.0
 
     @cached_property
     def column(self) -> dict[int, int]:
-        """Column of each global rank."""
+        """Index along the ranks' axis of the arrays, for each global rank."""
         return {header.rank: column for column, header in enumerate(self.headers)}
 
     @cached_property
     def replicas(self) -> dict[tuple[int, ...], list[int]]:
-        """Columns of each pipeline, by its data- and tensor-parallel position."""
+        """Columns of the ranks of each pipeline, by (data-parallel rank, tensor-parallel rank)."""
         return self._grouped("dp_rank", "tp_rank")
 
     @cached_property
     def peers(self) -> dict[tuple[int, ...], list[int]]:
-        """Columns of ranks that do the same work on other data, by pipeline and tensor position."""
+        """Columns of ranks that do the same work on other data.
+
+        Keys are (pipeline rank, tensor-parallel rank).
+        """
         return self._grouped("pp_rank", "tp_rank")
 
     def _grouped(self, *axes: str) -> dict[tuple[int, ...], list[int]]:
@@ -121,14 +129,14 @@ class Measured:
     def finding(
         self, cause: str, columns: Sequence[int], iterations: Ints, **evidence: Any
     ) -> Finding:
-        """Makes a finding about some ranks.
+        """Makes a finding about some ranks, with their stages and machines filled in.
 
         Args:
-            cause: Cause, see :class:`Finding`.
-            columns: Columns of the ranks.
+            cause: Name of the cause, one of ``finding.CAUSES_FOUND``.
+            columns: Columns of the affected ranks.
             iterations: Numbers of the affected iterations, ascending.
-            evidence: Further fields of the finding; the number of iterations is added to
-                ``counts``.
+            evidence: Further fields of :class:`Finding`. The number of iterations is added to
+                its ``counts``.
         """
         headers = [self.headers[column] for column in columns]
         first, last = iterations[[0, -1]].tolist()
@@ -149,11 +157,12 @@ class Measured:
 
 
 def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
-    """Reads the times that a diagnosis needs.
+    """Reads from the trace all times that a diagnosis needs.
 
     Args:
-        run: Run to read.
-        iterations: Numbers of the iterations; ``None`` for all except the first.
+        run: Run whose trace is read.
+        iterations: Numbers of the iterations to read; ``None`` for all except the first, or for
+            an evenly spaced sample of them.
 
     Raises:
         TraceError: A file is damaged, or the iterations have no action.
@@ -185,7 +194,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     headers = [run.ranks[rank].header for rank in ranks]
     pipelines = np.array([(header.dp_rank, header.tp_rank) for header in headers])
     members = [(pipelines == pipeline).all(axis=1) for pipeline in np.unique(pipelines, axis=0)]
-    # Steps are measured per pipeline, so that clocks of different pipelines are not compared.
+    # Steps are measured per pipeline, because the clocks of different pipelines may disagree.
     steps = [ends[:, ranks].max(axis=1) - begins[:, ranks].min(axis=1) for ranks in members]
     last = max(counts)
     return Measured(
@@ -207,7 +216,11 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
 
 
 def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
-    """Returns the iterations to examine: complete ones, not the first, and not too many."""
+    """Returns the iterations to examine.
+
+    Unless the user names iterations, only complete ones without the first (warm-up). If these are
+    too many, an evenly spaced sample of them.
+    """
     if iterations is not None:
         candidates = sorted(set(iterations))
         for iteration in candidates:
@@ -224,19 +237,25 @@ def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
 
 
 def thinned(iterations: Ints, spans: int, most: int) -> Ints:
-    """Returns an evenly spread sample of iterations with at most ``most`` spans, at least one.
+    """Returns an evenly spaced sample of iterations that have about ``most`` spans together.
 
     Args:
         iterations: Numbers of the iterations.
-        spans: Number of their spans.
-        most: Largest number of spans of the sample.
+        spans: Total number of spans in all these iterations.
+        most: Maximum number of spans in the sample; at least one iteration is returned anyway.
     """
     keep = max(1, min(len(iterations), len(iterations) * most // max(1, spans)))
     return iterations[np.linspace(0, len(iterations) - 1, keep).astype(np.int64)]
 
 
 def _fill(action_ns: Floats, table: TraceTable, iterations: Ints) -> None:
-    """Writes a rank's durations into ``action_ns``, ``[iterations, chunks, 3, microbatches]``."""
+    """Writes the durations of a rank's actions into an array.
+
+    Args:
+        action_ns: ``[iterations, chunks, 3, microbatches]``, array to fill.
+        table: Spans of the rank.
+        iterations: Numbers of the iterations along the first axis, ascending.
+    """
     drawn = table.where(*DRAWN_ACTIONS)
     pure = compute_ns(table)[drawn]
     actions = table.take(drawn)
@@ -251,7 +270,10 @@ def _fill(action_ns: Floats, table: TraceTable, iterations: Ints) -> None:
 
 
 def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
-    """Returns a field of the headers with a value per stage; empty if it is missing or differs."""
+    """Returns a header field that has one value per stage.
+
+    Empty if the headers lack the field, or if they do not agree.
+    """
     values: set[tuple[Any, ...]] = {getattr(header, name) for header in headers}
     stages = headers[0].num_ranks * headers[0].num_chunks
     value = next(iter(values))
@@ -259,7 +281,10 @@ def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
 
 
 def _clock_error(run: RunTrace) -> float:
-    """Returns half the fastest exchange of the worst clock; 1 s if a clock was not measured."""
+    """Returns the maximum error of the measured clock offsets in ns; 1 s if one was not measured.
+
+    The error of an offset is at most half of the fastest round trip to the reference clock.
+    """
     clocks = run.alignment.clocks[1:]
     if not clocks:
         return 0.0
@@ -270,29 +295,32 @@ NORMAL = 1.4826
 """Ratio of standard deviation to median absolute deviation for a normal distribution."""
 
 FROM_END = 4
-"""Least number of values on either side of a change."""
+"""Minimum number of values before and after a change in a series."""
 
 PASSED = 6
-"""Least number of values in an interval that ends before the series does."""
+"""Minimum number of values in an interval that ends before the series does."""
 
 TO_THE_END = 0.85
-"""Ratio of scores from which an interval that lasts to the end is preferred to the best one."""
+"""Fraction of the best score at which an interval up to the end of the series is preferred."""
 
 APART = 0.2
-"""Least gap, as a fraction of the rise, between lower quartile inside and upper one outside."""
+"""Minimum gap between the lower quartile inside an interval and the upper quartile outside.
+
+In units of the rise, which is the difference between the two medians.
+"""
 
 TAME = 1.75
-"""Number of standard deviations from the median to which :func:`tame_mean` clips values."""
+"""Number of standard deviations from the median beyond which :func:`tame_mean` clips values."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Locates a part of a series whose values are higher than the others.
+    """Describes an interval of a series in which the values are higher than elsewhere.
 
     Attributes:
-        inside: Indices of the part.
-        rise: Median inside minus median outside.
-        score: Difference of the means in standard errors.
+        inside: Indices of the values in the interval.
+        rise: Median inside the interval minus median outside.
+        score: Mean inside minus mean outside, in standard errors.
     """
 
     inside: slice
@@ -301,14 +329,15 @@ class Interval:
 
 
 def middle(values: Floats, axis: int | tuple[int, ...] | None = None) -> Any:
-    """Returns the median without NaN; NaN if there is no other value."""
+    """Returns the median of all values except NaN, or NaN if there are none."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about empty slices
+        # Slices that contain only NaN are expected; numpy would warn about each.
+        warnings.simplefilter("ignore", RuntimeWarning)
         return np.nanmedian(values, axis=axis)
 
 
 def spread(values: Floats, axis: int | None = None) -> Any:
-    """Estimates the standard deviation from the median absolute deviation."""
+    """Estimates the standard deviation from the median absolute deviation, ignoring NaN."""
     centre = middle(values, axis)
     centre = centre if axis is None else np.expand_dims(centre, axis)
     return NORMAL * middle(np.abs(values - centre), axis)
@@ -317,28 +346,31 @@ def spread(values: Floats, axis: int | None = None) -> Any:
 def tame_mean(values: Floats) -> Floats:
     """Returns the mean over the last axis, with outliers clipped.
 
-    It is more exact than the median, and as robust to a few outliers.
+    This estimate is more exact than the median, and as robust to a few outliers.
 
     Args:
-        values: ``[n, ..., m]``; NaN for none. The limits of clipping are common to the first axis.
+        values: ``[n, ..., m]``, NaN where a value is missing. Values are clipped to a distance from
+            the median that is the same for all ``n``.
 
     Returns:
-        ``[n, ...]``, NaN if there is no value.
+        ``[n, ...]``, NaN if all values are missing.
     """
     centre = middle(values, axis=-1)[..., None]
     reach = TAME * middle(spread(values, axis=-1), axis=0)[None, ..., None]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about empty slices
+        # Slices that contain only NaN are expected; numpy would warn about each.
+        warnings.simplefilter("ignore", RuntimeWarning)
         return np.asarray(np.nanmean(np.clip(values, centre - reach, centre + reach), axis=-1))
 
 
 def noise(series: Floats) -> float:
-    """Estimates the standard deviation of a series around its present level.
+    """Estimates the standard deviation of the random noise in a series.
 
-    The estimate uses differences of neighbours, so that a change of the level does not matter.
+    The estimate uses differences between neighbouring values, so that a jump or a slow drift of the
+    series does not increase it.
 
     Args:
-        series: ``[n]`` without NaN; the result is 0 for fewer than three values.
+        series: ``[n]`` without NaN; for fewer than three values the result is 0.
     """
     if len(series) < 3:
         return 0.0
@@ -346,10 +378,10 @@ def noise(series: Floats) -> float:
 
 
 def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
-    """Returns the first indices and the ends of all intervals in which to look for a change.
+    """Returns the first indices and the ends of all intervals that may contain a change.
 
     Args:
-        count: Length of the series.
+        count: Number of values in the series.
         ended: Whether to include intervals that end before the series does.
     """
     begins = np.arange(FROM_END, count - FROM_END + 1)
@@ -365,17 +397,17 @@ def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
 def best_interval(
     series: Floats, floor: float = 0.0, *, rise: float = 0.0, score: float = 0.0
 ) -> Interval | None:
-    """Returns the interval in which a series is most certainly higher than elsewhere.
+    """Returns the interval in which a series is higher than elsewhere with the most certainty.
 
     Args:
         series: ``[n]`` without NaN.
-        floor: Least standard deviation that is assumed.
-        rise: Least rise of the interval.
-        score: Least score of the interval.
+        floor: Minimum standard deviation to assume for the noise of the series.
+        rise: Minimum rise of the interval (median inside minus median outside).
+        score: Minimum score of the interval (difference of the means in standard errors).
 
     Returns:
-        The interval. ``None`` if the series is too short, if most values inside are not above most
-        values outside, or if rise or score are below their limits.
+        The interval. ``None`` if the series is too short, if the values inside and outside overlap
+        too much, or if rise or score are below their minimum.
     """
     count = len(series)
     if count < 2 * FROM_END:
@@ -396,11 +428,16 @@ def best_interval(
     rest = np.concatenate([series[:a], series[b:]])
     height = float(np.median(series[a:b]) - np.median(rest))
     interval = Interval(slice(a, b), height, float(scores[best]))
-    # A few outliers make no level: most values inside must be above most values outside.
+    # A few outliers can raise the mean. Therefore most values inside must be above most values
+    # outside.
     overlaps = np.quantile(series[a:b], 0.25) < np.quantile(rest, 0.75) + APART * interval.rise
     return None if overlaps or interval.rise < rise or interval.score < score else interval
 
 
 def chance(deviations: float) -> float:
-    """Returns the probability, 0.5 to 0.99, that a value ``deviations`` above 0 is not chance."""
+    """Returns the probability that a value above 0 is no random effect, limited to 0.5..0.99.
+
+    Args:
+        deviations: The value in standard deviations.
+    """
     return min(0.99, max(0.5, 0.5 * (1 + math.erf(deviations / math.sqrt(2)))))

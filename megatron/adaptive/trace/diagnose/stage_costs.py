@@ -12,11 +12,11 @@ from megatron.adaptive.trace.diagnose.samples import Floats, Measured, middle
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """Holds the time of a layer on each stage, and that of embedding and loss.
+    """Holds the time of a layer on each stage, and the time of embedding and loss.
 
     Attributes:
-        layer_ns: ``[stages]``, time of one layer in ns.
-        extra_ns: ``[stages]``, time of embedding and loss in ns.
+        layer_ns: ``[stages]``, time of one layer for one microbatch in ns.
+        extra_ns: ``[stages]``, time of embedding and loss for one microbatch in ns.
         rank_of: ``[stages]``, pipeline rank of each stage.
     """
 
@@ -25,17 +25,28 @@ class StageCosts:
     rank_of: Sequence[int]
 
     def stage_ns(self, layers: Sequence[int]) -> Floats:
-        """Returns the time of a microbatch on each stage under a partition, ``[stages]``."""
+        """Computes the time in ns of a microbatch on each stage, ``[stages]``.
+
+        Args:
+            layers: Number of layers per stage.
+        """
         return np.asarray(np.asarray(layers) * self.layer_ns + self.extra_ns)
 
     def rank_ns(self, layers: Sequence[int]) -> Floats:
-        """Returns the time of a microbatch on each rank under a partition, ``[pipeline ranks]``."""
+        """Computes the time in ns of a microbatch on each rank, ``[pipeline ranks]``.
+
+        Args:
+            layers: Number of layers per stage.
+        """
         ranks: Floats = np.bincount(self.rank_of, weights=self.stage_ns(layers)).astype(np.float64)
         return ranks
 
 
 def stage_costs(m: Measured) -> StageCosts | None:
-    """Derives the times of layers from a run; ``None`` if the trace lacks the layers per stage."""
+    """Estimates the time of a layer on each stage from the measured times of a run.
+
+    ``None`` if the number of layers per stage is unknown.
+    """
     if not m.layers or not sum(m.layers):
         return None
     stage_ns = np.zeros(len(m.layers))
@@ -43,7 +54,8 @@ def stage_costs(m: Measured) -> StageCosts | None:
     for column, header in enumerate(m.headers):
         for chunk, stage in enumerate(m.stages[column]):
             chunk_ns = float(np.nansum(middle(m.median_ns[:, column, chunk], axis=0)))
-            stage_ns[stage] = max(stage_ns[stage], chunk_ns)  # replicas wait for the slowest
+            # Data-parallel replicas wait for each other, so the slowest one is used.
+            stage_ns[stage] = max(stage_ns[stage], chunk_ns)
             rank_of[stage] = header.pp_rank
     return split_costs(stage_ns, m.layers, m.work, rank_of)
 
@@ -51,12 +63,13 @@ def stage_costs(m: Measured) -> StageCosts | None:
 def split_costs(
     stage_ns: Floats, layers_of: Sequence[int], work: Sequence[float], rank_of: Sequence[int]
 ) -> StageCosts:
-    """Splits the time of each stage into that of its layers and that of embedding and loss.
+    """Splits each stage's time into the time of its layers and the time of embedding and loss.
 
     Args:
         stage_ns: ``[stages]``, time of a microbatch in ns.
         layers_of: Number of layers of each stage; at least one stage has layers.
-        work: Expected time of each stage in units of one layer's time; empty if unknown.
+        work: Expected time of each stage, expressed as an equivalent number of layers; empty if
+            unknown.
         rank_of: ``[stages]``, pipeline rank of each stage.
     """
     layers = np.array(layers_of, dtype=np.float64)
@@ -64,7 +77,8 @@ def split_costs(
     pure = (layers > 0) & (extra_work <= 0)
     pure = pure if pure.any() else layers > 0
     usual = float(np.median(stage_ns[pure] / layers[pure]))
-    # Time beyond that of the layers is for embedding and loss, up to twice the planned amount.
+    # Time of a stage beyond that of its layers is attributed to embedding and loss, up to twice the
+    # planned amount. Any more means that the stage's layers are slow.
     extra_ns = np.where(
         extra_work > 0, np.clip(stage_ns - layers * usual, 0, 2 * extra_work * usual), 0.0
     )
@@ -73,13 +87,13 @@ def split_costs(
 
 
 def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers per stage for which the slowest rank is as fast as possible.
+    """Returns the number of layers per stage for which the slowest rank is as fast as possible.
 
-    Each layer goes to the rank that would finish it first, and there to the stage with the fewest
-    layers.
+    Layers are assigned one by one (greedy algorithm). Each goes to the rank whose total time is
+    then lowest; a tie goes to the stage with the fewest layers.
 
     Args:
-        times: Times of each stage.
+        times: Time of a layer on each stage, and of embedding and loss.
         num_layers: Number of layers of the model.
     """
     stages = len(times.rank_of)
