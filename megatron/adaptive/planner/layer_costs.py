@@ -10,8 +10,8 @@ and output are 0.5 GB, on an A100 (312e12 operations/s and 1555 GB/s)::
     other operations   2 x 0.5e9 / (0.8 x 1555e9)    0.8 ms   each byte is written and read once
     forward                                          5.4 ms
 
-An estimate ignores differences between kernel libraries and drivers. ``LayerTable.estimated`` tells
-if a table contains an estimate.
+An estimate ignores differences between kernel libraries and drivers. ``LayerTable.estimated`` is
+true if a table contains an estimate.
 
 The memory of weights, gradients and optimizer state follows from the layers' parameters. The memory
 of activations is that of one microbatch, times the maximum number of microbatches that the schedule
@@ -159,7 +159,7 @@ def stage_memory(
     besides = context + parameters * runtime.parameter_copies_bytes
     sizes = model.precision
     return StageMemory(
-        # In fp8, each weight has two additional copies of one byte, one of them transposed.
+        # Each weight has two additional copies of one byte in fp8, one of them transposed.
         parameter_bytes=parameters * (sizes.parameter_bytes + 2 * sizes.fp8),
         gradient_bytes=parameters * sizes.gradient_bytes,
         optimizer_bytes=settings.state_parameters(parameters, expert_parameters, dp)

@@ -169,7 +169,7 @@ class StageMemory:
     def total_bytes(self) -> float:
         """Sum of all parts, without the limit."""
         *parts, _limit = vars(self).values()
-        total: float = sum(parts)  # in the search, an array: it computes many stages at once
+        total: float = sum(parts)  # an array in the search, which computes many stages at once
         return total
 
     @property
