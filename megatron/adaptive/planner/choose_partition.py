@@ -8,7 +8,7 @@ The search has three steps:
    32 layers on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
 
        layers of each stage    8  8  8  8    slowest pace 8 x 1.5 = 12 s
-       room at T = 9 s         9  6  9  9    33 layers, enough
+       fit at T = 9 s          9  6  9  9    33 layers, enough
        layers of each stage    9  6  9  8    slowest pace 9 s
 
 2. Stages are filled with layers in order. If a rank has several stages, they divide its time

@@ -3,8 +3,8 @@
 A step has four parts, which run one after the other::
 
     | pipeline                                  | reduction | tied embeddings | optimizer |
-      forwards, backwards and messages, in the
-      order of the plan's schedule
+      actions and messages, in the order of the
+      plan's schedule
 
 The pipeline is timed by simulating the schedule's order of actions. A stage is as fast as its
 slowest replica, and a message crosses every boundary between stages. Then each rank reduces its

@@ -5,12 +5,12 @@ ranks. Few choices remain, so all of them are tried. The model is a list of piec
 parts between two cut points::
 
     for each pipeline size that divides the processes:
-        for each microbatch that divides a replica's samples:
-            partition = the one with the fastest slowest stage, of those that fit into memory
-            bound     = microbatches x seconds of the slowest rank
+        for each microbatch size that divides a replica's samples:
+            partition = the partition that fits into memory and has the fastest slowest stage
+            bound     = number of microbatches x the slowest rank's time per microbatch
 
-    predict the steps of these shapes by ascending bound, until no bound is lower than the
-    second-best step
+    predict the step times by ascending bound, until no bound is lower than the second-best
+    step time
 
 :func:`least_largest` finds the best partition exactly, by dynamic programming.
 """
@@ -317,9 +317,8 @@ def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
     If several divisions are equally good, the one with the smallest sum of squared costs is taken.
     For example, pieces with costs 3 1 1 4 on two stages give 3 1 | 1 4, with stage costs 4 and 5.
 
-    Dynamic programming over the stages: the best division of the first pieces among k stages
-        extends the best division of fewer pieces among k - 1 stages by one stage.
-    the best one of fewer pieces among k - 1 stages, with one more stage.
+    Dynamic programming finds it stage by stage. The best division of the first pieces among k
+    stages extends the best division of fewer pieces among k - 1 stages by one stage.
 
     Args:
         costs: Cost of each stage for every range of pieces, ``[pieces + 1, pieces + 1]``, indexed

@@ -439,7 +439,7 @@ def range_largest(values: Any) -> Any:
 
 
 MATRIX_SHARE = 0.7
-"""Share of the arithmetic peak that the large matrix products of a layer reach together.
+"""Fraction of the arithmetic peak that the large matrix products of a layer reach together.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473), table 1, and Korthikanti et al. 2022
 (arXiv:2205.05198), table 5, report 44-57% of the peak for whole training steps on A100, in which

@@ -168,10 +168,8 @@ class Profile:
     def _nearest(self, kind: str, gpu: str, tp: int) -> str | None:
         """Returns the measured kind of layer that is most similar to a kind, or ``None``.
 
-        For layers with experts, the nearest number of ranks counts: For layers with experts, the
-            nearest measured number of ranks is used: for example, ``experts/8`` replaces
-            ``experts/16``.
-        ``experts/16``.
+        For layers with experts, the nearest measured number of ranks is used. For example,
+        ``experts/8`` replaces ``experts/16``.
         """
         if (kind, gpu, tp) in self._sizes:
             return kind

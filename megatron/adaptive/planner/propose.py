@@ -631,9 +631,8 @@ _NEIGHBOUR_CPU_S = 0.5
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:
     """Returns an error message that names the stage that lacks memory, and changes that help.
 
-    The stage is that of the nearest plan: The stage belongs to the nearest plan: the plan that
-        needs the least additional memory per GPU. Bisection finds this plan.
-    GPU. Halving finds it.
+    The stage belongs to the nearest plan, which is the plan that needs the least additional memory
+    per GPU. Bisection finds this plan.
 
     Args:
         inputs: Model, cluster and profile of layer times.

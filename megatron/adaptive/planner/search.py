@@ -2,7 +2,7 @@
 
 The search is a branch and bound over three levels of choices::
 
-    shape       tensor-parallel width, replicas, microbatch, recompute, optimizer, ...
+    shape       tensor-parallel size, replicas, microbatch, recompute, optimizer, ...
       level     nodes in use, number of stages, class of the first stage
         plan    class and layers of every stage
 

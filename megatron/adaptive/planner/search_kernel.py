@@ -33,8 +33,8 @@ and a step has ``m`` microbatches. ``r`` is the round trip: the time from the en
 to the start of the same microbatch's backward pass::
 
     span   = m (f + b) + max(0, r - w f) + max(0, r - w b)        idle at both ends
-    rounds = (1 + (m - 1) // (w + 1)) (f + b + r) + rest b        a forward waits for a backward
-    D      = max(span, rounds, f + b + transfers + D of the next) end of its last backward
+    rounds = (1 + (m - 1) // (w + 1)) (f + b + r) + rest b        forward waits for backward pass
+    D      = max(span, rounds, f + b + transfers + D of the next) end of last backward pass
     Z      = max(D + reduction, f + transfer + Z of the next)     end of the step, from here on
 
 Here ``rest`` is ``(m - 1) % (w + 1)``, and transfers are the messages to and from the next stage.

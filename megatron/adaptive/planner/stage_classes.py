@@ -577,13 +577,10 @@ def capacity_bound(
 ) -> float:
     """Returns a lower bound of the step time in seconds on all nodes of a cluster.
 
-    Asks, for a number of seconds T: Asks, for a time T in seconds: how many layers can all stages
-        together process within T? If there are fewer than the model has, no plan takes T or less.
-        Bisection finds the largest such T. An example has 10 layers. Two stages of type a need 1 s
-        per layer for the whole step, and one stage of type b needs 2 s per layer::
-    these are fewer than the model has, no plan takes T or less. Halving finds the largest such T.
-    An example with 10 layers on two stages of type a, 1 s per layer for the whole step, and one of
-    type b, 2 s per layer::
+    For a time T in seconds, the function computes how many layers all stages together can process
+    within T. If there are fewer than the model has, no plan takes T or less. Bisection finds the
+    largest such T. An example has 10 layers. Two stages of type a need 1 s per layer for the whole
+    step, and one stage of type b needs 2 s per layer::
 
         T = 3 s    3 + 3 + 1 =  7 layers   too few
         T = 4 s    4 + 4 + 2 = 10 layers   enough, so the bound is 4 s
