@@ -116,15 +116,14 @@ def calibrate(
     Args:
         model: Model that all runs trained.
         runs: Traced runs, at least one.
-        described: Value of the key ``model`` in the profile file. By default, the model's name and
+        described: Value of the key ``model`` in the profile file. Default: the model's name and
             arguments.
 
     Returns:
         Contents of a profile file.
 
     Raises:
-        ConfigError: A trace does not contain the layers of its stages, or these differ from the
-            model.
+        ConfigError: A trace lacks the layers of its stages, or these differ from the model.
         TraceError: A trace is damaged, or has no complete iterations to use.
     """
     stages: dict[_Key, list[_Stage]] = {}
@@ -170,14 +169,13 @@ class _Gathered:
     """Measurements from all runs, except those of stages.
 
     Attributes:
-        travel: Times of messages in seconds by message size in bytes, for each pair of node types
-            and whether both ends were on one host.
-        reduce: Times of gradient reductions in seconds by size in bytes, for each node type and
-            number of replicas.
+        travel: Times of messages in seconds, by message size in bytes. These are stored for each
+            pair of node types, and separately for messages within one host.
+        reduce: Times of gradient reductions in seconds, by size in bytes. These are stored for each
+            node type and number of replicas.
         optimizer: Time of the optimizer per parameter in seconds, by GPU.
         rest: Remaining time of a step in seconds that no other measurement explains, by GPU.
-        spread: Standard deviation of each rank's forward and backward passes, divided by the
-            median.
+        spread: Standard deviation of a rank's forward and backward times, divided by the median.
     """
 
     travel: dict[tuple[str, str, bool], dict[int, list[float]]] = field(default_factory=dict)

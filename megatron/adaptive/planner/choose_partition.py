@@ -75,13 +75,13 @@ class Loads:
     Attributes:
         placement: Assignment of stages to ranks.
         partition: Number of layers of each stage during the measurement.
-        layer_s: Times of a layer in seconds (forward pass, backward pass, weight gradients), for
-            each rank and kind of layer.
+        layer_s: Times of a layer (forward pass, backward pass, weight gradients), in seconds. There
+            is one entry per rank and kind of layer.
         beside_s: Times of each stage outside of its layers in seconds, such as embedding and loss.
         most_layers: Number of layers of average size that fit into the memory of each rank.
         kinds: Kind of each layer in model order, as a number from 0. Empty if all layers are equal.
-        sizes: Memory size of a layer divided by the average, for each rank and kind of layer. Empty
-            if all are 1.
+        sizes: Memory size of a layer divided by the average, for each rank and kind of layer. If
+            all are 1, it is empty.
     """
 
     placement: Placement
@@ -196,8 +196,7 @@ class Decision:
 
     Attributes:
         text: Choice and its reason, as one line for the log.
-        stay: Schedule for the present placement and partition. ``None`` to keep the present
-            schedule.
+        stay: Schedule for the present placement and partition. ``None`` keeps the present schedule.
         move: Schedule to run after stages or layers were moved. ``None`` to move nothing.
         partition: Number of layers of each stage after the move. ``None`` for the present numbers.
     """
@@ -243,8 +242,8 @@ def propose(
 
     Args:
         loads: Measured times and memory of the stages.
-        step_s: Function that returns the step time in seconds under a partition, made by
-            :func:`simulated_step`.
+        step_s: Function that returns the step time in seconds under a partition.
+            :func:`simulated_step` makes it.
         gain: Minimum fraction of the step time that a move must save.
 
     Returns:
@@ -277,11 +276,11 @@ def choose_together(
     Args:
         loads: Measured times and memory of the stages under the present placement and partition.
         profile: Measured times of actions with their variation, and times of messages.
-        limits: Memory limit for each placement to consider, the present one first: a function from
-            a partition to the maximum of activations. Its unit is the activations of one microbatch
-            for all stages of a rank.
+        limits: Memory limit under each placement to consider, as a function of the partition. The
+            present placement comes first. A limit is the maximum of activations, and its unit is
+            the activations of one microbatch for all stages of a rank.
         halves: Loads measured in parts of the steps. A move must save enough in each part, too.
-        gain: Minimum fraction of the step time that moving layers must save. ``None`` to move no
+        gain: Minimum fraction of the step time that moving layers must save. ``None`` moves no
             layers.
         num_microbatches: Number of microbatches per step.
         options: Other keyword arguments for ``choose_by_simulation.choose``.
@@ -408,8 +407,8 @@ class _Job:
 
         Args:
             loads: Measured times and memory of the stages.
-            candidates: Schedules under which to compare partitions. The best few schedules for the
-                balanced partition are added.
+            candidates: Schedules under which to compare partitions. The best few for a balanced
+                partition are added.
         """
         start = balanced(loads)
         limit = self.limits[loads.placement.kind]
@@ -537,8 +536,8 @@ def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Itera
     Args:
         loads: Measured times and memory of the stages.
         partition: Number of layers of each stage.
-        least: Minimum time per microbatch of the ranks that give a layer. If a faster rank gives
-            one, the slowest rank gets no faster.
+        least: Minimum time per microbatch of the ranks that give a layer. The slowest rank gets no
+            faster if a faster rank gives one.
     """
     paces = loads.paces(partition)
 

@@ -53,8 +53,8 @@ def hand_over(
         cuts: Index of the first layer of each stage, followed by the number of layers,
             ``[stages + 1]``.
         seconds: Step time of the pipeline with these cuts, in seconds.
-        seconds_of: Function from cuts to the step time in seconds, infinite if the stages do not
-            fit into memory.
+        seconds_of: Function from cuts to the step time in seconds. If memory is too small, it
+            returns infinity.
         most: Maximum number of pipelines to time.
 
     Returns:
@@ -123,8 +123,7 @@ class ChunkedPipeline:
 
         Args:
             most: Maximum number of pipelines to time.
-            hopeless_s: Time limit in seconds. If the first partition takes at least this long, the
-                search is given up.
+            hopeless_s: Time limit in seconds. A first partition that takes longer is given up.
 
         Returns:
             Index of the first layer of each stage, followed by the number of layers. Empty if the
@@ -235,11 +234,11 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
     """Returns a plan with the fastest schedule that fits into memory.
 
     Args:
-        plan: Plan of the search. If its stages have unequal parallel sizes, they get microbatches
+        plan: Plan from the search. If its stages have unequal parallel sizes, they get microbatches
             of one size (``cost.as_run``).
         inputs: Model, cluster and profile of layer times.
-        schedules: Schedules to choose from. If the plan has one chunk per rank, schedules that need
-            several are skipped.
+        schedules: Schedules to choose from. Those that need several chunks are skipped if the plan
+            has one chunk per rank.
 
     Returns:
         Plan and prediction. If no schedule fits into memory, those of the fastest schedule.

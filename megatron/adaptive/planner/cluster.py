@@ -38,9 +38,8 @@ class Gpu:
         name: Name of the GPU in cluster files.
         memory_bytes: Size of its memory in bytes, where a GB on the data sheet is 10^9 bytes.
         memory_bytes_per_s: Bandwidth of its memory in bytes per second.
-        flops: Peak speed of dense matrix products in operations per second, by element type
-            (``bf16``, ``fp16``, ``tf32``, ``fp32``). Types that the GPU does not support are
-            missing.
+        flops: Peak speed of dense matrix products in operations per second, by element type. Types
+            are ``bf16``, ``fp16``, ``tf32`` and ``fp32``. Unsupported types are missing.
         source: Title of the data sheet with these figures.
     """
 
@@ -125,14 +124,14 @@ class LinkSpeed:
     """Speed of a link in one direction.
 
     Attributes:
-        bytes_per_s: Bandwidth for large messages in bytes per second. If pairs share the link, of
-            all pairs together, otherwise of each pair.
+        bytes_per_s: Bandwidth for large messages in bytes per second. If ``shared``, all pairs
+            together have this bandwidth, otherwise each pair has it.
         latency_s: Time of an empty message in seconds.
-        shared: Whether pairs of sender and receiver that send at the same time divide the bandwidth
-            among themselves. They do on a node's network card, but not on a switch between GPUs.
-        sizes: Measured pairs ``(message size in bytes, bytes per second)``, ascending. Between two
-            sizes, the bandwidth is interpolated over the logarithm of the size. Outside of them,
-            the nearest size is used. Empty if ``bytes_per_s`` applies to all sizes.
+        shared: Whether pairs of GPUs that send at the same time divide the bandwidth. They do on a
+            node's network card, but not on a switch between GPUs.
+        sizes: Measured pairs of message size in bytes and bandwidth in bytes per second, ascending.
+            Between two sizes, the bandwidth is interpolated over the logarithm of the size. Outside
+            of them, the nearest size is used. Empty if ``bytes_per_s`` applies to all sizes.
         by_pairs: Number of pairs that sent at the same time, with the link's speed measured then.
             For another number of pairs, the next smaller one is used. If the link is shared, the
             pairs divide its bandwidth.
@@ -195,13 +194,13 @@ class NodeType:
         gpus: Number of GPUs per node.
         memory_bytes: Usable memory of each GPU in bytes.
         intra: Speed of the link between two GPUs in a node.
-        islands: Groups of neighbouring GPUs with a fast link, as pairs of number of GPUs and link
-            speed, ascending. Parts of a node come first, then groups of several nodes, such as the
+        islands: Groups of neighbouring GPUs with a fast link, as number of GPUs and link. They are
+            in ascending order: first parts of a node, then groups of several nodes, such as the
             nodes on one switch.
         network: Speed of the node's link to the network. ``None`` for the cluster's default.
         price_per_hour: Price of the whole node per hour, in the user's currency.
-        zone: Name of the node's availability zone. If the cluster has a link between zones, that
-            link connects nodes in different zones.
+        zone: Name of the node's availability zone. A cluster may have a special link between zones,
+            which then connects nodes in different zones.
         slowness: Factor on all measured durations of the node, 1 if it is as fast as measured.
         like: Name of another type that has the same links. If empty, the type's own name is used.
     """
@@ -255,8 +254,7 @@ class NodePool:
     Attributes:
         type: Type of the nodes.
         count: Number of nodes.
-        hosts: Host names of the nodes, if they are known. A part of a cluster with fewer nodes
-            keeps all names.
+        hosts: Host names of the nodes, if known. A part of a cluster keeps all names.
     """
 
     type: NodeType

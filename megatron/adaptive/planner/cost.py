@@ -73,8 +73,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
         runtime: Properties of the training program.
 
     Raises:
-        ConfigError: The profile lacks the time of a layer, or the partition does not cover the
-            model.
+        ConfigError: The profile lacks a layer's time, or the partition does not cover the model.
         ScheduleError: The schedule does not allow the plan's number of stages or microbatches.
     """
     stages = StageSums.of(plan, inputs, runtime)
@@ -144,21 +143,21 @@ class StageSums:
     """Costs of every stage and rank of a plan, summed over layers. Each chunk is a stage.
 
     Attributes:
-        durations_s: Times in seconds of forward pass, input gradients and weight gradients on the
-            slowest replica, ``[3, stages]``.
-        launch_s: Kernel launch times in seconds within ``durations_s``, during which a rank may
-            still wait for its input, ``[3, stages]``.
+        durations_s: Times of forward pass, input gradients and weight gradients, in seconds. They
+            are those of the slowest replica, ``[3, stages]``.
+        launch_s: Kernel launch times within ``durations_s``, in seconds. During these times, a rank
+            may still wait for its input, ``[3, stages]``.
         tp_s: Time of communication within ``durations_s`` in seconds, ``[stages]``.
-        latency_s: Latency in seconds of the message after a forward pass and after a backward pass,
+        latency_s: Latency of the messages after a forward and after a backward pass, in seconds,
             ``[2, stages]``.
-        occupancy_s: Time in seconds for which each of these messages keeps its link busy,
+        occupancy_s: Time for which each of these messages keeps its link busy, in seconds,
             ``[2, stages]``.
         reduce_s: Time of the gradient reduction without overlap in seconds, ``[ranks]``.
         optimizer_s: Time of the optimizer in seconds, ``[ranks]``.
         memory: Memory needed by each pipeline rank.
         of_rank: 1 if a rank holds a stage, otherwise 0, ``[ranks, stages]``.
-        message_bytes: Size in bytes of the message that a stage sends forward and backward, for one
-            microbatch of a replica, ``[2, stages]``.
+        message_bytes: Size of the messages that a stage sends forward and backward, in bytes. It is
+            that of one microbatch of a replica, ``[2, stages]``.
         estimated: Whether a time was estimated instead of measured.
     """
 
@@ -179,7 +178,7 @@ class StageSums:
         """Adds up the costs of the layers in every stage.
 
         Raises:
-            ConfigError: The profile lacks the time of a layer, or the partition does not cover the
+            ConfigError: The profile lacks a layer's time, or the partition does not cover the
                 model.
         """
         if sum(plan.partition) != inputs.model.num_layers or min(plan.partition) < 0:
@@ -475,10 +474,9 @@ def _dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -
     Args:
         plan: Plan to simulate.
         widths: Number of replicas of each stage, from :func:`dealt_widths`.
-        durations_s: Times in seconds of forward pass, input gradients and weight gradients,
+        durations_s: Times of forward pass, input gradients and weight gradients, in seconds,
             ``[3, stages]``.
-        message_s: Times in seconds of the messages after forward and backward passes,
-            ``[2, stages]``.
+        message_s: Times of messages after forward and backward passes, in seconds, ``[2, stages]``.
     """
     step = unequal_widths.simulate(
         plan.schedule,

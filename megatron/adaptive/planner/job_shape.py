@@ -58,10 +58,10 @@ class Running:
         schedule: Name of the pipeline schedule.
         chunks: Number of stages per process, if the schedule allows several numbers.
         whole: Times of the pieces, where the backward pass also computes weight gradients.
-        split: Times of the pieces, where weight gradients are a separate pass, for pipelines of
-            several processes. ``None`` if the schedule has no such pass.
-        cap: Maximum activations that a process keeps under a run-time scheduling rule, in
-            microbatches over all its stages. ``None`` for the rule's default.
+        split: Times of the pieces, where weight gradients are a separate pass. It is used for
+            pipelines of several processes. ``None`` if the schedule has no such pass.
+        cap: Maximum activations that a process keeps under a run-time scheduling rule. The unit is
+            one microbatch in all stages of the process. ``None`` for the rule's default.
     """
 
     model: Model
@@ -136,8 +136,8 @@ def choose_option(
         running: Running job, with its model and nodes.
         pipeline_sizes: Pipeline sizes to choose from. Empty for all.
         micro_batches: Microbatch sizes in samples to choose from. Empty for all up to ``most``.
-        partition: Function from a number of stages to the user's partition, or to ``None`` if the
-            partition may be chosen.
+        partition: Function that returns the user's partition for a number of stages, or ``None`` to
+            choose one.
         most: Maximum number of samples per microbatch.
 
     Returns:
@@ -321,9 +321,9 @@ def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
     stages extends the best division of fewer pieces among k - 1 stages by one stage.
 
     Args:
-        costs: Cost of each stage for every range of pieces, ``[pieces + 1, pieces + 1]``, indexed
-            by the first piece and the piece after the last. Infinite for ranges that the stage may
-            not hold.
+        costs: Cost of each stage for every range of pieces, ``[pieces + 1, pieces + 1]``. The
+            indices are the first piece and the piece after the last. Infinite for ranges that the
+            stage may not hold.
 
     Returns:
         Number of pieces of each stage, at least 1, or ``None`` if no division is possible.

@@ -58,12 +58,12 @@ class Runtime:
     pass a different runtime.
 
     Attributes:
-        context_bytes: Memory in bytes that no tensor accounts for: the device's context, its
-            libraries' buffers and code, and NCCL's channels.
-        parameter_copies_bytes: Number of bytes per parameter for copies that are made while
-            gradients are reduced and while the optimizer runs.
-        sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output,
-            and the receivers gather the parts.
+        context_bytes: Memory that no tensor accounts for, in bytes. It contains the device's
+            context, its libraries' buffers and code, and NCCL's channels.
+        parameter_copies_bytes: Memory of temporary copies, in bytes per parameter. They are made
+            while gradients are reduced and while the optimizer runs.
+        sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output.
+            The receivers then gather the parts.
         pipeline: Function that times a pipeline instead of the planner. From the plan and its
             ``cost.StageSums``, it returns ``order_timing.ScheduleTimes``, or ``None`` to leave the
             plan to the planner.
@@ -144,16 +144,16 @@ def stage_memory(
         model: Model, used for the size of its numbers.
         parameters: Number of parameters on the GPU, experts included.
         expert_parameters: Number of parameters on the GPU that belong to experts.
-        kept_bytes: Size in bytes of the activations that one microbatch keeps in all layers of the
-            rank.
+        kept_bytes: Size of the activations that a microbatch keeps in all layers of the rank, in
+            bytes.
         held: Maximum number of microbatches in flight, from :func:`in_flight`.
         workspace_bytes: Size in bytes of the largest workspace that a layer needs while it runs.
         dp: Number of data-parallel replicas.
         settings: Settings of the plan. They say whether replicas divide the optimizer state.
         limit_bytes: Usable memory of the GPU in bytes.
         runtime: Properties of the training program.
-        context_bytes: Measured memory of the process without tensors, in bytes. ``None`` for the
-            runtime's value.
+        context_bytes: Measured memory of the process without tensors, in bytes. ``None`` for that
+            of ``runtime``.
     """
     context = runtime.context_bytes if context_bytes is None else context_bytes
     besides = context + parameters * runtime.parameter_copies_bytes
@@ -178,22 +178,22 @@ class LayerTable:
 
     Attributes:
         estimated: Whether a time was estimated instead of measured.
-        forward_s: Time of a forward pass in seconds, with communication between tensor-parallel
-            ranks.
+        forward_s: Time of a forward pass with communication between tensor-parallel ranks, in
+            seconds.
         backward_s: Time of computing the input gradients in seconds, with recompute.
-        weight_s: Time of computing the weight gradients in seconds. 0 if the profile measured the
+        weight_s: Time of computing the weight gradients, in seconds. 0 if the profile measured the
             backward pass as a whole.
-        launch_s: Time in seconds that is spent on kernel launches, which need no input, within
-            ``forward_s``. The time within ``backward_s`` is the same.
-        tp_s: Time of communication within ``forward_s`` and ``backward_s``, in seconds. It contains
-            messages between tensor-parallel ranks, if the profile measured layers without them, and
-            the exchange of tokens between experts.
+        launch_s: Time of kernel launches within ``forward_s``, in seconds. They need no input. The
+            time within ``backward_s`` is the same.
+        tp_s: Time of communication within ``forward_s`` and ``backward_s``, in seconds. This is the
+            exchange of tokens between experts and, if layers were measured without them, the
+            messages between tensor-parallel ranks.
         parameters: Number of parameters on the GPU, experts included.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         kept_bytes: Size in bytes of the activations kept from the forward to the backward pass.
         workspace_bytes: Size in bytes of the additional memory in use while the layer runs.
-        waiting_bytes: Size in bytes of the data kept between the computation of input gradients and
-            of weight gradients, in addition to ``kept_bytes``.
+        waiting_bytes: Size of the data kept from input gradients to weight gradients, in bytes. It
+            is added to ``kept_bytes``.
     """
 
     estimated: bool
@@ -228,8 +228,8 @@ def layer_table(
         tp: Number of tensor-parallel ranks.
         micro_batch: Number of samples per microbatch.
         settings: Settings of the plan.
-        others: Types of all nodes whose ranks share experts or sequences with this node. Empty for
-            ``node`` alone. The slowest link to any of them is used.
+        others: Types of all nodes whose ranks share experts or sequences with this node. The
+            slowest link to any of them is used. Empty for ``node`` alone.
 
     Raises:
         ConfigError: The profile lacks the time of a layer.
@@ -271,12 +271,11 @@ class _LayerSetup:
         inputs: Model, cluster and profile of layer times.
         node: Type of the node on which the layers run.
         tp: Number of tensor-parallel ranks.
-        samples: Number of samples per microbatch that a rank computes. A fraction if ranks share
+        samples: Number of samples per microbatch and rank. It is a fraction if ranks share
             sequences.
         settings: Settings of the plan.
-        exchange: Function from :func:`exchange_of` that returns the time to send tokens to their
-            experts.
-        ring: Function from :func:`context_ring` that returns the time to send keys and values to
+        exchange: Function from :func:`exchange_of` for the time to send tokens to their experts.
+        ring: Function from :func:`context_ring` for the time to send keys and values. They go to
             the next rank that shares the sequence.
     """
 

@@ -87,8 +87,7 @@ def context_ring(
         node: Type of one node with such ranks.
         others: Types of all nodes with such ranks. The slowest link between them is used.
         tp: Number of GPUs per rank, which are neighbours.
-        ranks: Number of ranks that share a sequence. If they fit into a node, no ring leaves the
-            node.
+        ranks: Number of ranks that share a sequence. A ring stays within a node if the ranks fit.
 
     Returns:
         Function from the number of bytes that each rank sends to the time in seconds.
@@ -192,8 +191,8 @@ def boundary_s(
         receiver: GPUs of the pipeline rank that holds the receiving stage.
         inputs: Model, cluster and profile of layer times.
         bytes_per_sample: Size per sample of the tensor between the stages, in bytes.
-        sliced: Whether each tensor-parallel rank sends only its part, as with sequence parallelism.
-            Otherwise, each rank sends the whole tensor.
+        sliced: Whether each tensor-parallel rank sends only its part of the tensor. This is so with
+            sequence parallelism. Otherwise, each rank sends the whole tensor.
 
     Returns:
         Latency for the slowest replica, and the time for which its link is busy, in seconds.

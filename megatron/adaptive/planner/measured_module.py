@@ -57,26 +57,24 @@ class MeasuredModule:
     """Measurements of a module, and the settings that its layouts must keep.
 
     Attributes:
-        signature: Hash of the model and the script's settings. If it differs, the file belongs to
+        signature: Hash of the model and the script's settings. A file with another hash belongs to
             another module.
         name: Name of the model.
         whole: Contents of a profile file, where the backward pass also computes weight gradients.
-        split: Contents of a profile file, where weight gradients are a separate pass. ``None`` if
-            the schedule has no such pass.
+        split: Contents of a profile file, where weight gradients are a separate pass. If the
+            schedule has no such pass, it is ``None``.
         element_bytes: Size in bytes of an element in most parameters.
         hosts: Nodes on which the module was measured.
         batch_size: Number of samples per step over all replicas.
         most: Number of samples in the largest microbatch that was measured.
         schedule: Name of the pipeline schedule.
         chunks: Number of stages per process.
-        cap: Maximum activations that a process keeps under a run-time scheduling rule, in
-            microbatches over all its stages. ``None`` for the rule's default.
-        pipeline_size: Number of processes per pipeline that the user wants. ``None`` for any
-            number.
-        micro_batch_size: Number of samples per microbatch if it must not change, otherwise
-            ``None``.
-        partition: Number of segments (parts between cut points) of each stage, used for pipelines
-            with this number of stages. ``None`` to choose a partition.
+        cap: Maximum activations that a process keeps under a run-time scheduling rule. The unit is
+            one microbatch in all stages of the process. ``None`` for the rule's default.
+        pipeline_size: Number of processes per pipeline that the user wants. ``None`` for any.
+        micro_batch_size: Number of samples per microbatch, or ``None`` if it may change.
+        partition: Number of segments (parts between cut points) of each stage. It is used for
+            pipelines with this number of stages. ``None`` to choose a partition.
         weights: Cost of each segment, given by the user. ``None`` for the measured costs.
         is_random: Whether the model draws random numbers, which depend on the microbatch.
     """
@@ -107,8 +105,7 @@ class MeasuredModule:
         """Returns the profile with the measured times.
 
         Args:
-            split: Whether to return times with weight gradients as a separate pass, if there are
-                any.
+            split: Whether to return times with a separate weight-gradient pass, if there are any.
         """
         return make_profile(self.split if split and self.split is not None else self.whole)
 

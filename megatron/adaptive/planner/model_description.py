@@ -36,8 +36,8 @@ class Precision:
         element_bytes: Size of an activation's element in bytes, in memory and in messages.
         parameter_bytes: Size in bytes of a weight that layers read.
         gradient_bytes: Size in bytes of a weight's accumulated gradient.
-        optimizer_bytes: Size in bytes of a weight's optimizer state and master copy, which the
-            distributed optimizer divides.
+        optimizer_bytes: Size in bytes of a weight's optimizer state and master copy. The
+            distributed optimizer divides it among replicas.
         reduce_bytes: Size in bytes of a gradient in messages between data-parallel replicas.
         trained: Fraction of the weights that are trained, above 0 and up to 1.
         fp8: Whether layers multiply matrices in fp8, as with ``--fp8-format hybrid``.
@@ -106,33 +106,31 @@ class LayerKind:
         parameters: Number of parameters that tensor parallelism divides.
         replicated_parameters: Number of parameters that every tensor-parallel rank holds.
         output_elements: Number of elements that are passed to the next layer.
-        forward_flops: Number of operations in a forward pass, before tensor parallelism divides
+        forward_flops: Number of operations per forward pass, before tensor parallelism divides
             them.
         attention_flops: Number of these operations that selective recompute repeats.
-        activation_bytes: Size in bytes of the activations kept for the backward pass that tensor
-            parallelism divides.
-        replicated_activation_bytes: Size in bytes of the activations kept for the backward pass on
-            every tensor-parallel rank.
-        attention_bytes: Size in bytes of the part of ``activation_bytes`` that selective recompute
-            drops.
+        activation_bytes: Size of the kept activations that tensor parallelism divides, in bytes.
+            They are kept for the backward pass.
+        replicated_activation_bytes: Size of the activations kept on every tensor-parallel rank, in
+            bytes.
+        attention_bytes: Size of the ``activation_bytes`` that selective recompute drops.
         input_bytes: Size of the layer's input in bytes. Full recompute keeps only this.
-        workspace_bytes: Size in bytes of memory in use only while the layer runs, which tensor
-            parallelism divides.
-        weight_bytes: Size in bytes of the matrix products' inputs and output gradients, from which
-            weight gradients are computed. Only those that tensor parallelism divides are counted.
-        tp_bytes: Size in bytes of what tensor-parallel ranks all-reduce in a forward pass, and
-            again in a backward pass.
+        workspace_bytes: Size of memory in use only while the layer runs, in bytes. Tensor
+            parallelism divides it.
+        weight_bytes: Size of the data from which weight gradients are computed, in bytes. These are
+            the matrix products' inputs and output gradients, if tensor parallelism divides them.
+        tp_bytes: Number of bytes that tensor-parallel ranks all-reduce in a forward pass. The
+            backward pass all-reduces the same number.
         expert_parameters: Number of ``parameters`` that belong to experts. The more ranks the
             experts are distributed over, the fewer replicas hold each of them.
-        context_bytes: Size in bytes of the keys and values that ranks with one sequence send each
-            other in a forward pass, before tensor parallelism divides them. 0 if ranks cannot share
-            a sequence.
-        routed_bytes: Size in bytes of the kept copies of tokens for experts. If experts are
+        context_bytes: Size of the keys and values that ranks with one sequence exchange, in bytes.
+            The size is for a forward pass, before tensor parallelism divides it. 0 if ranks cannot
+            share a sequence.
+        routed_bytes: Size of the kept copies of tokens for experts, in bytes. If experts are
             distributed over ranks, the same amount is sent to them and back in a forward pass, and
             again in a backward pass.
         group: ``encoder`` or ``decoder`` if a stage must not have layers of both, otherwise empty.
-        counted: Whether the layer is included in ``--num-layers`` and in the partition of a plan
-            file.
+        counted: Whether ``--num-layers`` and the partition of a plan file include the layer.
     """
 
     name: str
@@ -194,11 +192,10 @@ class Model:
         tied_layers: Indices of the layers that share these weights.
         max_tp: Largest tensor-parallel size that the sizes of the model allow.
         precision: Size in bytes of each kind of number.
-        arguments: Megatron's command-line arguments that describe the model, for plan files. May be
+        arguments: Megatron's command-line arguments for the model, used in plan files. May be
             empty.
         expert_ranks: Numbers of ranks that the experts can be distributed over, including 1.
-        sequence: Number of tokens per sample that ranks can divide, 1 if they cannot divide a
-            sample.
+        sequence: Number of tokens per sample that ranks can divide. 1 if they cannot divide it.
         has_own_kernels: Whether the trainer's own layers compute attention without keeping scores.
             They can compute weight gradients in a separate pass. If ranks share a sequence, they
             gather its keys and values.

@@ -99,10 +99,8 @@ def preset(
     Args:
         name: Name of the preset, one of :func:`preset_names`. Case and hyphens are ignored.
         precision: Number format of the training run: ``fp32``, ``fp16`` or ``bf16``.
-        attention: Implementation of attention, one of ``ATTENTIONS``. ``None`` for the one usual in
-            runs.
-        imbalance: Number of tokens of the busiest rank divided by the average, if experts are
-            distributed over ranks.
+        attention: Implementation of attention, one of ``ATTENTIONS``. ``None`` for the usual one.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
         ConfigError: There is no such preset. The message names the most similar one.
@@ -142,13 +140,12 @@ def arguments_model(
     Args:
         arguments: Command-line arguments of ``pretrain_gpt.py``.
         name: Name of the model, by which profiles are matched to models.
-        precision: Number format, which overrides ``--fp16`` and ``--bf16``. If all are missing, it
-            is fp32, as in a run.
-        attention: Implementation of attention if the arguments do not decide it, one of
-            ``ATTENTIONS``. By default, that of a run without GPUs. With ``kernel``, the memory of
+        precision: Number format, which overrides ``--fp16`` and ``--bf16``. Without any, it is
+            fp32, which is also the default of a run.
+        attention: Implementation of attention for arguments that do not decide it. It is one of
+            ``ATTENTIONS``, by default that of a run without GPUs. With ``kernel``, the memory of
             attention scores is still counted if no kernel supports the model's attention.
-        imbalance: Number of tokens of the busiest rank divided by the average, if experts are
-            distributed over ranks.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
         ConfigError: An argument is wrong, unknown or missing.
@@ -411,16 +408,15 @@ def read_model(
     """Reads a model from the value of ``--model``.
 
     Args:
-        text: Name of a preset; a list of the trainer's arguments; path of a model or profile file
-            (``.yaml``, ``.toml``, ``.json``) or of a file with arguments; path of a Hugging Face
-            ``config.json``, or of its folder.
+        text: Preset name, list of the trainer's arguments, or path of a file or folder. A file is a
+            model or profile file (``.yaml``, ``.toml``, ``.json``), a file with arguments, or a
+            Hugging Face ``config.json``. A folder contains such a ``config.json``.
         precision: Number format, which overrides that of the model.
         default: Number format for models that do not name one.
-        attention: Implementation of attention if the model does not decide it, one of
+        attention: Implementation of attention for models that do not decide it. It is one of
             ``ATTENTIONS``.
         sequence: Number of tokens per sample, for a ``config.json`` only.
-        imbalance: Number of tokens of the busiest rank divided by the average, if experts are
-            distributed over ranks.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
         ConfigError: The text is none of these, or the model is invalid.
@@ -489,7 +485,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
     """Makes a model from a list of its layers, as a model file or profile contains it.
 
     Args:
-        document: Dictionary with the list ``layers``, and optionally ``tokens_per_sample``,
+        document: Dictionary with the list ``layers``. It may also have ``tokens_per_sample``,
             ``tied_parameters`` and ``tied_layers``.
         name: Name of the model.
         precision: Size in bytes of each kind of number.

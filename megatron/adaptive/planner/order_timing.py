@@ -78,7 +78,7 @@ class ScheduleTimes:
     """End times and busy times of the ranks in a step.
 
     Attributes:
-        end_s: Time at which each rank's last action ends, in seconds from the start of the step,
+        end_s: Time from the start of the step to the end of each rank's last action, in seconds,
             ``[ranks]``.
         busy_s: Time in seconds for which each rank runs actions, ``[ranks]``.
     """
@@ -103,8 +103,7 @@ def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Step
         num_microbatches: Number of microbatches per step.
 
     Raises:
-        ScheduleError: No static schedule has this name, or the schedule does not allow these
-            numbers.
+        ScheduleError: No static schedule has this name, or it does not allow these numbers.
     """
     placement = catalog.placement_for(schedule, pp, chunks)
     static = catalog.make_schedule(schedule, placement, num_microbatches)
@@ -154,19 +153,19 @@ def step_times(
 
     Args:
         steps: Actions of the schedule in topological order, from :func:`steps_of`.
-        durations_s: Times in seconds of forward pass, input gradients and weight gradients of each
-            stage, ``[3, stages] float64``. The last two are added up if the schedule runs them as
-            one action.
-        latency_s: Latency in seconds of the message after each stage's forward pass (to the next
-            stage) and backward pass (to the previous stage), ``[2, stages]``. 0 if no message is
-            sent.
-        occupancy_s: Time in seconds for which each of these messages keeps its link busy,
+        durations_s: Times of forward pass, input gradients and weight gradients, in seconds. The
+            array is ``[3, stages] float64``. If the schedule has no separate action W, the last two
+            are added up.
+        latency_s: Latency of the messages after each stage's forward and backward pass, in seconds.
+            The array is ``[2, stages]``. After a forward pass, the message goes to the next stage,
+            and after a backward pass, to the previous stage. 0 if no message is sent.
+        occupancy_s: Time for which each of these messages keeps its link busy, in seconds,
             ``[2, stages]``.
-        launch_s: Time in seconds within ``durations_s`` in which the CPU launches kernels,
-            ``[3, stages]``. A rank can launch kernels while it waits for the input. ``None`` if
-            there is no such time.
-        factors: Factor on the duration of each action, in the order of ``steps``, ``[actions]``, or
-            one number for all actions.
+        launch_s: Time within ``durations_s`` in which the CPU launches kernels, in seconds. The
+            array is ``[3, stages]``. A rank can launch kernels while it waits for the input.
+            ``None`` if there is no such time.
+        factors: Factor on the duration of each action, in the order of ``steps``. The array is
+            ``[actions]``, or one number applies to all actions.
     """
     kind, stage = steps.rows[:, 0], steps.rows[:, 1]
     seconds = steps.table(durations_s)[kind, stage] * factors
@@ -249,9 +248,9 @@ def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> fl
 
     Args:
         steps: Actions of the schedule in topological order, from :func:`steps_of`.
-        durations_s: Times in seconds of forward pass, input gradients and weight gradients of each
-            stage, ``[3, stages]``.
-        message_s: Time in seconds of the message after each stage's forward and backward pass,
+        durations_s: Times of forward pass, input gradients and weight gradients, in seconds,
+            ``[3, stages]``.
+        message_s: Times of the messages after forward and backward passes, in seconds,
             ``[2, stages]``.
         sigma: Standard deviation of the logarithm of the factors, 0 for no variation.
     """

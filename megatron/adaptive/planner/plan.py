@@ -52,10 +52,9 @@ class StagePlace:
 
     Attributes:
         replicas: Data-parallel replicas of the rank, in the order of data-parallel ranks.
-        micro_batch: Number of samples per microbatch on each replica. If stages have unequal
-            parallel sizes, there are two cases. If microbatches are distributed to replicas (see
-            ``cost``), it is the same on all stages. Otherwise ``micro_batch * len(replicas)`` is
-            the same.
+        micro_batch: Number of samples per microbatch on each replica. Stages with unequal parallel
+            sizes have the same number only if microbatches are distributed to the replicas
+            (``cost.as_run``). Otherwise, ``micro_batch * len(replicas)`` is the same on all stages.
     """
 
     replicas: tuple[Replica, ...]
@@ -70,8 +69,8 @@ class StageSettings:
         recompute: Kind of activation recompute, one of ``model_description.RECOMPUTE``.
         distributed_optimizer: Whether replicas divide the optimizer state among themselves.
         overlap_reduce: Whether gradients are reduced while backward passes still run.
-        sequence_parallel: Whether tensor-parallel ranks also divide the activations outside of
-            attention and MLP.
+        sequence_parallel: Whether sequence parallelism is on. Tensor-parallel ranks then also
+            divide the activations outside of attention and MLP.
         expert_ranks: Number of neighbouring replicas that the experts are distributed over.
         context_ranks: Number of neighbouring ranks that share each sequence (context parallelism).
     """
@@ -107,8 +106,8 @@ class Plan(StageSettings):
         micro_batch: Number of samples per microbatch on one replica of the first stage.
         global_batch: Number of samples per step.
         schedule: Name of the pipeline schedule, a value of ``--pipeline-schedule``.
-        partition: Number of layers of each of the ``pp * chunks`` stages in pipeline order,
-            embedding and head included.
+        partition: Number of layers of each stage in pipeline order, ``[pp * chunks]``. Embedding
+            and head are included.
         places: GPUs of each pipeline rank, ``[pp]``. Ranks that share a sequence are each counted
             as a replica, so a stage has ``dp * context_ranks`` replicas.
     """
@@ -153,8 +152,7 @@ class StageMemory:
         gradient_bytes: Size of the gradients in bytes.
         optimizer_bytes: Size of optimizer state and master weights in bytes.
         activation_bytes: Size of the activations in bytes, at their peak under the schedule.
-        workspace_bytes: Size in bytes of temporary buffers, of the process's CUDA context, and of
-            everything else.
+        workspace_bytes: Size of temporary buffers, CUDA context and everything else, in bytes.
         limit_bytes: Usable memory of the GPU in bytes.
     """
 
@@ -183,10 +181,9 @@ class StagePrediction:
     """Predicted times and memory of one pipeline rank.
 
     Attributes:
-        forward_s: Time in seconds of one microbatch's forward pass, summed over all chunks of the
-            rank.
-        backward_s: Time in seconds of one microbatch's backward pass, summed over all chunks of the
-            rank, with weight gradients and recompute.
+        forward_s: Time of one microbatch's forward pass in all chunks of the rank, in seconds.
+        backward_s: Time of one microbatch's backward pass in all chunks of the rank, in seconds. It
+            includes weight gradients and recompute.
         send_s: Time of one message to the next stage, in seconds.
         bubble: Idle fraction of the pipeline's time, from 0 to 1.
         memory: Memory of the rank's fullest GPU.
@@ -205,9 +202,10 @@ class Prediction:
 
     Attributes:
         seconds: Time of one step in seconds.
-        parts: Times in seconds that add up to ``seconds``, by name: ``compute``, ``bubble``,
-            ``transfer``, ``tp``, ``reduction``, ``embedding`` and ``optimizer``. If the profile has
-            measured them, also ``jitter``, and ``beside`` for all other work in a step.
+        parts: Times in seconds that add up to ``seconds``, by the name of the part. Names are
+            ``compute``, ``bubble``, ``transfer``, ``tp``, ``reduction``, ``embedding`` and
+            ``optimizer``. If the profile has measured them, also ``jitter``, and ``beside`` for all
+            other work in a step.
         stages: Predicted times and memory of each pipeline rank.
         tokens_per_s: Number of tokens per second that the whole job processes.
         price_per_hour: Price per hour of all nodes in use.
@@ -382,8 +380,7 @@ def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False
         as_conf: Whether to write shell variables for ``conf.sh`` instead of a plan file.
 
     Raises:
-        ConfigError: The file cannot be written, or the variables of ``conf.sh`` cannot describe the
-            stages.
+        ConfigError: The file cannot be written, or ``conf.sh`` has no variables for the stages.
     """
     text = conf_text(document) if as_conf else json.dumps(document, indent=2) + "\n"
     try:
@@ -422,8 +419,7 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
     Args:
         document: Contents of the plan file, made by :func:`plan_document`.
         form: Name of the format, one of :data:`EXPORTS`.
-        arguments: The trainer's command-line arguments that describe the model. Empty if there are
-            none.
+        arguments: The trainer's command-line arguments that describe the model. May be empty.
         file: Name of the plan file, which the command for Slurm contains.
 
     Raises:
@@ -652,8 +648,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
     Args:
         rows: Plans with their predictions, best first, at least one.
         inputs: Model, cluster and profile of layer times.
-        tokens: Number of tokens of the whole training run, for its price and time. 0 to leave both
-            out.
+        tokens: Number of tokens of the training run, for its price and time. 0 omits both.
     """
     has_prices = any(row.prediction.price_per_hour for row in rows)
     is_shown = {

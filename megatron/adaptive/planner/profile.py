@@ -32,15 +32,15 @@ class LayerTimes:
 
     Attributes:
         forward_s: Time of the forward pass, in seconds.
-        backward_input_s: Time of computing the input gradients in seconds. If ``backward_weight_s``
-            is 0, time of the whole backward pass.
+        backward_input_s: Time of computing the input gradients, in seconds. If
+            ``backward_weight_s`` is 0, it is the time of the whole backward pass.
         backward_weight_s: Time of computing the weight gradients, in seconds.
         tp_included: Whether the times include communication between tensor-parallel ranks.
-        launch_s: Time in seconds in which the CPU launches kernels in the forward pass, and again
-            in the backward pass. It does not grow with the microbatch size. A rank can launch while
-            it waits for its input.
-        kept_bytes: Measured size in bytes of the activations kept from the forward to the backward
-            pass. ``None`` to use the size that the model computes.
+        launch_s: Time of launching kernels in the forward pass, in seconds. The time in the
+            backward pass is the same. It does not grow with the microbatch size. A rank can launch
+            while it waits for its input.
+        kept_bytes: Measured size of the activations kept for the backward pass, in bytes. ``None``
+            to use the size that the model computes.
         source: Origin of the numbers, ``measured`` or ``estimated``.
     """
 
@@ -83,10 +83,9 @@ class Profile:
     Attributes:
         layers: Times by layer kind, GPU, number of tensor-parallel ranks and microbatch size.
         model: Name of the measured model. Empty if the profile applies to any model.
-        links: Measured links between two nodes, by the names of both node types. They replace the
+        links: Measured links between two nodes, by the names of both node types. These replace the
             links of the cluster.
-        intra_links: Measured links inside a node, by node type. They replace the links of the
-            cluster.
+        intra_links: Measured links inside a node, by node type. These replace the cluster's links.
         all_reduce: Measured all-reduces inside a node, by node type and number of ranks. Each is a
             link whose bandwidth is the size of the tensor in bytes divided by the time of the whole
             operation.
@@ -94,12 +93,13 @@ class Profile:
         launch_s: Time of an action in addition to its layers in seconds, by GPU.
         step_s: Time of a step in addition to pipeline, reduction and optimizer in seconds, by GPU.
         action_sigma: Standard deviation of the logarithm of an action's duration.
-        context_bytes: Memory in bytes of a process without tensors, by GPU. For other GPUs, the
-            runtime's value is used.
-        allocator_share: Memory that the allocator keeps in addition to tensors, as a fraction of
-            activations and workspace, by GPU. Only for models in host memory.
-        estimator: Function from kind of layer, GPU, number of tensor-parallel ranks and microbatch
-            size to estimated times. ``None`` if a missing time is an error.
+        context_bytes: Memory of a process without tensors in bytes, by GPU. For other GPUs, the
+            value of ``layer_costs.Runtime`` is used.
+        allocator_share: Memory that the allocator keeps in addition to tensors, by GPU. It is a
+            fraction of activations and workspace. Only for models in host memory.
+        estimator: Function that estimates times that were not measured. Its arguments are kind of
+            layer, GPU, number of tensor-parallel ranks and microbatch size. If it is ``None``, a
+            missing time is an error.
     """
 
     layers: Mapping[Key, LayerTimes] = field(default_factory=dict)

@@ -63,8 +63,8 @@ class Request:
     Attributes:
         global_batch: Number of samples per step.
         objective: Quantity to minimise, and limits that plans must keep.
-        options: Settings that the search may choose. Unlike in the search itself, their
-            ``partition`` leaves out embedding and head, as ``--partition`` does.
+        options: Settings that the search may choose. Their ``partition`` omits embedding and head,
+            as ``--partition`` does, unlike in the search itself.
     """
 
     global_batch: int
@@ -96,8 +96,7 @@ def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) ->
         cluster: Cluster to plan for.
 
     Raises:
-        ConfigError: A GPU is neither in the profile nor in the table of known GPUs, or does not
-            support the precision.
+        ConfigError: A GPU is unknown and not in the profile, or does not support the precision.
     """
     completed = profile or Profile()
     measured = {gpu for _, gpu, _, _ in completed.layers}
@@ -299,10 +298,10 @@ def pareto(
 ) -> tuple[tuple[Found, ...], float]:
     """Finds the Pareto front of time and price per step over all parts of a cluster.
 
-    A part of the cluster can be faster or cheaper than the whole. No separate search per part is
-    needed: each level of the search contains the nodes that it uses, so one pass over the shapes
-    (combinations of parallel sizes) covers all parts. Levels that a known plan beats in both time
-    and price are skipped. An example::
+    A part of the cluster can be faster or cheaper than the whole. A separate search per part is not
+    needed, because each level of the search contains the nodes that it uses. So one pass over the
+    shapes (combinations of parallel sizes) covers all parts. Levels that a known plan beats in both
+    time and price are skipped. An example::
 
         plan    nodes    step     price per step
         1       4        10 ms    8
@@ -311,7 +310,7 @@ def pareto(
 
     Args:
         searcher: Searcher for the model, the whole cluster and the options.
-        objective: Limits on time and price, or ``None`` for no limits. The quantity to minimise is
+        objective: Limits on time and price, or ``None`` for no limits. Its quantity to minimise is
             ignored.
 
     Returns:
@@ -562,8 +561,8 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
     """Refuses numbers of ranks that a model or its nodes cannot be divided among.
 
     Raises:
-        ConfigError: The number of experts, the sequence, the heads or the GPUs of a node cannot be
-            divided by the number of ranks.
+        ConfigError: A number of ranks does not divide the experts, the sequence, the heads or a
+            node's GPUs.
     """
     spreads = options.expert_ranks
     if spreads and not set(spreads) & set(model.expert_ranks):
@@ -623,9 +622,9 @@ _NEAR = 0.01
 _FEW_LEVELS = 500
 """Maximum number of levels (sets of nodes with a first stage) in a search for the nearest plan."""
 _MOST_CPU_S = 2.0
-"""CPU seconds per node type for the search for the nearest plan."""
+"""Limit on CPU seconds per node type, for the search for the nearest plan."""
 _NEIGHBOUR_CPU_S = 0.5
-"""CPU seconds per node type for the search for a neighbour of a plan."""
+"""Limit on CPU seconds per node type, for the search for a neighbour of a plan."""
 
 
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:

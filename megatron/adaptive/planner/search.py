@@ -115,8 +115,7 @@ class SearchShape:
         choice: Settings that all stages share.
         bound_s: Lower bound of the step time in seconds, before any visit.
         least_s: Lower bound of the step time in seconds, after a complete visit.
-        least_value: Lower bound of the objective's value (step time or price), after the first
-            visit.
+        least_value: Lower bound of the step time or price to minimise, after the first visit.
         partial: Whether the visit skipped some orders of nodes.
     """
 
@@ -141,8 +140,8 @@ class _Goal(NamedTuple):
         seconds: Lower bound of the step time in seconds.
         level: Index of the level in ``DpStates``.
         price: Price per hour of the nodes that the level uses.
-        likely_s: Estimated step time in seconds. If other schedules than 1F1B are allowed, it is
-            below the lower bound for 1F1B.
+        likely_s: Estimated step time in seconds. It is below the lower bound for 1F1B if other
+            schedules than 1F1B are allowed.
     """
 
     value: float
@@ -616,7 +615,7 @@ class Searcher:
         price: float,
         least_s: float,
     ) -> Iterator[tuple[Plan, float]]:
-        """Yields a pipeline under schedules other than 1F1B, with its step time, if it fits.
+        """Yields a pipeline with its step time under other schedules than 1F1B, if memory suffices.
 
         Args:
             plan: Pipeline with the 1F1B schedule.

@@ -91,29 +91,26 @@ class ShapeArrays(NamedTuple):
         forward: Time in seconds of one microbatch's forward pass, ``[c, n + 1, n + 1]``.
         backward: Time in seconds of a backward pass with weight gradients, ``[c, n + 1, n + 1]``.
         weight: Time in seconds of the weight gradients alone, ``[c, n + 1, n + 1]``.
-        launch: Time in seconds of launching the kernels of forward and backward pass, which can
-            happen before their input arrives, ``[2, c, n + 1, n + 1]``.
+        launch: Time of launching the kernels of forward and backward pass, in seconds. Kernels can
+            be launched before their input arrives, ``[2, c, n + 1, n + 1]``.
         after: Time in seconds of gradient reduction and optimizer, ``[c, n + 1, n + 1]``.
-        base: Memory in bytes that does not depend on microbatches, minus the memory limit, for each
-            node type of a class, ``[c, tables, n + 1, n + 1]``.
-        kept: Size in bytes of the activations of one microbatch in flight,
-            ``[c, tables, n + 1, n + 1]``.
+        base: Memory that does not depend on microbatches, minus the memory limit, in bytes. There
+            is one entry per node type of a class, ``[c, tables, n + 1, n + 1]``.
+        kept: Size of one microbatch's activations in bytes, ``[c, tables, n + 1, n + 1]``.
         latency: Latency of a message in seconds, ``[2, 2, c, c, n + 1]``. The indices are its
             direction (0 after a forward pass, 1 after a backward pass), the kind of the edge, the
             sender's class, the receiver's class, and the number of layers before the boundary.
-        occupancy: Time in seconds for which a message keeps its link busy, indexed like
+        occupancy: Time in seconds for which a message keeps its link busy. It is indexed like
             ``latency``.
-        tied: Time in seconds of the all-reduce of tied embeddings between the first and last stage,
-            ``[2, c, c]``. The first index is 0 if these are in two blocks of nodes, and 1 if they
-            are in one.
-        level_class: Index of the class of each level's first stage, ``[levels]``.
+        tied: Time of the all-reduce of tied embeddings in seconds, ``[2, c, c]``. The first index
+            is 0 if the first and last stage are in two blocks of nodes, and 1 if they are in one.
+            The others are the classes of these two stages.
+        level_class: Index of the stage class with which each level begins, ``[levels]``.
         level_follow: Number of stages that follow each level's first stage, ``[levels]``.
-        level_edges: Index of each level's first edge, followed by the number of edges,
-            ``[levels + 1]``.
+        level_edges: Index of each level's first edge, then the number of edges, ``[levels + 1]``.
         edge_from: Level of the next stage, to which each edge leads, ``[edges]``.
-        edge_kind: 1 if both stages of an edge are in the same block of nodes, otherwise 0,
-            ``[edges]``.
-        held: Number of microbatches that a stage keeps in flight, indexed by the number of stages
+        edge_kind: 1 if both stages of an edge are in one block of nodes, else 0, ``[edges]``.
+        held: Number of microbatches that a stage keeps in flight. The index is the number of stages
             that follow the stage.
         microbatches: Number of microbatches per step.
     """
@@ -161,12 +158,10 @@ class BestPipeline(NamedTuple):
     """Output arrays for the fastest pipeline that :func:`search_level` finds.
 
     Attributes:
-        cuts: Index of the first layer of each stage, followed by the number of layers,
-            ``[stages + 1]``.
-        levels: For each stage, the search level (set of nodes in use) of it and all later stages,
-            ``[stages]``.
-        kinds: Kind of the edge from each stage to the next, ``[stages]``: 1 if both are in the same
-            block of nodes, otherwise 0.
+        cuts: Index of the first layer of each stage, then the number of layers, ``[stages + 1]``.
+        levels: Level (set of nodes in use) at each stage of the pipeline, ``[stages]``. It
+            describes this stage and all later ones.
+        kinds: 1 if a stage and the next one are in the same block of nodes, else 0, ``[stages]``.
     """
 
     cuts: Any
@@ -187,23 +182,21 @@ class Walk(NamedTuple):
         order: Indices of the children by ascending bound, ``[stages, children]``.
         count: Number of children of each stage, ``[stages]``.
         taken: Number of children of each stage that the search has already followed, ``[stages]``.
-        levels: For each stage, the level of it and all later stages, ``[stages]``.
-        cuts: Index of the first layer of each stage, followed by the number of layers,
-            ``[stages + 1]``.
-        kinds: Kind of the edge from each stage to the next, ``[stages]``.
+        levels: Level (set of nodes in use) at each stage of the pipeline, ``[stages]``.
+        cuts: Index of the first layer of each stage, then the number of layers, ``[stages + 1]``.
+        kinds: 1 if a stage and the next one are in the same block of nodes, else 0, ``[stages]``.
         head: Earliest time in seconds at which each stage can start, ``[stages + 1]``.
-        reach: Time in seconds from the end of each stage's last backward pass to the latest end of
-            all earlier stages, plus ``head``, ``[stages + 1]``.
-        bound: Lower bound of the step time in seconds from the stages before each stage,
-            ``[stages + 1]``.
-        seconds: Times of each stage of a complete pipeline: forward pass, backward pass, and end of
-            the last backward pass, ``[3, stages]``.
+        reach: Time from each stage's last backward pass to the end of all earlier stages, in
+            seconds. The value of ``head`` is added, ``[stages + 1]``.
+        bound: Lower bound of the step time in seconds, from all earlier stages, ``[stages + 1]``.
+        seconds: Times of forward pass and backward pass, and end time, in seconds, ``[3, stages]``.
+            The end time is that of the stage's last backward pass.
         launch: Kernel launch times of forward and backward pass in seconds, ``[2, stages]``.
-        messages: Message times in seconds, ``[4, stages]``: latency after a forward and after a
-            backward pass, then link occupancy after each.
+        messages: Message times in seconds, ``[4, stages]``. The rows are latency after a forward
+            and after a backward pass, then link occupancy after each.
         counters: Number of forward and of backward passes done, ``[2, stages]``.
-        arrive: Time in seconds at which each input arrives, for forward and backward passes,
-            ``[2, stages, m]``.
+        arrive: Time in seconds at which each input arrives, ``[2, stages, m]``. The first index is
+            0 for forward and 1 for backward passes.
     """
 
     bounds: Any
@@ -304,8 +297,7 @@ def bound_levels(shape: Any, cap: float, bounds: Any) -> None:
 
     Args:
         shape: Costs and graph of levels, a ``ShapeArrays``.
-        cap: Time limit in seconds. Entries stay infinite for pipelines that take at least this
-            long.
+        cap: Time limit in seconds. Entries of slower pipelines stay infinite.
         bounds: A ``LevelBounds`` to fill. All entries are infinite at first.
     """
     n = shape.forward.shape[1] - 1
@@ -479,8 +471,8 @@ def search_level(
         goal: Index of the level.
         bounds: Lower bounds of all levels, filled by :func:`bound_levels`.
         cap: Time limit in seconds. Slower pipelines are ignored.
-        most_leaves: Maximum number of pipelines to time. ``most_leaves`` times the number of stages
-            is the maximum number of partial pipelines to extend.
+        most_leaves: Maximum number of pipelines to time. This number times the number of stages is
+            the maximum number of partial pipelines to extend.
         best: A ``BestPipeline`` that receives the fastest pipeline, if there is one below ``cap``.
 
     Returns:

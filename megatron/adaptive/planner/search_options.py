@@ -23,30 +23,26 @@ class SearchOptions:
         dp: Data-parallel sizes (numbers of replicas) to choose from. If empty, all.
         pp: Numbers of pipeline ranks to choose from. If empty, all.
         micro_batch: Microbatch sizes in samples to choose from. If empty, all.
-        recompute: Kinds of activation recompute to choose from, out of
-            ``model_description.RECOMPUTE``.
-        distributed_optimizer: Settings of the distributed optimizer to choose from: off, on or
-            both.
+        recompute: Kinds of activation recompute to choose from, a subset of ``RECOMPUTE``.
+        distributed_optimizer: Settings of the distributed optimizer to try: off, on or both.
         overlap_reduce: Whether the training run overlaps gradient reduction with backward passes.
         sequence_parallel: Settings of sequence parallelism to choose from, if ``tp`` is above 1.
             For a model with experts, it is always on.
         context_ranks: Numbers of ranks that share a sequence (context parallelism) to choose from.
             If empty, all that leave at least ``LEAST_TOKENS`` tokens on each rank.
-        expert_ranks: Numbers of replicas that the experts are distributed over, to choose from. If
-            empty, all possible numbers.
-        partition: Number of layers of each stage, embedding and head included. If empty, the search
-            chooses it.
+        expert_ranks: Numbers of replicas over which experts may be distributed. If empty, all.
+        partition: Number of layers of each stage, embedding and head included. Empty to choose it.
         schedules: Names of the pipeline schedules to choose from, out of ``search.SEARCHED``.
         all_nodes: Whether a plan must use every node.
-        unequal: Whether stages may have different parallel sizes. The trainer runs such plans only
-            if ``tp`` is 1.
+        unequal: Whether stages may have different parallel sizes. The trainer can run such plans
+            only if ``tp`` is 1.
         top: Number of plans to return.
-        most_leaves: Maximum number of pipelines to time per shape (combination of parallel sizes)
-            and set of nodes.
+        most_leaves: Maximum number of pipelines to time per shape and set of nodes. A shape is a
+            combination of parallel sizes.
         most_levels: Maximum number of levels (sets of nodes with a first stage) per shape. If more
             are needed, some orders of nodes are skipped.
-        most_cpu_s: CPU seconds per node type. Combinations of parallel sizes that are not searched
-            by then only enlarge the reported gap.
+        most_cpu_s: CPU seconds per node type. Later, the search skips combinations of parallel
+            sizes, which enlarges the reported gap.
     """
 
     tp: tuple[int, ...] = ()
@@ -74,12 +70,11 @@ class Objective:
     """Quantity to minimise, and limits that plans must keep.
 
     Attributes:
-        least: Quantity to minimise: ``time`` for the seconds per step, ``cost`` for the price per
-            step.
+        least: Quantity to minimise: ``time`` for seconds per step, ``cost`` for price per step.
         most_seconds_per_step: Maximum time per step, in seconds.
         most_price_per_hour: Maximum price per hour of the nodes in use.
-        most_price_per_step: Maximum price per step: the budget of a training run, divided by its
-            number of steps.
+        most_price_per_step: Maximum price per step. It is a run's budget divided by its number of
+            steps.
     """
 
     least: Literal["time", "cost"] = "time"
@@ -137,8 +132,7 @@ class SearchResult:
         bound: Lower bound of the objective's value for every plan in the search space. If stages
             can mix node types in too many ways, it holds only for the mixtures that were searched.
         timed: Number of pipelines that were simulated exactly.
-        configurations: Number of levels (shape, number of stages and set of nodes) whose bound was
-            computed.
+        configurations: Number of levels (shape, number of stages and set of nodes) with a bound.
     """
 
     plans: tuple[Found, ...]

@@ -55,8 +55,7 @@ class StageClass:
     """A set of interchangeable stages: they have equal parallel sizes, on nodes of equal types.
 
     Attributes:
-        nodes: Number of nodes of each type in a block of stages, in the order of the cluster's
-            types.
+        nodes: Number of nodes of each type per block of stages, in the cluster's order of types.
         tp: Tensor-parallel size.
         dp: Number of replicas. Ranks that share a sequence are each counted as a replica.
         micro_batch: Number of samples per microbatch on each replica.
@@ -166,16 +165,15 @@ class Totals(NamedTuple):
 
     Attributes:
         work_s: Time of a microbatch's forward and backward pass, in seconds.
-        least_s: Time of the shortest forward pass of a layer in seconds, ignoring the first and the
-            last layer.
-        way_s: Time in seconds from the start of a microbatch to the end of its backward pass. If
-            the schedule runs weight gradients as a separate pass, they are left out.
+        least_s: Time of the shortest forward pass of an inner layer, in seconds. The first and the
+            last layer are ignored.
+        way_s: Time from the start of a microbatch to the end of its backward pass, in seconds.
+            Weight gradients are left out if the schedule runs them as a separate pass.
         after_s: Lower bound of the time of gradient reduction and optimizer, in seconds.
         held_bytes: Size in bytes of weights, gradients and optimizer state.
-        kept_bytes: Size in bytes of the activations kept from the forward to the backward pass of a
-            microbatch.
-        stay: Lower bound of memory times duration per microbatch, in byte-seconds: the size of the
-            activations kept, multiplied by the time that they are kept.
+        kept_bytes: Size in bytes of the activations that a microbatch keeps for its backward pass.
+        stay: Lower bound of memory times duration per microbatch, in byte-seconds. It is the size
+            of the activations kept, multiplied by the time that they are kept.
     """
 
     work_s: float
@@ -197,12 +195,12 @@ class LayerRanges(NamedTuple):
         forward: Time of a forward pass in seconds.
         backward: Time of a backward pass without weight gradients, in seconds.
         weight: Time of computing the weight gradients, in seconds.
-        launch: Time in seconds of launching kernels within ``forward``. The time within
-            ``backward`` is the same.
+        launch: Time of kernel launches within ``forward``, in seconds. It is the same within
+            ``backward``.
         parameters: Number of parameters per GPU, experts included.
         experts: Number of parameters per GPU that belong to experts.
-        base: Memory in bytes that does not depend on microbatches, minus the memory limit. Infinite
-            if the layers may not share a stage.
+        base: Memory that does not depend on microbatches, minus the memory limit, in bytes. It is
+            infinite if the layers may not share a stage.
         kept: Size in bytes of the activations that one microbatch keeps.
     """
 
@@ -299,8 +297,8 @@ class Tables:
             node: Type of the stage's nodes.
             stage_class: Class of the stage.
             choice: Settings of the stage.
-            whole: Whether the backward pass also computes weight gradients, rather than leaving
-                them to a separate pass.
+            whole: Whether the backward pass also computes weight gradients. Otherwise, they are a
+                separate pass.
         """
         table = self.layers(node, stage_class, choice)
         key = (
@@ -496,7 +494,7 @@ class Tables:
         return whole + np.maximum(updated, 0.0) * self.inputs.optimizer_s(self.types(stage_class))
 
     def _between(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any, Any]:
-        """Returns ``latency``, ``occupancy`` and ``tied`` for ``search_kernel.ShapeArrays``."""
+        """Returns message latency, link occupancy and tied-embedding time between all classes."""
         number = len(classes)
         sliced = choice.sequence_parallel
         latency, occupancy = np.zeros((2, 2, 2, number, number, len(self._sizes)))
@@ -552,9 +550,9 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
     type. A rate may also be another quantity that adds up, such as memory in bytes.
 
     Args:
-        rates: Tuples of the node type's index, the rate of one stage (microbatches per second or
-            bytes), and the number of stages that fit on all nodes of the type. A type may have
-            several tuples, for different parallel sizes.
+        rates: Index of the node type, rate of one stage, and number of stages on all nodes of the
+            type. A rate is in microbatches per second or bytes. A type may have several entries,
+            for different parallel sizes.
         most_stages: Maximum number of stages of a pipeline.
     """
     by_type: dict[int, tuple[float, float]] = {}

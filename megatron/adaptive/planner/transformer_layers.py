@@ -56,17 +56,15 @@ class TransformerShape:
         norm_biases: Whether normalizations have biases (LayerNorm has, RMSNorm has not).
         tied: Whether embedding and head share their weights.
         dropout: Whether there is dropout, whose masks are kept.
-        fused_attention: Whether attention keeps no scores in memory (FlashAttention and similar
-            kernels).
-        own_attention: Whether the trainer's own layers compute attention with torch's kernels,
+        fused_attention: Whether attention keeps no scores in memory, as FlashAttention.
+        own_attention: Whether the trainer's own layers compute attention. They use torch's kernels,
             rather than Transformer Engine.
         precision: Size in bytes of each kind of number.
         arguments: Megatron's command-line arguments for the same model. May be empty.
         query_biases: Whether queries, keys and values have biases even if other layers have none.
         query_norms: Whether queries and keys are normalized.
         latent_rank: Width of the latent vector of keys and values, 0 without latent attention.
-        query_rank: Width of the latent vector of queries, 0 if queries are computed from the hidden
-            state.
+        query_rank: Width of the latent vector of queries, 0 without such a vector.
         rotary_width: Width of the part of a head with rotary positions, in latent attention.
         value_width: Width of a head's values, in latent attention.
         window: Number of tokens that a token attends to, 0 for all previous tokens.
@@ -77,12 +75,10 @@ class TransformerShape:
         expert_ffn: Inner width of an expert.
         shared_ffn: Inner width of the shared expert, which processes all tokens.
         capacity: Maximum number of tokens per expert divided by the average, 0 for no limit.
-        padded: Whether each expert's input is padded to ``capacity``, so that its work is always
-            the same.
-        imbalance: Number of tokens of the busiest rank divided by the average, if experts are
-            distributed over ranks.
-        predictions: Number of layers on the last stage that predict further tokens (multi-token
-            prediction).
+        padded: Whether each expert's input is padded to ``capacity``. Its work is then always the
+            same.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
+        predictions: Number of multi-token prediction layers, which are on the last stage.
     """
 
     name: str
@@ -317,7 +313,7 @@ def _layer(
     crossed: int = 0,
     spread: int = 1,
 ) -> LayerKind:
-    """Returns the kind of a transformer layer.
+    """Returns a layer kind with the costs of a transformer layer.
 
     Args:
         shape: Sizes of the model, with experts only if the layer has them.
@@ -325,8 +321,7 @@ def _layer(
         tokens: Number of tokens per sample.
         causal: Whether tokens attend only to previous tokens.
         group: Group of the kind, ``encoder`` or ``decoder`` in a T5.
-        crossed: Number of tokens of the encoder's output that a decoder layer also attends to, 0
-            for none.
+        crossed: Number of tokens of the encoder's output for cross-attention, 0 for none.
         spread: Number of ranks that the layer's experts are distributed over.
     """
     element = shape.precision.element_bytes
@@ -444,8 +439,7 @@ def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: fl
         shape: Sizes of the model.
         tokens: Number of tokens per sample.
         crossed: Number of tokens of the encoder's output that the layer also attends to.
-        inner: Inner width of the feed-forward block plus that of the experts that a token is routed
-            to.
+        inner: Inner width of the feed-forward block, plus that of each token's experts.
     """
     element = shape.precision.element_bytes
     pairs = shape.keys_values
@@ -526,7 +520,7 @@ def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) 
 
 
 def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind:
-    """Returns the kind of the head: last normalization, logits and loss."""
+    """Returns a layer kind with the costs of the head: last normalization, logits and loss."""
     element = shape.precision.element_bytes
     width, logits = tokens * shape.hidden, tokens * shape.vocabulary
     extra = shape.hidden * (shape.hidden + 3) if shape.family == "bert" else 0
