@@ -39,8 +39,8 @@ from megatron.adaptive.trace.step_view import stages_of_rank
 from megatron.adaptive.trace.trace_format import KINDS
 
 _PRIOR = 1e-3
-"""Weight of the number of operations in the fit, relative to a measured stage. It is low enough to
-matter only if the stages do not separate two kinds of layers."""
+"""Weight of the number of operations in the fit, relative to a measured stage. It is so low that it
+matters only if the stages cannot separate two kinds of layers."""
 
 _SIGMA_OF_MAD = 1.4826
 """Standard deviation of a normal distribution, divided by its median absolute deviation."""
@@ -68,12 +68,12 @@ class TracedRun:
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel size."""
+        """Tensor-parallel size of the run."""
         return 1 + max(rank.header.tp_rank for rank in self.trace.ranks.values())
 
     @property
     def dp(self) -> int:
-        """Number of data-parallel replicas."""
+        """Number of data-parallel replicas in the run."""
         return 1 + max(rank.header.dp_rank for rank in self.trace.ranks.values())
 
     @property
@@ -92,7 +92,7 @@ class TracedRun:
         return tuple(layers)
 
     def figures(self) -> RunFigures:
-        """Returns the figures of the iterations to use.
+        """Returns the measured figures of the iterations to use.
 
         Raises:
             ConfigError: The trace has no such iteration.
@@ -161,12 +161,12 @@ _Stage = tuple[Sequence[int], tuple[float, float, float]]
 of the forward pass, of the backward pass, and of the weight gradients. If the weight gradients are
 part of the backward pass, the last time is NaN."""
 _Key = tuple[str, int, int]
-"""GPU, number of tensor-parallel ranks, number of samples per microbatch."""
+"""Key of a stage: GPU, number of tensor-parallel ranks, number of samples per microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Gathered:
-    """Measurements from all runs, except those of stages.
+    """Measurements gathered from all runs: messages, reductions, optimizer, and variation.
 
     Attributes:
         travel: Times of messages in seconds, by message size in bytes. These are stored for each
@@ -238,7 +238,10 @@ def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
 
 
 def _weight_share(model: Model, name: str) -> float:
-    """Returns the part of a backward pass that weight gradients take: half, or 0 in attention."""
+    """Returns the fraction of a backward pass that weight gradients take.
+
+    It is half of the operations outside of attention scores, because the scores have no weights.
+    """
     kind = model.kinds[name]
     if not kind.parameters:
         return 0.0

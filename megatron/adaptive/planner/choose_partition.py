@@ -49,8 +49,8 @@ Times = tuple[float, float, float]
 """Times of one microbatch in seconds: forward pass, backward pass, and weight gradients."""
 
 _ALIKE = 0.005
-"""Relative difference up to which two step times count as equal. Simulated and measured step times
-differ by more than this."""
+"""Relative difference up to which two step times are treated as equal. Simulated and measured step
+times differ by more than this."""
 PLACEMENT_GAIN = 0.03
 """Minimum fraction of the step time that another placement of stages must save. It is larger than
 for other changes, because the weights have to move."""
@@ -59,13 +59,13 @@ _SIMULATIONS = 24
 _ORDERS = 6
 """Number of schedules under which each partition is simulated."""
 _LEAST_S = 1e-9
-"""Time in seconds that replaces 0, to avoid division by zero and effects of rounding."""
+"""Time in seconds that is used instead of 0, to avoid division by zero and rounding effects."""
 _ROUNDING = 1e-6
-"""Relative error of a value that rounding may cause."""
+"""Maximum relative error of a value due to rounding."""
 _UNLIMITED = 1e9
-"""Number of layers that represents an unlimited number."""
+"""Number of layers that is used instead of infinity if memory is unlimited."""
 _HALVINGS = 40
-"""Number of bisection steps, which determine a pace to 12 digits."""
+"""Number of bisection steps. With this number, the time per microbatch has 12 exact digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Loads:
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def placed(self, kind: PlacementKind) -> Loads:
-        """Returns the loads under another placement, where a slow rank is as slow as now."""
+        """Returns the loads under another placement of stages. A slow rank stays as slow as now."""
         if kind == self.placement.kind:
             return self
         placement = replace(self.placement, kind=kind)
@@ -165,7 +165,7 @@ class Loads:
         return np.array(self.beside_s) + layers.sum(axis=1)
 
     def _by_rank(self, values: Any) -> list[float]:
-        """Adds up the stages' values per rank."""
+        """Adds up the values of all stages on the same rank."""
         sums = np.bincount(self._ranks, weights=values, minlength=self.placement.num_ranks)
         return sums.tolist()  # type: ignore[no-any-return]
 
@@ -325,7 +325,7 @@ def choose_together(
 def _decision(
     loads: Loads, moves: list[tuple[float, Partition, ScheduleChoice]], stay: ScheduleChoice | None
 ) -> Decision:
-    """Returns the decision for the best move, or to stay if there is no move.
+    """Returns the decision for the best move, or for no move if there is none.
 
     Args:
         loads: Measured times and memory under the present placement and partition.
@@ -348,7 +348,7 @@ def _decision(
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Parameters of :func:`choose_together` that stay the same, and simulations under them.
+    """Inputs of :func:`choose_together` that do not change, with methods that simulate under them.
 
     Attributes:
         profile: Measured times of actions with their variation, and times of messages.
@@ -363,7 +363,7 @@ class _Job:
     options: Mapping[str, Any]
 
     def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
-        """Returns the profile with the stage times of a partition."""
+        """Returns the measured profile with its stage times replaced by those of a partition."""
         return replace(self.profile, times=loads.stage_times(partition))
 
     def fastest(self, loads: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:
@@ -531,7 +531,9 @@ def _descended(loads: Loads, partition: Partition) -> Partition:
 
 
 def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
-    """Yields partitions with one layer moved, slowest giving and fastest receiving rank first.
+    """Yields partitions with one layer moved to another stage.
+
+    The slowest ranks give first, and the fastest ranks receive first.
 
     Args:
         loads: Measured times and memory of the stages.

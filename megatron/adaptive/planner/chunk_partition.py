@@ -137,7 +137,7 @@ class ChunkedPipeline:
         return tuple(cuts.tolist()) if math.isfinite(best) else ()
 
     def _first_cuts(self) -> Any:
-        """Returns cuts that give each stage work in proportion to its rank's speed.
+        """Returns first layers of stages so that each stage's work fits its rank's speed.
 
         Returns:
             Index of the first layer of each stage, followed by the number of layers,

@@ -92,7 +92,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     quiet = _pipeline(plan, stages.without_messages(), runtime)
-    # Split up the time of the rank that ends last, so that the parts add up to the whole step.
+    # The parts are those of the rank that ends last, so that they add up to the whole step.
     tp_s = float(of_rank[last] @ stages.tp_s) * plan.num_microbatches
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
@@ -117,7 +117,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
 
 
 def _stage_predictions(stages: StageSums, times: ScheduleTimes) -> tuple[StagePrediction, ...]:
-    """Returns the times and memory of each pipeline rank.
+    """Returns the predicted times and memory of each pipeline rank.
 
     Args:
         stages: Costs of the plan's stages.
@@ -219,7 +219,7 @@ class StageSums:
         )
 
     def without_messages(self) -> StageSums:
-        """Returns a copy in which messages take no time."""
+        """Returns a copy of the costs in which messages take no time."""
         zeros = np.zeros_like(self.latency_s)
         return replace(self, latency_s=zeros, occupancy_s=zeros)
 
@@ -252,7 +252,7 @@ def _tables(plan: Plan, stage_place: StagePlace, inputs: PlanInputs) -> _Tables:
 def _durations(
     rank_of: Sequence[int], bounds: Any, tables: list[_Tables], inputs: PlanInputs
 ) -> tuple[Any, Any, Any]:
-    """Returns ``durations_s``, ``launch_s`` and ``tp_s`` of :class:`StageSums`.
+    """Returns durations, launch times and communication times, as :class:`StageSums` has them.
 
     Args:
         rank_of: Pipeline rank of each stage.
@@ -390,8 +390,8 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     count = plan.num_microbatches
     durations = stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
-        # This is an approximation: use the jitter of a pipeline with one rank per stage and about
-        # the same work.
+        # This is an approximation by the jitter of a pipeline with one rank per stage and about the
+        # same work.
         count = plan.global_batch // plan.micro_batch
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)

@@ -26,7 +26,7 @@ NVIDIA's architecture whitepapers."""
 _LANE_GB_PER_S = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """Bandwidth of one lane in one direction in GB/s, by generation of PCI Express."""
 _PCIE_SHARE = 0.8
-"""Fraction of the lanes' bandwidth that copies between two GPUs reach."""
+"""Fraction of the PCI Express bandwidth that copies between two GPUs reach."""
 _ASSUMED_LINK = {"bandwidth": "25 GB/s", "latency": "8 us"}
 _ASSUMED_NETWORK = {"bandwidth": "100 Gbit/s", "latency": "10 us"}
 _DOWN = ("DOWN", "DRAIN", "FAIL", "UNKNOWN", "FUTURE", "NOT_RESPONDING")
@@ -148,7 +148,7 @@ _MATRIX = re.compile(r"^\s*GPU0\s", re.MULTILINE)
 
 
 def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:
-    """Makes a node's entry from Slurm's fields.
+    """Makes the entry of a node, as in a cluster file, from Slurm's fields.
 
     The entry's GPU may be empty, or only the name of a family such as ``a100``.
     """
@@ -168,7 +168,7 @@ def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
-    """Makes entries of nodes from the output of ``sinfo -N``."""
+    """Makes the entries of nodes, as in a cluster file, from the output of ``sinfo -N``."""
     head, *lines = (line.split() for line in text.splitlines() if line.strip())
     if "GRES" not in head:
         raise ConfigError(f'{where}: no column GRES: ask for sinfo -N -o "%N %G %T"')
@@ -197,7 +197,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def describe_node(log: str, matrix: str) -> dict[str, Any]:
-    """Makes a node's entry for a cluster file.
+    """Makes the entry of a node in a cluster file from the output of ``nvidia-smi``.
 
     Args:
         log: Output of ``nvidia-smi -q``. May be empty.
@@ -242,7 +242,7 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
 def _with_report(
     node: dict[str, Any], reports: Sequence[Mapping[str, Any]], assumed: list[str]
 ) -> dict[str, Any]:
-    """Returns one of Slurm's nodes with additional values from a report about it or an equal node.
+    """Adds the values of a report about a node, or about an equal one, to Slurm's entry.
 
     Args:
         node: Slurm's entry of the node.

@@ -160,8 +160,8 @@ def choose_option(
         raise ConfigError(_nothing_fits([option for _, option in untimed]))
     options: list[Option] = []
     for shape, option in sorted(fitting, key=lambda pair: pair[1].seconds):
-        # Until a step is predicted, ``option.seconds`` is only a lower bound. Options are sorted by
-        # it, so all later ones are slower too.
+        # Here, ``option.seconds`` is a lower bound. Options are sorted by it, so no later option
+        # can be among the two fastest.
         if len(options) > 1 and option.seconds >= sorted(timed.seconds for timed in options)[1]:
             break
         try:

@@ -265,7 +265,7 @@ def layer_table(
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerSetup:
-    """Parameters that all layers of a table share.
+    """Inputs, settings and communication times that all layers of a table share.
 
     Attributes:
         inputs: Model, cluster and profile of layer times.

@@ -25,7 +25,7 @@ from megatron.adaptive.planner.profile_file import make_profile
 
 FORMAT = 1
 MESSAGE_ELEMENT_BYTES = 4
-"""Size in bytes of the elements in messages between pieces, which a profile assumes."""
+"""Size in bytes of an element in messages between pieces, as profiles assume."""
 _FORMER_HOST_KEYS = ("cores",)
 """Keys from earlier versions of the file, which are ignored."""
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
@@ -221,7 +221,9 @@ def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def module_model(layers: Mapping[str, Any], name: str, element_bytes: int) -> Model:
-    """Returns a module as a list of pieces. Gradients and Adam state have the parameters' type.
+    """Returns a module as a model for the planner, with one layer per piece between cut points.
+
+    Gradients and Adam state have the number format of the parameters.
 
     Args:
         layers: Value of the key ``model`` in the module's profile.

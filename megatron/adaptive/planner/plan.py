@@ -165,7 +165,7 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> float:
-        """Sum of all parts, without the limit."""
+        """Sum of all parts in bytes, without the limit."""
         *parts, _limit = vars(self).values()
         total: float = sum(parts)  # an array in the search, which computes many stages at once
         return total
@@ -226,7 +226,7 @@ class Prediction:
 
     @property
     def price_per_step(self) -> float:
-        """Price of one step."""
+        """Price of one step, from its time and the price per hour."""
         return self.price_per_hour * self.seconds / 3600
 
     @property

@@ -603,9 +603,9 @@ def _list(values: Sequence[int]) -> str:
 
 _GB = 1e9
 _TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-"""Factors on the number of nodes that are tried as a remedy."""
+"""Factors by which the number of nodes is multiplied to find a remedy."""
 _CLOSE = 1e-3
-"""Relative accuracy of the lowest price in an error message."""
+"""Relative accuracy of the lowest price that an error message names."""
 _LIMITS = {
     "most_seconds_per_step": "--time-limit",
     "most_price_per_hour": "--max-price",
@@ -618,11 +618,12 @@ _MORE = 16
 _MOST_BARS = 20_000
 """Maximum number of actions per step drawn on a report page."""
 _NEAR = 0.01
-"""Relative accuracy of the missing memory in an error message."""
+"""Relative accuracy of the missing memory that an error message names."""
 _FEW_LEVELS = 500
-"""Maximum number of levels (sets of nodes with a first stage) in a search for the nearest plan."""
+"""Maximum number of levels (sets of nodes with a first stage) in a search for the nearest plan. The
+nearest plan is the one that lacks the least memory."""
 _MOST_CPU_S = 2.0
-"""Limit on CPU seconds per node type, for the search for the nearest plan."""
+"""Limit on CPU seconds per node type, for the search for the plan that lacks the least memory."""
 _NEIGHBOUR_CPU_S = 0.5
 """Limit on CPU seconds per node type, for the search for a neighbour of a plan."""
 

@@ -88,7 +88,7 @@ _CHUNKED = {
 """Static schedules with several chunks per rank, by name. Each has the numbers of chunks per rank
 to try, and the names of all schedules with the same placement of stages on ranks."""
 SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values() for n in names))))
-"""All schedules that the search can choose."""
+"""Names of all schedules that the search can choose."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
@@ -96,9 +96,9 @@ _ROW_STEPS = 500_000
 """Maximum number of actions to simulate per shape, set of nodes and number of stages."""
 _FORWARD_BACK = 2.5
 """Factor on the best step time so far. A 1F1B pipeline that is slower than this is not timed under
-other schedules. The reason is that a 1F1B step takes at most the sum of two times: one microbatch's
-time through all stages, and the work of the busiest rank. Each of them is a lower bound for every
-schedule."""
+other schedules. A 1F1B step takes at most the time of one microbatch through all stages plus the
+work of the busiest rank. Both are lower bounds for every schedule, so no other schedule takes less
+than half as long."""
 _NO_HOPE = 1.08
 """Factor on the best step time so far. If a first partition into chunks is slower than this, it is
 not improved further."""
@@ -207,7 +207,8 @@ class Searcher:
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._islands = any(group.type.islands for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
-        # Other schedules have about a third of 1F1B's idle time; estimated step times use this.
+        # Other schedules have about a third of 1F1B's idle time. Estimates of the step time use
+        # this.
         self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
@@ -417,8 +418,8 @@ class Searcher:
             whole_s *= 1 + float(lost[0]) / microbatches
         whole_s = max(whole_s, float(each_s.min()))
         if self.options.unequal:
-            # The trainer may run smaller microbatches here, for which the other two bounds are not
-            # valid.
+            # The other two bounds do not apply here, because the trainer may run smaller
+            # microbatches.
             return whole_s
         free = most_rate(memories, most_stages) - min(sums.held_bytes for sums in totals)
         if free < min(sums.kept_bytes for sums in totals):
@@ -479,8 +480,8 @@ class Searcher:
             if not self._exact:
                 seconds = self._work_s(shape.classes, shape.choice, used, stages, exactly=True)
             if seconds < best.most_seconds(price):
-                # The best schedule probably has only a part of 1F1B's idle time, so reduce it by
-                # that factor.
+                # The best schedule probably has only a part of 1F1B's idle time, so the estimate
+                # contains only that part.
                 idle = (stages - 1) / shape.choice.microbatches
                 likely_s = ordered_s * (1 + self._idle * idle) / (1 + idle)
                 goals.append(_Goal(best.value(seconds, price), seconds, level, price, likely_s))
@@ -514,8 +515,8 @@ class Searcher:
                 missed.append((goal.seconds, goal.price))
                 continue
             bound = self._search_goal(bounded, goal, best, most_leaves, finish)
-            # The search covers all pipelines of the level only under 1F1B. For other schedules,
-            # only the level's own bound is valid.
+            # If only 1F1B is allowed, the search covers all pipelines of the level. For other schedules, only
+            # the level's own bound is valid.
             missed.append((bound if self._exact else goal.seconds, goal.price))
         return [(seconds, price) for seconds, price in missed if seconds < best.most_seconds(price)]
 
@@ -539,13 +540,16 @@ class Searcher:
             self._search_goal(bounded, goal, best, most_leaves, finish=True)
 
     def _capacity_s(self, shape: SearchShape) -> float:
-        """Raises a shape's bound to ``stage_classes.capacity_bound`` if higher, and returns it."""
+        """Returns a lower bound of a shape's step time, and stores it in the shape.
+
+        It is the larger one of the present bound and ``stage_classes.capacity_bound``.
+        """
         least_s = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
         shape.bound_s = max(shape.bound_s, least_s)
         return shape.bound_s
 
     def _exhaust(self, shape: SearchShape, best: Best) -> float:
-        """Searches a shape completely; returns a lower bound of the value of all skipped plans."""
+        """Searches a shape completely. Returns a lower bound of the value of all skipped plans."""
         if shape.least_value >= best.worst_value():
             return math.inf
         missed = self.visit(shape, best, self.options.most_leaves)
@@ -593,7 +597,7 @@ class Searcher:
             key = shape.key(bounded.levels.used[level], stages)
             if self._islands:
                 # The kernel times messages as if neighbours always shared an island (a group of
-                # GPUs with fast links), so time the plan again.
+                # GPUs with fast links), so the plan is timed again here.
                 seconds = predict(plan, self.inputs).seconds
             allowed = "1f1b" in self.options.schedules and plan.uniform
             if allowed and seconds < best.most_seconds(price):
@@ -643,7 +647,7 @@ class Searcher:
             for chunks in counts if chosen else ():
                 if chunks * plan.pp > self.model.num_layers:
                     continue
-                # Equal work in every chunk is the best case, up to rounding, so it gives a lower
+                # The best case is equal work in every chunk, up to rounding. Its time is a lower
                 # bound.
                 waits = (plan.pp - 1) / chunks if order in _WHOLE_BACKWARD else 0.0
                 even_s = work_s * (microbatches + waits)
@@ -672,7 +676,7 @@ class Searcher:
         chunks: int = 1,
         schedule: str = "1f1b",
     ) -> Plan:
-        """Makes a plan. Each rank gets the first free nodes of its class that share an island.
+        """Makes a plan. Each rank gets free nodes of its class, if possible with fast links.
 
         Args:
             classes: Stage class of each rank.

@@ -247,7 +247,7 @@ def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, li
 
 @_compiled
 def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, float, float]:
-    """Returns the seconds of a message forward and back, and the longer link occupancy."""
+    """Returns the seconds of a message forward and of one back, and the longer link occupancy."""
     out = shape.occupancy[0, kind, c, d, cut]
     back = shape.occupancy[1, kind, d, c, cut]
     latency = shape.latency
@@ -256,7 +256,7 @@ def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, f
 
 @_compiled
 def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> None:
-    """Lowers the bounds of a level to cover all pipelines that take one of its edges.
+    """Lowers a level's bounds, so that they also hold for pipelines that take one of its edges.
 
     Each range of layers is tried as a stage in front of the rest of the pipeline, whose bounds are
     known.
@@ -271,8 +271,8 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
     for low in range(n - j):
         for high in range(low + 1, n - j + 1):
             f, b = shape.forward[c, low, high], shape.backward[c, low, high]
-            # A stage that is too slow or too large stays so with more layers, so larger ranges are
-            # skipped.
+            # Larger ranges are skipped, because a stage that is too slow or too large stays so with
+            # more layers.
             if m * (f + b) >= cap or not _fits(shape, c, low, high, held):
                 break
             if bounds.ends[after, high] == _INF:
@@ -293,7 +293,7 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
 
 @_compiled
 def bound_levels(shape: Any, cap: float, bounds: Any) -> None:
-    """Fills the bounds of every level, from the ends of pipelines to their beginnings.
+    """Computes the lower bounds of every level, from the last stage of pipelines to the first.
 
     Args:
         shape: Costs and graph of levels, a ``ShapeArrays``.
@@ -430,7 +430,7 @@ def _list_children(
 
 @_compiled
 def _follow_child(shape: Any, walk: Any, depth: int, child: int, trips: Any, tied: float) -> None:
-    """Assigns the layers of a child to its stage, and opens the next stage."""
+    """Assigns a child's layers to its stage, and continues the search with the next stage."""
     edge, high = walk.edges[depth, child], walk.nexts[depth, child]
     low, level = walk.cuts[depth], walk.levels[depth]
     after, kind = shape.edge_from[edge], shape.edge_kind[edge]
@@ -451,7 +451,7 @@ def _follow_child(shape: Any, walk: Any, depth: int, child: int, trips: Any, tie
 
 @_compiled
 def _begin(walk: Any, goal: int) -> None:
-    """Resets the search to the first stage of a level."""
+    """Starts the search at the first stage of a level."""
     walk.levels[0] = goal
     walk.reach[0] = -_INF
     walk.bound[0] = 0.0

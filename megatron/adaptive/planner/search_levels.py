@@ -30,7 +30,7 @@ import numpy as np
 from megatron.adaptive.planner.stage_classes import StageClass
 
 _FEW = 2000
-"""Maximum number of levels once some orders of nodes are skipped because there are too many."""
+"""Maximum number of levels if some orders of nodes are skipped because there are too many."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,14 +77,14 @@ def make_dp_states(
         states = _states_of_runs(classes, counts, most_stages, most, run)
         if states is not None:
             return states
-        # Once some orders are skipped, the search cannot prove optimality, and more levels cost
-        # more time than they gain.
+        # If some orders are skipped, the search cannot prove optimality. More levels would then
+        # take more time than they are worth.
         run *= 2
         most = min(most, _FEW)
 
 
 class _Level(NamedTuple):
-    """One way in which the last stages of a pipeline use the nodes of a cluster.
+    """One way in which the last stages of a pipeline use a cluster's nodes (a level of the search).
 
     Attributes:
         follow: Number of stages after its first stage.
@@ -113,7 +113,7 @@ def _states_of_runs(
     most_levels: int,
     run: int,
 ) -> DpStates | None:
-    """Finds the levels in which blocks of a class come in runs; ``None`` if too many.
+    """Finds the levels in which blocks of a class come in runs. Returns ``None`` if too many.
 
     A run is ``run`` blocks of one class side by side, or fewer if no more nodes are free.
     """

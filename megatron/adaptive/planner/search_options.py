@@ -95,8 +95,8 @@ class Objective:
         """
         if price_per_hour > self.most_price_per_hour:
             return 0.0
-        # A plan exactly at a limit keeps it. The result is an exclusive bound, so use the next
-        # larger number.
+        # A plan exactly at a limit keeps it, but the result is an exclusive bound. So the next
+        # larger number is returned.
         most = math.nextafter(self.most_seconds_per_step, math.inf)
         hourly = price_per_hour / 3600
         if hourly:
@@ -168,7 +168,7 @@ class Best:
         return max(entry.value for entry in self._found.values())
 
     def value(self, seconds: float, price: float) -> float:
-        """Returns the value by which plans and levels are ordered, lowest first."""
+        """Returns the value by which plans are ordered: step time or price, lowest first."""
         return self.objective.value(seconds, price)
 
     def most_seconds(self, price: float) -> float:

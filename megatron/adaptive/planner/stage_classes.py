@@ -70,14 +70,14 @@ class StageClass:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Tensor-parallel size, number of replicas and number of samples per microbatch."""
+        """Tensor-parallel size, number of replicas and samples per microbatch of a stage."""
         return self.tp, self.dp, self.micro_batch
 
 
 def stage_classes(
     cluster: Cluster, *, tp: int, dp: int, micro_batch: int
 ) -> tuple[StageClass, ...]:
-    """Returns the classes of stages with equal parallel sizes.
+    """Returns the classes of stages with given parallel sizes.
 
     A stage takes an equal part of one node, or several whole nodes, which may differ in type. If
     node types can be mixed in many ways, only the mixtures with the fewest types are returned.
@@ -130,7 +130,7 @@ def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[
 
 
 def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields each way to have exactly ``size`` GPUs, as the number of nodes of each type."""
+    """Yields every way to get exactly ``size`` GPUs, as the number of nodes of each type."""
     if not gpus:
         if size == 0:
             yield ()
@@ -156,12 +156,12 @@ class ShapeChoice(StageSettings):
 
     @property
     def of_plan(self) -> dict[str, Any]:
-        """Settings under the names that they have in a plan."""
+        """Settings of a plan, by the names that they have in a plan."""
         return {item.name: getattr(self, item.name) for item in fields(StageSettings)}
 
 
 class Totals(NamedTuple):
-    """Sums over all layers, as if one stage on one node type held all layers.
+    """Times and sizes summed over all layers, as if one stage on one node type held all layers.
 
     Attributes:
         work_s: Time of a microbatch's forward and backward pass, in seconds.
@@ -186,7 +186,7 @@ class Totals(NamedTuple):
 
 
 class LayerRanges(NamedTuple):
-    """Costs of every range of layers on one node type.
+    """Times and sizes of a stage with any range of layers, on one node type.
 
     Each array has the shape ``[n + 1, n + 1]``, indexed by the first layer of a range and the layer
     after its last one.
@@ -430,7 +430,7 @@ class Tables:
         }
 
     def ranges(self, node: NodeType, stage_class: StageClass, choice: ShapeChoice) -> LayerRanges:
-        """Computes the costs of every range of layers on one node type."""
+        """Computes the times and sizes of every range of layers on one node type."""
         table = self.layers(node, stage_class, choice)
         names = (
             "forward_s",
@@ -505,7 +505,7 @@ class Tables:
             first = self.place(sender)
             second = first if kind else self.place(receiver, skip=sender.nodes)
             if first is None or second is None or (kind and a != b):
-                continue  # two stages of these classes are never neighbours in this way
+                continue  # stages of these two classes are never neighbours in this way
             if not kind or sender.block > 1:
                 # Each rank that shares a sequence sends only its part of the sequence.
                 parts = [float(size) / choice.context_ranks for size in sizes]
@@ -531,7 +531,7 @@ class Tables:
 
 
 def only_partition(after: Any, partition: Sequence[int]) -> Any:
-    """Returns ``after`` with infinity for every range of layers that is not in ``partition``.
+    """Returns ``after`` with infinity for every range of layers that is not a stage.
 
     Args:
         after: Time of reduction and optimizer in seconds, ``[..., n + 1, n + 1]``.
@@ -598,7 +598,7 @@ def capacity_bound(
         Time in seconds, 0 if there is no bound, or infinity if the layers do not fit in memory at
         all.
     """
-    n = tables.model.num_layers - 2  # the first and the last layer may cost next to nothing
+    n = tables.model.num_layers - 2  # the first and the last layer may take almost no time
     if n < 1 or len({stage_class.widths for stage_class in classes}) != 1:
         return 0.0
     types = list[tuple[float, Any]]()

@@ -134,17 +134,17 @@ class TransformerShape:
 
     @property
     def queries(self) -> int:
-        """Number of elements of all queries of a token."""
+        """Number of elements of a token's queries in all heads."""
         return self.heads * self.head_width
 
     @property
     def outputs(self) -> int:
-        """Number of elements of the outputs of all heads for a token."""
+        """Number of elements of a token's outputs in all heads."""
         return self.heads * (self.value_width or self.head_width)
 
     @property
     def keys_values(self) -> int:
-        """Number of elements of all keys and values of a token."""
+        """Number of elements of a token's keys and values in all heads."""
         if self.latent_rank:
             return self.queries + self.outputs
         return 2 * self.query_groups * self.head_width
@@ -275,7 +275,7 @@ def _add_kinds(
 def _embedding(
     shape: TransformerShape, name: str, tokens: int, *, group: str = "", carried: int = 0
 ) -> LayerKind:
-    """Returns the kind of an embedding layer.
+    """Returns a layer kind with the costs of an embedding layer.
 
     Args:
         shape: Sizes of the model.
@@ -402,7 +402,7 @@ class _LayerWeights(NamedTuple):
 
 
 def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _LayerWeights:
-    """Returns the numbers of parameters of a layer. The arguments are those of :func:`_layer`."""
+    """Returns the numbers of parameters in a layer. The arguments are those of :func:`_layer`."""
     hidden, queries, pairs = shape.hidden, shape.queries, shape.keys_values
     attention, latent = shape.attention_weights
     ffn = shape.shared_ffn if shape.experts else shape.ffn
@@ -433,7 +433,7 @@ def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _Layer
 
 
 def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: float) -> float:
-    """Returns the activations divided by tensor parallelism, in bytes, without scores.
+    """Returns the bytes of activations that tensor parallelism divides, without scores.
 
     Args:
         shape: Sizes of the model.
@@ -455,7 +455,7 @@ def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: fl
 
 
 def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name: str) -> LayerKind:
-    """Returns the kind of the head with layers that predict further tokens.
+    """Returns a layer kind for the head together with layers that predict further tokens.
 
     Each of these layers takes the hidden state and the next token's embedding, and computes logits
     of its own. The last stage therefore has a copy of the embedding.
@@ -502,7 +502,7 @@ def _all_scores(shape: TransformerShape, tokens: int, crossed: int, *, causal: b
 
 
 def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) -> float:
-    """Returns the number of operations of queries times keys, and of scores times values.
+    """Returns the number of operations for queries times keys, and for scores times values.
 
     Args:
         shape: Sizes of the model.
