@@ -279,7 +279,7 @@ def choose_together(
         limits: Memory limit under each placement to consider, as a function of the partition. The
             present placement comes first. A limit is the maximum of activations, and its unit is
             the activations of one microbatch for all stages of a rank.
-        halves: Loads measured in parts of the steps. A move must save enough in each part, too.
+        halves: Loads measured over parts of the steps. A move must save enough in each part.
         gain: Minimum fraction of the step time that moving layers must save. ``None`` moves no
             layers.
         num_microbatches: Number of microbatches per step.
@@ -352,7 +352,7 @@ class _Job:
 
     Attributes:
         profile: Measured times of actions with their variation, and times of messages.
-        limits: Function from a partition to the maximum of activations, by placement.
+        limits: Memory limit of each placement, a function from a partition to activations.
         num_microbatches: Number of microbatches per step.
         options: Other keyword arguments for ``choose_by_simulation.choose``.
     """

@@ -175,7 +175,7 @@ class ChunkedPipeline:
         return bool((fixed + self._by_rank(chunk_bytes) <= 0).all())
 
     def _seconds(self, cuts: Any) -> float:
-        """Returns the step time in seconds, or infinity if the cuts do not fit into memory.
+        """Returns the step time in seconds, or infinity if the stages do not fit into memory.
 
         The all-reduce of tied embeddings is omitted, because it takes the same time for all cuts.
         """

@@ -105,7 +105,7 @@ def in_flight(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tup
 
 @lru_cache(maxsize=4096)
 def waiting(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tuple[float, ...]:
-    """Returns the maximum number of microbatches per rank between their actions B and W.
+    """Returns the maximum number of microbatches per rank that have run B but not W.
 
     Such a microbatch has computed its input gradients (B) but not its weight gradients (W) yet.
 
@@ -178,8 +178,7 @@ class LayerTable:
 
     Attributes:
         estimated: Whether a time was estimated instead of measured.
-        forward_s: Time of a forward pass with communication between tensor-parallel ranks, in
-            seconds.
+        forward_s: Time of a forward pass in seconds, with tensor-parallel communication.
         backward_s: Time of computing the input gradients in seconds, with recompute.
         weight_s: Time of computing the weight gradients, in seconds. 0 if the profile measured the
             backward pass as a whole.

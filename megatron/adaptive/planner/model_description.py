@@ -111,8 +111,8 @@ class LayerKind:
         attention_flops: Number of these operations that selective recompute repeats.
         activation_bytes: Size of the kept activations that tensor parallelism divides, in bytes.
             They are kept for the backward pass.
-        replicated_activation_bytes: Size of the activations kept on every tensor-parallel rank, in
-            bytes.
+        replicated_activation_bytes: Size in bytes of activations kept on every tensor-parallel
+            rank.
         attention_bytes: Size of the ``activation_bytes`` that selective recompute drops.
         input_bytes: Size of the layer's input in bytes. Full recompute keeps only this.
         workspace_bytes: Size of memory in use only while the layer runs, in bytes. Tensor

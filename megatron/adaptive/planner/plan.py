@@ -246,7 +246,7 @@ def place_ranks(
     Args:
         cluster: Cluster with the nodes.
         order: Indices of the nodes to use, in the order of the ranks.
-        tp: Tensor-parallel size.
+        tp: Tensor-parallel size, in GPUs per replica.
         dp: Number of data-parallel replicas.
         pp: Number of pipeline ranks.
         micro_batch: Number of samples per microbatch.

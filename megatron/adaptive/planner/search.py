@@ -173,7 +173,7 @@ class _Widths(NamedTuple):
     """Parallel sizes of a stage, and its microbatch size.
 
     Attributes:
-        tp: Tensor-parallel size.
+        tp: Tensor-parallel size, in GPUs per replica.
         dp: Number of data-parallel replicas.
         micro_batch: Number of samples per microbatch.
         context_ranks: Number of ranks that share a sequence (context parallelism).
@@ -207,8 +207,7 @@ class Searcher:
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._islands = any(group.type.islands for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
-        # Other schedules have about a third of 1F1B's idle time. Estimates of the step time use
-        # this.
+        # Step times of other schedules are estimated with about a third of 1F1B's idle time.
         self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
@@ -493,7 +492,7 @@ class Searcher:
         """Searches all node sets of a shape whose bound is below the time of the best plans so far.
 
         Args:
-            shape: Combination of parallel sizes to search, as yielded by :meth:`shapes`.
+            shape: Combination of parallel sizes to search, from the list of :meth:`shapes`.
             best: Best plans so far. Faster plans are added to it.
             most_leaves: Maximum number of pipelines to time per set of nodes (level).
             finish: Whether to also time the pipelines under other schedules than 1F1B.
@@ -515,8 +514,8 @@ class Searcher:
                 missed.append((goal.seconds, goal.price))
                 continue
             bound = self._search_goal(bounded, goal, best, most_leaves, finish)
-            # If only 1F1B is allowed, the search covers all pipelines of the level. For other schedules, only
-            # the level's own bound is valid.
+            # If only 1F1B is allowed, the search covers all pipelines of the level. For other
+            # schedules, only the level's own bound is valid.
             missed.append((bound if self._exact else goal.seconds, goal.price))
         return [(seconds, price) for seconds, price in missed if seconds < best.most_seconds(price)]
 

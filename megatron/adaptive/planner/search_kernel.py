@@ -141,10 +141,10 @@ class LevelBounds(NamedTuple):
     long.
 
     Attributes:
-        ends: Bound ``D`` of the module's docstring: time from the start of the level's first stage
-            to the end of this stage's last backward pass.
-        done: Bound ``Z`` of the module's docstring: time until all stages of the level have ended,
-            with their gradient reductions and optimizer steps.
+        ends: Lower bound of the time until the last backward pass of the level's first stage ends.
+            It is ``D`` of the module's docstring, and counts from the start of this stage.
+        done: Lower bound of the time until all stages of the level end, with the optimizer. It is
+            ``Z`` of the module's docstring, and includes the gradient reductions.
         trips: Time from the start of a forward pass in the level's first stage to the end of the
             same microbatch's backward pass in that stage.
     """

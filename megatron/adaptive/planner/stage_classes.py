@@ -56,7 +56,7 @@ class StageClass:
 
     Attributes:
         nodes: Number of nodes of each type per block of stages, in the cluster's order of types.
-        tp: Tensor-parallel size.
+        tp: Tensor-parallel size, in GPUs per replica.
         dp: Number of replicas. Ranks that share a sequence are each counted as a replica.
         micro_batch: Number of samples per microbatch on each replica.
         block: Number of stages in a block, which fill its nodes.

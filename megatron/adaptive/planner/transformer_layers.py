@@ -55,7 +55,7 @@ class TransformerShape:
         biases: Whether linear layers have biases.
         norm_biases: Whether normalizations have biases (LayerNorm has, RMSNorm has not).
         tied: Whether embedding and head share their weights.
-        dropout: Whether there is dropout, whose masks are kept.
+        dropout: Whether there is dropout. Its masks are kept for the backward pass.
         fused_attention: Whether attention keeps no scores in memory, as FlashAttention.
         own_attention: Whether the trainer's own layers compute attention. They use torch's kernels,
             rather than Transformer Engine.
@@ -332,7 +332,7 @@ def _layer(
     gates = 3 if shape.gated else 2
     inner = ffn + routed * shape.expert_ffn
     scores = _all_scores(shape, tokens, crossed, causal=causal)
-    blocks = 3 if crossed else 2  # blocks that add to the residual: attentions and feed-forward
+    blocks = 3 if crossed else 2  # attention and feed-forward, which add to the residual
     width = tokens * hidden
     score_area = 0 if shape.fused_attention else shape.heads * tokens * (tokens + crossed)
     # Dropout keeps the probabilities before and after it, and its mask, for the backward pass.
