@@ -1,8 +1,8 @@
-"""Fits a profile to traces of runs: durations of layers, links, reductions and the optimizer.
+"""Fits a profile to traces of training runs: times of layers, links, reductions and optimizer.
 
-A trace has durations of stages, not of layers. The durations of layers are those that explain all
-stages of all runs best: a least-squares solution without negative values. An example with two
-runs of one model on two stages::
+A trace contains the times of stages, not of layers. So a least-squares fit with non-negative values
+finds the layer times that best explain all stages of all runs. An example with two runs of one
+model on two stages::
 
     run 1    embedding + 6 transformer layers    13 s
              6 transformer layers + head         15 s
@@ -11,12 +11,12 @@ runs of one model on two stages::
 
     fitted   embedding 1 s, transformer layer 2 s, head 3 s
 
-With run 1 alone, nothing separates the embedding from the layers behind it. Their time is then
-divided in proportion to their operations. So runs with other partitions, and stages without
-embedding and head, make a profile better.
+Run 1 alone does not separate the embedding's time from that of the layers after it. Their time is
+then divided in proportion to their operations. More runs with other partitions, and stages without
+embedding and head, therefore make a profile more accurate.
 
-Durations are not corrected: if the ranks of a run shared CPU cores, the profile is that of ranks
-which share cores.
+Times are not corrected. If the ranks of a run shared CPU cores, the profile is only valid for ranks
+that share cores.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from megatron.adaptive.trace.step_view import stages_of_rank
 from megatron.adaptive.trace.trace_format import KINDS
 
 _PRIOR = 1e-3
-"""Weight of the number of operations, relative to a measured stage. It is so low that it only
-matters if stages do not separate two kinds of layers."""
+"""Weight of the number of operations in the fit, relative to a measured stage. It is so low that it
+matters only if the stages cannot separate two kinds of layers."""
 
 _SIGMA_OF_MAD = 1.4826
 """Standard deviation of a normal distribution, divided by its median absolute deviation."""
@@ -50,14 +50,14 @@ _F, _B, _W = range(3)
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRun:
-    """A traced run, as input of :func:`calibrate`.
+    """A traced training run, as input of :func:`calibrate`.
 
     Attributes:
         trace: Trace of all ranks.
-        micro_batch: Samples of a microbatch.
-        hosts: Type of each host's node.
-        skip: Number of iterations at the beginning that do not count.
-        iterations: Iterations that count; empty for all except those that ``skip`` leaves out.
+        micro_batch: Number of samples per microbatch.
+        hosts: Node type of each host, by host name.
+        skip: Number of iterations at the beginning to ignore, as warm-up.
+        iterations: Iterations to use. Empty for all except those that ``skip`` ignores.
     """
 
     trace: RunTrace
@@ -68,20 +68,20 @@ class TracedRun:
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel width."""
+        """Tensor-parallel size of the run."""
         return 1 + max(rank.header.tp_rank for rank in self.trace.ranks.values())
 
     @property
     def dp(self) -> int:
-        """Number of data-parallel replicas."""
+        """Number of data-parallel replicas in the run."""
         return 1 + max(rank.header.dp_rank for rank in self.trace.ranks.values())
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Number of layers of each stage, as ``--num-layers`` counts them.
+        """Number of layers of each stage, counted as in ``--num-layers``.
 
         Raises:
-            ConfigError: The trace does not contain them.
+            ConfigError: The trace does not contain these numbers.
         """
         layers = next(iter(self.trace.ranks.values())).header.layers
         if not layers:
@@ -92,10 +92,10 @@ class TracedRun:
         return tuple(layers)
 
     def figures(self) -> RunFigures:
-        """Returns the figures of the iterations that count.
+        """Returns the measured figures of the iterations to use.
 
         Raises:
-            ConfigError: There is no such iteration.
+            ConfigError: The trace has no such iteration.
         """
         complete = self.trace.complete_iterations()
         if self.iterations:
@@ -111,20 +111,20 @@ class TracedRun:
 def calibrate(
     model: Model, runs: Sequence[TracedRun], described: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Fits a profile to traced runs.
+    """Fits a profile to traced training runs.
 
     Args:
         model: Model that all runs trained.
         runs: Traced runs, at least one.
-        described: Entry ``model`` of the profile file; by default the model's name and arguments.
+        described: Value of the key ``model`` in the profile file. Default: the model's name and
+            arguments.
 
     Returns:
         Contents of a profile file.
 
     Raises:
-        ConfigError: A trace does not contain the layers of its stages, or has others than the
-            model.
-        TraceError: A trace is damaged, or has no complete iterations that count.
+        ConfigError: A trace lacks the layers of its stages, or these differ from the model.
+        TraceError: A trace is damaged, or has no complete iterations to use.
     """
     stages: dict[_Key, list[_Stage]] = {}
     gathered = _Gathered()
@@ -157,23 +157,25 @@ def calibrate(
 
 
 _Stage = tuple[Sequence[int], tuple[float, float, float]]
-"""Indices of the layers of a stage, and its seconds of one microbatch: forward, backward by inputs
-or whole, and backward by weights (NaN if it is not split off)."""
+"""A stage: indices of its layers, and its times of one microbatch in seconds. The times are those
+of the forward pass, of the backward pass, and of the weight gradients. If the weight gradients are
+part of the backward pass, the last time is NaN."""
 _Key = tuple[str, int, int]
-"""GPU, number of tensor-parallel ranks, samples of a microbatch."""
+"""Key of a stage: GPU, number of tensor-parallel ranks, number of samples per microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Gathered:
-    """Measurements from all runs, except those of stages.
+    """Measurements gathered from all runs: messages, reductions, optimizer, and variation.
 
     Attributes:
-        travel: Seconds of messages by bytes, for each pair of node types, and whether both ends
-            were on one host.
-        reduce: Seconds of gradient reductions by bytes, for each node type and number of replicas.
-        optimizer: Seconds of the optimizer per parameter, by GPU.
-        rest: Seconds of a step that no other measurement explains, by GPU.
-        spread: Standard deviation of each rank's forwards and backwards, divided by their median.
+        travel: Times of messages in seconds, by message size in bytes. These are stored for each
+            pair of node types, and separately for messages within one host.
+        reduce: Times of gradient reductions in seconds, by size in bytes. These are stored for each
+            node type and number of replicas.
+        optimizer: Time of the optimizer per parameter in seconds, by GPU.
+        rest: Remaining time of a step in seconds that no other measurement explains, by GPU.
+        spread: Standard deviation of a rank's forward and backward times, divided by the median.
     """
 
     travel: dict[tuple[str, str, bool], dict[int, list[float]]] = field(default_factory=dict)
@@ -184,14 +186,14 @@ class _Gathered:
 
 
 def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
-    """Returns the indices of the layers of each chunk of a rank."""
+    """Returns the indices of the layers in each chunk of a rank."""
     header = run.trace.ranks[rank].header
     stages = model.stage_layers(run.layers)
     return tuple(stages[stage] for stage in stages_of_rank(header, header.pp_rank))
 
 
 def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, list[_Stage]]:
-    """Returns layers and seconds of every chunk of every rank, by GPU, width and microbatch."""
+    """Returns layers and times of all chunks, by GPU, tensor-parallel size and microbatch size."""
     rows: dict[_Key, list[_Stage]] = {}
     is_measured = np.isfinite(figures.median_ns).any(axis=0)
     typical = np.nanmedian(np.where(is_measured, figures.median_ns, 0.0), axis=0)
@@ -201,7 +203,8 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
         host = run.trace.ranks[rank].header.host
         for chunk, layers in enumerate(_held(model, run, rank)):
             count = np.maximum(pieces[column, chunk], 1)
-            # The schedule may cut a weight gradient into pieces; its seconds are those of all.
+            # The schedule may cut a weight gradient into several actions, so multiply by their
+            # number.
             whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
             key = (run.hosts[host].gpu, run.tp, run.micro_batch)
             seconds = (float(whole[_F]), float(whole[_B]), float(whole[_W]))
@@ -210,7 +213,7 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
 
 
 def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
-    """Fits the durations of layers to those of stages; returns a row for each kind of layer."""
+    """Fits the times of layers to those of stages, and returns a row for each kind of layer."""
     kinds = sorted({model.layers[i] for layers, _ in rows for i in layers})
     held = [[sum(model.layers[i] == kind for i in layers) for kind in kinds] for layers, _ in rows]
     counts = np.array(held, dtype=np.float64)
@@ -235,7 +238,10 @@ def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
 
 
 def _weight_share(model: Model, name: str) -> float:
-    """Returns the share of weight gradients in a backward: half, except in the attention core."""
+    """Returns the fraction of a backward pass that weight gradients take.
+
+    It is half of the operations outside of attention scores, because the scores have no weights.
+    """
     kind = model.kinds[name]
     if not kind.parameters:
         return 0.0
@@ -245,15 +251,15 @@ def _weight_share(model: Model, name: str) -> float:
 
 
 def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
-    """Returns the seconds of each kind of layer, not negative, that explain the stages best.
+    """Returns non-negative times per kind of layer, in seconds, that explain the stages best.
 
-    Minimises ``|A x - b|^2 + prior |x - p|^2`` by projected coordinate descent, where ``A`` are the
-    counts, ``b`` the measured seconds, and ``p`` seconds in proportion to the operations.
+    Minimises ``|A x - b|^2 + prior |x - p|^2`` by projected coordinate descent. ``A`` are the
+    counts, ``b`` the measured times, and ``p`` times in proportion to the operations.
 
     Args:
         counts: Number of layers of each kind in each stage, ``[stages, kinds]``.
-        seconds: Seconds of each stage, ``[stages]``.
-        flops: Operations of a layer of each kind, ``[kinds]``.
+        seconds: Time of each stage in seconds, ``[stages]``.
+        flops: Number of operations in a layer of each kind, ``[kinds]``.
     """
     work = counts @ flops
     rate = float(work @ seconds / (work @ work)) if (work > 0).any() else 0.0
@@ -272,7 +278,7 @@ def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
 
 
 def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigures) -> None:
-    """Adds the measurements of a run, except those of stages."""
+    """Adds the measurements of a run to those gathered so far, except those of stages."""
     ranks = figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
     column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}
@@ -291,12 +297,13 @@ def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigur
         rest -= column["reduce"][i] + column["optimizer"][i]
         if column["step"][i] > 0:
             gathered.rest.setdefault(gpu, []).append(max(0.0, float(rest) / 1e9))
-    # A profile has all-reduces within one node, so only runs on one host show them.
+    # A profile contains only all-reduces within one node, so use only runs on one host.
     is_one_host = run.dp > 1 and len({header.host for header in headers}) == 1
     for pp_rank in range(run.trace.num_ranks if is_one_host else 0):
         replicas = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
         size = round(held[replicas[0]] * model.precision.reduce_bytes)
-        # The shortest reduction is that of the replica that starts last and waits for no other.
+        # The replica that starts last waits for no other, so its reduction is the shortest. Take
+        # that time.
         seconds = min(float(column["reduce"][i]) for i in replicas) / 1e9
         if seconds > 0 and size:
             sizes = gathered.reduce.setdefault((run.hosts[headers[0].host].name, run.dp), {})
@@ -308,7 +315,7 @@ def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigur
 
 
 def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
-    """Gathers the seconds of messages whose arrival was seen, from sending to arrival."""
+    """Gathers the times of messages, from sending to arrival, if the arrival was recorded."""
     tables = {
         rank: trace.table(figures.iterations.tolist()) for rank, trace in run.trace.ranks.items()
     }
@@ -325,9 +332,9 @@ def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
 
 
 def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """Fits latency and bandwidths of a link to the median seconds of each size of message.
+    """Fits a link's latency and bandwidths to the median time of each message size.
 
-    If there is only one size, the latency is 0.
+    If there is only one message size, the latency is set to 0.
     """
     size = np.array(sorted(sizes), dtype=np.float64)
     seconds = np.array([median(sizes[int(message_bytes)]) for message_bytes in size])
@@ -341,15 +348,16 @@ def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 
 
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
-    """Returns figures of how well the steps of some runs were predicted, by name.
+    """Returns measures of how well the step times of some runs were predicted, by name.
 
-    Errors are shares of the measured seconds. ``rank_correlation`` is 1 if the order of the runs
-    is the same. ``place_of_best`` is the position of the fastest run in the predicted order, from
-    1. ``regret`` is the share by which the run predicted to be fastest was slower than the fastest.
+    Errors are fractions of the measured times. ``rank_correlation`` is 1 if predicted and measured
+    times put the runs in the same order. ``place_of_best`` is the position of the fastest run in
+    the predicted order, from 1. ``regret`` is the fraction by which the run predicted to be fastest
+    was slower than the fastest run.
 
     Args:
-        predicted: Predicted seconds of each run's step, for at least one run.
-        measured: Measured seconds of each run's step.
+        predicted: Predicted step time of each run in seconds, for at least one run.
+        measured: Measured step time of each run, in seconds.
     """
     errors = [
         abs(predicted_s / measured_s - 1)
@@ -369,7 +377,7 @@ def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str,
 
 
 def rank_correlation(values: Sequence[float], other: Sequence[float]) -> float:
-    """Returns Spearman's rank correlation; equal values get the mean of their ranks."""
+    """Returns Spearman's rank correlation. Ties get the mean of their ranks."""
     ranks, other_ranks = _ranks(values), _ranks(other)
     if ranks.std() == 0 or other_ranks.std() == 0:
         return 0.0
@@ -377,7 +385,7 @@ def rank_correlation(values: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
-    """Returns the rank of each value, from 0; equal values get the mean of their ranks."""
+    """Returns the rank of each value, from 0. Ties get the mean of their ranks."""
     array = np.asarray(values, dtype=np.float64)
     below = (array[None, :] < array[:, None]).sum(axis=1)
     equal = (array[None, :] == array[:, None]).sum(axis=1)

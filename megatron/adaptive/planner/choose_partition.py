@@ -1,24 +1,24 @@
-"""Finds the layers per stage for a running job, from the measured speed of its ranks.
+"""Finds the number of layers per stage for a running job, from its ranks' measured speed.
 
 The search has three steps:
 
 1. :func:`balanced` finds a partition whose slowest rank is as fast as possible. The *pace* of a
-   rank is its seconds per microbatch. Halving finds the smallest pace T for which all layers fit: a
-   rank can hold (T - seconds outside of layers) / (seconds per layer) layers. An example: 32 layers
-   on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
+   rank is its time per microbatch in seconds. Bisection finds the smallest pace T for which all
+   layers fit: a rank can hold (T - time outside of layers) / (time per layer) layers. An example:
+   32 layers on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
 
        layers of each stage    8  8  8  8    slowest pace 8 x 1.5 = 12 s
-       room at T = 9 s         9  6  9  9    33 layers, enough
+       fit at T = 9 s          9  6  9  9    33 layers, enough
        layers of each stage    9  6  9  8    slowest pace 9 s
 
-2. Stages are filled in order. If a rank has several stages, they divide its time evenly. This is
-   optimal if all layers are equal, or if each rank has one stage. Afterwards, single layers are
-   moved as long as this makes the slowest rank faster.
-3. The length of a step also depends on the order of work. So partitions near that one are simulated
-   under the job's schedule. Of those about as fast as the fastest, the one that moves the fewest
-   layers to another rank is chosen.
+2. Stages are filled with layers in order. If a rank has several stages, they divide its time
+   evenly. This is optimal if all layers are equal, or if each rank has one stage. Afterwards,
+   single layers are moved between stages as long as this makes the slowest rank faster.
+3. The step time also depends on the order in which ranks run their actions. So partitions near the
+   balanced one are simulated under the job's schedule. Of the partitions about as fast as the
+   fastest, the one that moves the fewest layers to another rank is chosen.
 
-Layers and stages keep their order, and stages keep their ranks. :func:`choose_together` also
+Layers and stages keep their order, and stages stay on their ranks. :func:`choose_together` also
 chooses the schedule and the placement of stages.
 
 Source: the minimal bottleneck of a chain of tasks on ranks of given speed, by bisection over the
@@ -46,39 +46,42 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 Partition = tuple[int, ...]
 Times = tuple[float, float, float]
-"""Seconds of forward, backward and weight gradients of one microbatch."""
+"""Times of one microbatch in seconds: forward pass, backward pass, and weight gradients."""
 
 _ALIKE = 0.005
-"""Relative difference up to which two steps count as equally fast; simulated and measured steps
-differ by more."""
+"""Relative difference up to which two step times are treated as equal. Simulated and measured step
+times differ by more than this."""
 PLACEMENT_GAIN = 0.03
-"""Minimum share of a step that another placement must save, because the weights have to move."""
+"""Minimum fraction of the step time that another placement of stages must save. It is larger than
+for other changes, because the weights have to move."""
 _SIMULATIONS = 24
 """Maximum number of partitions to simulate."""
 _ORDERS = 6
-"""Number of schedules that partitions are compared under."""
+"""Number of schedules under which each partition is simulated."""
 _LEAST_S = 1e-9
-"""Seconds that stand in for 0, to avoid division by zero and effects of rounding."""
+"""Time in seconds that is used instead of 0, to avoid division by zero and rounding effects."""
 _ROUNDING = 1e-6
-"""Share by which rounding may change a value."""
+"""Maximum relative error of a value due to rounding."""
 _UNLIMITED = 1e9
-"""Number of layers that stands in for an unlimited one."""
+"""Number of layers that is used instead of infinity if memory is unlimited."""
 _HALVINGS = 40
-"""Number of halvings, which find a pace to 12 digits."""
+"""Number of bisection steps. With this number, the time per microbatch has 12 exact digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loads:
-    """Measured seconds of one microbatch in a pipeline, and the memory of its ranks in layers.
+    """Measured times of one microbatch in a pipeline, and how many layers fit on each rank.
 
     Attributes:
-        placement: Rank of each stage.
-        partition: Layers of each stage during the measurement.
-        layer_s: Seconds of a layer of each kind, for each rank.
-        beside_s: Seconds of each stage outside of its layers, such as embedding and loss.
-        most_layers: Number of layers of mean size that fit into the memory of each rank.
-        kinds: Kind of each layer in order, as a number from 0; empty if all layers are equal.
-        sizes: Size of a layer of each kind, divided by the mean, for each rank; empty if all are 1.
+        placement: Assignment of stages to ranks.
+        partition: Number of layers of each stage during the measurement.
+        layer_s: Times of a layer (forward pass, backward pass, weight gradients), in seconds. There
+            is one entry per rank and kind of layer.
+        beside_s: Times of each stage outside of its layers in seconds, such as embedding and loss.
+        most_layers: Number of layers of average size that fit into the memory of each rank.
+        kinds: Kind of each layer in model order, as a number from 0. Empty if all layers are equal.
+        sizes: Memory size of a layer divided by the average, for each rank and kind of layer. If
+            all are 1, it is empty.
     """
 
     placement: Placement
@@ -91,22 +94,22 @@ class Loads:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Seconds of all layers on each rank, divided by those on the median rank."""
+        """Time of all layers on each rank, divided by the median over the ranks."""
         layers = self.whole()
         middle = sorted(layers)[(len(layers) - 1) // 2]
         return tuple(layer / max(middle, _LEAST_S) for layer in layers)
 
     def whole(self) -> list[float]:
-        """Returns the seconds of all layers together on each rank."""
+        """Returns the time of all layers together on each rank, in seconds."""
         return (self._each.sum(axis=2) @ self._before[-1]).tolist()  # type: ignore[no-any-return]
 
     def stage_times(self, partition: Sequence[int]) -> StageTimes:
-        """Returns the seconds of each stage under a partition."""
+        """Returns the times of each stage under a partition, in seconds."""
         forward, backward, weight = map(tuple, self._seconds(partition).T.tolist())
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def placed(self, kind: PlacementKind) -> Loads:
-        """Returns the loads under another placement, for which a slow rank is as slow as now."""
+        """Returns the loads under another placement of stages. A slow rank stays as slow as now."""
         if kind == self.placement.kind:
             return self
         placement = replace(self.placement, kind=kind)
@@ -119,11 +122,11 @@ class Loads:
         return replace(self, placement=placement, beside_s=tuple(beside))
 
     def paces(self, partition: Sequence[int]) -> list[float]:
-        """Returns the seconds of a microbatch on each rank under a partition."""
+        """Returns the time of a microbatch on each rank under a partition, in seconds."""
         return self._by_rank(self._seconds(partition).sum(axis=1))
 
     def beside(self) -> list[float]:
-        """Returns the seconds of each rank outside of its layers."""
+        """Returns the time of each rank outside of its layers, in seconds per microbatch."""
         return self._by_rank(np.array(self.beside_s).sum(axis=1))
 
     def fits(self, partition: Sequence[int]) -> bool:
@@ -135,18 +138,18 @@ class Loads:
 
     @cached_property
     def _ranks(self) -> Any:
-        """Rank of each stage."""
+        """Index of the rank of each stage."""
         stages = range(self.placement.num_stages)
         return np.array([self.placement.locate(stage)[0] for stage in stages])
 
     @cached_property
     def _each(self) -> Any:
-        """Seconds ``layer_s`` as an array, ``[ranks, kinds, 3]``."""
+        """Layer times ``layer_s`` as an array, ``[ranks, kinds, 3]``."""
         return np.array(self.layer_s)
 
     @cached_property
     def _before(self) -> Any:
-        """Number of layers of each kind in front of every layer, ``[layers + 1, kinds]``."""
+        """Number of layers of each kind before every layer, ``[layers + 1, kinds]``."""
         one_hot = np.eye(self._each.shape[1])
         kinds = list(self.kinds) or [0] * sum(self.partition)
         return np.concatenate([0 * one_hot[:1], one_hot[kinds].cumsum(axis=0)])
@@ -162,19 +165,19 @@ class Loads:
         return np.array(self.beside_s) + layers.sum(axis=1)
 
     def _by_rank(self, values: Any) -> list[float]:
-        """Adds the values of each rank's stages."""
+        """Adds up the values of all stages on the same rank."""
         sums = np.bincount(self._ranks, weights=values, minlength=self.placement.num_ranks)
         return sums.tolist()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionMove:
-    """A partition that is better than the present one.
+    """A partition that is faster than the present one.
 
     Attributes:
-        partition: Layers of each stage.
-        present_s: Simulated seconds of a step under the present partition.
-        step_s: Simulated seconds of a step under ``partition``.
+        partition: Number of layers of each stage.
+        present_s: Simulated step time in seconds under the present partition.
+        step_s: Simulated step time in seconds under ``partition``.
     """
 
     partition: Partition
@@ -183,19 +186,19 @@ class PartitionMove:
 
     @property
     def gain(self) -> float:
-        """Share of a step that the move saves."""
+        """Fraction of the step time that the move saves."""
         return 1 - self.step_s / self.present_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Decision of the schedule ``auto`` for all ranks.
+    """Decision of the schedule ``auto``, which all ranks follow.
 
     Attributes:
-        text: Choice and its reason, for the log.
-        stay: Schedule for the present placement and partition; ``None`` to keep the present one.
-        move: Schedule to run after stages or layers were moved; ``None`` to move nothing.
-        partition: Layers of each stage after the move; ``None`` for the present ones.
+        text: Choice and its reason, as one line for the log.
+        stay: Schedule for the present placement and partition. ``None`` keeps the present schedule.
+        move: Schedule to run after stages or layers were moved. ``None`` to move nothing.
+        partition: Number of layers of each stage after the move. ``None`` for the present numbers.
     """
 
     text: str
@@ -213,12 +216,12 @@ def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> 
 def simulated_step(
     loads: Loads, candidate: Candidate, num_microbatches: int
 ) -> Callable[[Partition], float]:
-    """Returns a function that simulates a step of the job under a partition.
+    """Returns a function that simulates the job's step time under a partition.
 
     Args:
-        loads: Loads of the stages.
+        loads: Measured times of the stages.
         candidate: Schedule of the job.
-        num_microbatches: Number of microbatches of a step.
+        num_microbatches: Number of microbatches per step.
     """
     step_s_of: dict[Partition, float] = {}
 
@@ -235,13 +238,13 @@ def simulated_step(
 def propose(
     loads: Loads, step_s: Callable[[Partition], float], gain: float
 ) -> PartitionMove | None:
-    """Finds a better partition for a job whose schedule stays.
+    """Finds a faster partition for a job whose schedule stays the same.
 
     Args:
-        loads: Loads of the stages.
-        step_s: Function that returns the seconds of a step under a partition, see
-            :func:`simulated_step`.
-        gain: Minimum share of a step that a move must save.
+        loads: Measured times and memory of the stages.
+        step_s: Function that returns the step time in seconds under a partition.
+            :func:`simulated_step` makes it.
+        gain: Minimum fraction of the step time that a move must save.
 
     Returns:
         The move, or ``None`` if no move is worth it.
@@ -249,7 +252,7 @@ def propose(
     present = loads.partition
     start = balanced(loads)
     if not max(loads.paces(start)) < max(loads.paces(present)) * (1 - gain / 2):
-        return None  # ranks are balanced well enough, so no simulation is needed
+        return None  # ranks are balanced well enough, so skip the simulations
     choice, seconds = _quickest(loads, start, step_s)
     move = PartitionMove(partition=choice, present_s=step_s(present), step_s=seconds)
     return move if choice != present and move.gain >= gain else None
@@ -265,23 +268,25 @@ def choose_together(
     num_microbatches: int,
     **options: Any,
 ) -> Decision:
-    """Chooses placement, layers per stage, schedule and cap together.
+    """Chooses placement, layers per stage, schedule and activation limit (cap) together.
 
-    For each placement, partitions near a balanced one are compared, each under the fastest of a few
-    good schedules. Then all schedules are compared under the best partition.
+    For each placement, partitions near a balanced one are compared under the fastest of a few good
+    schedules. Then all schedules are compared under the best partition.
 
     Args:
-        loads: Loads of the stages under the present placement and partition.
-        profile: Spreads and lengths of actions, and links.
-        limits: For each placement to consider, the present one first, a function that returns the
-            most activations that memory allows under a partition, in microbatches of a whole rank.
-        halves: Loads of parts of the measured steps. A move must save enough for each of them, too.
-        gain: Minimum share of a step that moving layers must save; ``None`` to move no layers.
-        num_microbatches: Number of microbatches of a step.
-        options: Further arguments of ``choose_by_simulation.choose``.
+        loads: Measured times and memory of the stages under the present placement and partition.
+        profile: Measured times of actions with their variation, and times of messages.
+        limits: Memory limit under each placement to consider, as a function of the partition. The
+            present placement comes first. A limit is the maximum of activations, and its unit is
+            the activations of one microbatch for all stages of a rank.
+        halves: Loads measured over parts of the steps. A move must save enough in each part.
+        gain: Minimum fraction of the step time that moving layers must save. ``None`` moves no
+            layers.
+        num_microbatches: Number of microbatches per step.
+        options: Other keyword arguments for ``choose_by_simulation.choose``.
 
     Raises:
-        ScheduleError: Memory does not allow any schedule.
+        ScheduleError: No schedule fits in memory.
 
     Source: AdaPtis, arXiv 2509.23722, for choosing these together. The search is our own.
     """
@@ -320,12 +325,12 @@ def choose_together(
 def _decision(
     loads: Loads, moves: list[tuple[float, Partition, ScheduleChoice]], stay: ScheduleChoice | None
 ) -> Decision:
-    """Returns the decision for the best move, or to stay if there is none.
+    """Returns the decision for the best move, or for no move if there is none.
 
     Args:
-        loads: Loads under the present placement and partition.
-        moves: Seconds of a step after each move, its partition and its schedule.
-        stay: Best schedule without a move, if any fits.
+        loads: Measured times and memory under the present placement and partition.
+        moves: Step time in seconds after each move, with its partition and schedule.
+        stay: Best schedule without a move, or ``None`` if none fits in memory.
     """
     if not moves:
         assert stay is not None
@@ -343,13 +348,13 @@ def _decision(
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Parameters of :func:`choose_together` that stay the same, and simulations under them.
+    """Inputs of :func:`choose_together` that do not change, with methods that simulate under them.
 
     Attributes:
-        profile: Spreads and lengths of actions, and links.
-        limits: Function that returns the maximum activations under a partition, by placement.
-        num_microbatches: Number of microbatches of a step.
-        options: Further arguments of ``choose``.
+        profile: Measured times of actions with their variation, and times of messages.
+        limits: Memory limit of each placement, a function from a partition to activations.
+        num_microbatches: Number of microbatches per step.
+        options: Other keyword arguments for ``choose_by_simulation.choose``.
     """
 
     profile: StageProfile
@@ -358,7 +363,7 @@ class _Job:
     options: Mapping[str, Any]
 
     def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
-        """Returns the profile with the durations of stages under a partition."""
+        """Returns the measured profile with its stage times replaced by those of a partition."""
         return replace(self.profile, times=loads.stage_times(partition))
 
     def fastest(self, loads: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:
@@ -379,16 +384,16 @@ class _Job:
         earlier: Sequence[ScheduleChoice | None],
         moves_layers: bool,
     ) -> tuple[Partition, ScheduleChoice] | None:
-        """Chooses a partition and the fastest schedule for it, under one placement.
+        """Chooses a partition, and the fastest schedule for this partition, under one placement.
 
         Args:
-            loads: Loads under the placement.
-            present: Layers of each stage at present.
-            earlier: Earlier choices, whose schedules are tried too.
+            loads: Measured times and memory, converted to the placement.
+            present: Present number of layers of each stage.
+            earlier: Earlier choices. Their schedules are tried too.
             moves_layers: Whether to choose another partition.
 
         Returns:
-            The choice, or ``None`` if the best partition is the present one.
+            Partition and schedule, or ``None`` if the best partition is the present one.
         """
         bests = [choice.best for choice in earlier if choice is not None]
         candidates = [best for best in bests if best.placement == loads.placement]
@@ -398,12 +403,12 @@ class _Job:
         return partition, self.fastest(loads, partition)
 
     def best_partition(self, loads: Loads, candidates: list[Candidate]) -> Partition:
-        """Returns the best partition near a balanced one.
+        """Returns the fastest partition near a balanced one.
 
         Args:
-            loads: Loads of the stages.
-            candidates: Schedules to compare partitions under, besides the best few ones for the
-                balanced partition.
+            loads: Measured times and memory of the stages.
+            candidates: Schedules under which to compare partitions. The best few for a balanced
+                partition are added.
         """
         start = balanced(loads)
         limit = self.limits[loads.placement.kind]
@@ -422,7 +427,7 @@ class _Job:
         return _quickest(loads, start, step_s)[0]
 
     def step_s(self, choice: ScheduleChoice, loads: Loads, partition: Partition) -> float:
-        """Returns the simulated seconds of a step under a chosen schedule and its placement."""
+        """Returns the simulated step time in seconds under a chosen schedule and its placement."""
         times = self._profile_of(loads.placed(choice.best.placement.kind), partition)
         return evaluate(choice.best, self.num_microbatches, times, (0,)).mean_s
 
@@ -449,11 +454,11 @@ def _quickest(
 ) -> tuple[Partition, float]:
     """Finds the fastest partition by moving single layers, from the present one or ``start``.
 
-    Of partitions that are about as fast, it takes the one that moves the fewest layers to another
-    rank.
+    Of the partitions that are about as fast, the one that moves the fewest layers to another rank
+    is taken.
 
     Returns:
-        The partition, and the seconds of its step.
+        Partition, and its step time in seconds.
     """
     present = loads.partition
     tried = {partition: step_s(partition) for partition in (present, start)}
@@ -479,10 +484,12 @@ def _quickest(
 
 
 def _filled(loads: Loads, pace: float) -> Partition | None:
-    """Fills stages in order with as many layers as a pace and memory allow.
+    """Fills stages in order with as many layers as a time limit and memory allow.
+
+    The pace is the time limit of each rank, in seconds per microbatch.
 
     Returns:
-        Layers of each stage, or ``None`` if some layers are left.
+        Number of layers of each stage, or ``None`` if some layers fit nowhere.
     """
     placement = loads.placement
     kinds = loads.kinds or (0,) * sum(loads.partition)
@@ -493,7 +500,7 @@ def _filled(loads: Loads, pace: float) -> Partition | None:
     next_layer = 0
     for stage in range(placement.num_stages):
         rank = placement.locate(stage)[0]
-        # The rank's later stages get equal shares of the time and memory that it has left.
+        # Divide the rank's remaining time and memory equally, so keep a part for its later stages.
         others = 1 - 1 / open_stages[rank]
         least_s, least = seconds[rank] * others - _LEAST_S, space[rank] * others - _ROUNDING
         open_stages[rank] -= 1
@@ -524,13 +531,15 @@ def _descended(loads: Loads, partition: Partition) -> Partition:
 
 
 def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
-    """Yields partitions with one layer moved, from the slowest rank to the fastest one first.
+    """Yields partitions with one layer moved to another stage.
+
+    The slowest ranks give first, and the fastest ranks receive first.
 
     Args:
-        loads: Loads of the stages.
-        partition: Layers of each stage.
-        least: Minimum pace of the ranks that give a layer. The slowest rank gets no faster if
-            another one gives.
+        loads: Measured times and memory of the stages.
+        partition: Number of layers of each stage.
+        least: Minimum time per microbatch of the ranks that give a layer. The slowest rank gets no
+            faster if a faster rank gives one.
     """
     paces = loads.paces(partition)
 

@@ -1,8 +1,8 @@
-"""Improves a pipeline that the search found: its schedule, and its layers per stage.
+"""Improves a pipeline that the search found: its schedule, and its number of layers per stage.
 
-The search finds pipelines with one stage per rank under 1F1B. This module tries other schedules,
-some of which give each rank several stages (chunks), and divides the layers for them. Unlike the
-search it proves nothing: it improves a first partition step by step. An example: 15 layers in 4
+The search finds 1F1B pipelines with one stage per rank. This module tries other schedules, and
+partitions the layers again for schedules with several stages (chunks) per rank. Unlike the search,
+it proves nothing: it improves a first partition step by step. An example: 15 layers in 4
 interleaved stages on 2 ranks, with 4 microbatches. A layer takes 1 s forward and 2 s backward on
 rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
 
@@ -11,10 +11,10 @@ rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
     0 gives to 2      4 3 6 2   132 s   faster, kept
     ...                                 until no hand-over makes the step faster
 
-Each hand-over is timed in the order of the schedule (``order_timing``). A rule has no fixed order,
-so that of a static schedule with the same placement stands in for it. The plans that are chosen in
-the end get a second round, in which every partition is predicted under its own schedule
-(:func:`handed_over`).
+Each change is timed under the schedule's order of actions (``order_timing``). A run-time scheduling
+rule has no fixed order, so the order of a static schedule with the same placement is used as an
+approximation. The plans that are finally chosen are improved once more, with every partition
+predicted under the plan's own schedule (:func:`handed_over`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron.adaptive.planner.stage_classes import StageClass
 from megatron.adaptive.schedule import catalog
 
 ONE_CHUNK = selectable_names(lambda spec: spec.planned != "no" and spec.least_chunks == 1)
-"""Schedules that the trainer runs with one chunk per rank."""
+"""Schedules that the trainer can run with one chunk per rank."""
 
 
 def hand_over(
@@ -46,18 +46,19 @@ def hand_over(
 ) -> tuple[Any, float, int]:
     """Moves one layer at a time between two stages, as long as this makes the pipeline faster.
 
-    All pairs of stages take turns. The stages between the two shift by a layer, so that each of
-    them keeps its number of layers. The search ends if a whole round has found no improvement.
+    All pairs of stages take turns. The stages between the two shift by one layer, so that each of
+    them keeps its number of layers. The search ends when a whole round has found no improvement.
 
     Args:
-        cuts: First layer of each stage, and the number of layers, ``[stages + 1]``.
-        seconds: Seconds of the pipeline with these cuts.
-        seconds_of: Function that returns the seconds of other cuts, infinite if they do not fit
-            into memory.
+        cuts: Index of the first layer of each stage, followed by the number of layers,
+            ``[stages + 1]``.
+        seconds: Step time of the pipeline with these cuts, in seconds.
+        seconds_of: Function from cuts to the step time in seconds. If memory is too small, it
+            returns infinity.
         most: Maximum number of pipelines to time.
 
     Returns:
-        The best cuts, their seconds, and the number of pipelines timed.
+        Best cuts, their step time in seconds, and the number of pipelines timed.
     """
     pairs = list(itertools.permutations(range(len(cuts) - 1), 2))
     timed = 0
@@ -84,11 +85,11 @@ class ChunkedPipeline:
     """Finds the partition of a pipeline with several chunks per rank.
 
     Args:
-        arrays: ``search_kernel.ShapeArrays`` of the pipeline's shape.
-        classes: Classes of the shape.
-        ranks: Index of each pipeline rank's class.
+        arrays: Costs of every possible stage, a ``search_kernel.ShapeArrays``.
+        classes: Stage classes that the pipeline's shape (parallel sizes) allows.
+        ranks: Index in ``classes`` for each pipeline rank.
         schedule: Name of a static schedule.
-        chunks: Number of chunks of each rank.
+        chunks: Number of chunks per rank.
     """
 
     def __init__(
@@ -102,12 +103,14 @@ class ChunkedPipeline:
         order = self._order = (schedule, len(ranks), chunks, arrays.microbatches)
         self._arrays, self._ranks, self._chunks = arrays, ranks, chunks
         placement = catalog.placement_for(schedule, len(ranks), chunks)
-        # Pipeline rank, class and microbatches in flight of each stage.
+        # The next three arrays have one entry per stage: pipeline rank, class and microbatches in
+        # flight.
         stages = range(placement.num_stages)
         self._rank_of = np.array([placement.locate(stage)[0] for stage in stages])
         self._classes = np.array(ranks)[self._rank_of]
         self._held = np.array(in_flight(*order))[self._rank_of]
-        # Each pipeline rank's block: ranks of one block share a node or a group of nodes.
+        # Ranks of one block share a node or a group of nodes, so messages between them use faster
+        # links.
         blocks = list[int]()
         left = 0
         for rank in ranks:
@@ -116,15 +119,15 @@ class ChunkedPipeline:
         self._blocks = np.array(blocks)
 
     def best(self, most: int, hopeless_s: float) -> tuple[int, ...]:
-        """Finds a partition by handing layers over, see :func:`hand_over`.
+        """Finds a partition by moving single layers between stages.
 
         Args:
             most: Maximum number of pipelines to time.
-            hopeless_s: Limit in seconds; if the first partition takes as long, the method gives up.
+            hopeless_s: Time limit in seconds. A first partition that takes longer is given up.
 
         Returns:
-            First layer of each stage, and the number of layers; empty if the first partition is
-            too slow or no partition fits into memory.
+            Index of the first layer of each stage, followed by the number of layers. Empty if the
+            first partition is too slow or no partition fits into memory.
         """
         cuts = self._first_cuts()
         best = self._seconds(cuts)
@@ -134,10 +137,11 @@ class ChunkedPipeline:
         return tuple(cuts.tolist()) if math.isfinite(best) else ()
 
     def _first_cuts(self) -> Any:
-        """Returns cuts that give each stage work in proportion to its rank's speed.
+        """Returns first layers of stages so that each stage's work fits its rank's speed.
 
         Returns:
-            First layer of each stage, and the number of layers, ``[stages + 1]``.
+            Index of the first layer of each stage, followed by the number of layers,
+            ``[stages + 1]``.
         """
         arrays = self._arrays
         stages = len(self._rank_of)
@@ -148,18 +152,18 @@ class ChunkedPipeline:
         done = work[0] / max(float(work[0, n]), 1e-30)
         cuts = np.concatenate([[0], np.searchsorted(done, share - 1e-9)]).astype(np.int64)
         cuts[-1] = n
-        # Every stage needs a layer, so each cut is above the one before it, and leaves a layer for
-        # every stage behind it.
+        # Every stage needs at least one layer. So each cut is above the previous one, and leaves a
+        # layer for every later stage.
         numbers = np.arange(stages + 1)
         cuts = np.maximum.accumulate(cuts - numbers) + numbers
         return np.minimum(cuts, n - stages + numbers)
 
     def _by_rank(self, values: Any) -> Any:
-        """Adds the values of each rank's chunks: ``[tables, stages]`` to ``[tables, ranks]``."""
+        """Adds up the values of each rank's chunks: ``[tables, stages]`` to ``[tables, ranks]``."""
         return values @ (self._rank_of[:, None] == np.arange(len(self._ranks)))
 
     def _fits(self, cuts: Any) -> bool:
-        """Returns whether every rank has the memory for its chunks."""
+        """Returns whether every rank has enough memory for its chunks."""
         classes = self._classes
         low = cuts[:-1]
         high = cuts[1:]
@@ -171,9 +175,9 @@ class ChunkedPipeline:
         return bool((fixed + self._by_rank(chunk_bytes) <= 0).all())
 
     def _seconds(self, cuts: Any) -> float:
-        """Returns the seconds of a step, or infinity if the cuts do not fit into memory.
+        """Returns the step time in seconds, or infinity if the stages do not fit into memory.
 
-        The all-reduce of tied embeddings is left out, because it is the same for all cuts.
+        The all-reduce of tied embeddings is omitted, because it takes the same time for all cuts.
         """
         if not self._fits(cuts):
             return np.inf
@@ -202,16 +206,16 @@ class ChunkedPipeline:
 
 
 def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tuple[Plan, float]:
-    """Improves a plan's partition by hand-overs, each predicted under the plan's own schedule.
+    """Improves a plan's partition by moving layers, predicted under the plan's own schedule.
 
     Args:
-        plan: The plan.
-        seconds: Predicted seconds of its step.
-        inputs: Model, cluster and profile.
+        plan: Plan whose layers are moved between stages.
+        seconds: Predicted step time of the plan, in seconds.
+        inputs: Model, cluster and profile of layer times.
         most: Maximum number of plans to predict.
 
     Returns:
-        The best plan, and the seconds of its step.
+        Best plan, and its step time in seconds.
     """
 
     def plan_of(cuts: Any) -> Plan:
@@ -227,18 +231,18 @@ def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tu
 
 
 def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanRow | None:
-    """Gives a plan the fastest schedule that fits into memory.
+    """Returns a plan with the fastest schedule that fits into memory.
 
     Args:
-        plan: Plan of the search. If its stages have unequal widths, they get microbatches of one
-            size, see ``cost.as_run``.
-        inputs: Model, cluster and profile.
-        schedules: Schedules to choose from. If the plan has one chunk per rank, those that need
-            several are left out.
+        plan: Plan from the search. If its stages have unequal parallel sizes, they get microbatches
+            of one size (``cost.as_run``).
+        inputs: Model, cluster and profile of layer times.
+        schedules: Schedules to choose from. Those that need several chunks are skipped if the plan
+            has one chunk per rank.
 
     Returns:
-        The plan and its prediction. If no schedule fits into memory, the fastest one is returned
-        nevertheless; if none is possible, ``None``.
+        Plan and prediction. If no schedule fits into memory, those of the fastest schedule.
+        ``None`` if no schedule is possible.
     """
     run = as_run(plan)
     rows = []

@@ -1,8 +1,8 @@
-"""Describes clusters: types of nodes, their GPUs and the links between them; reads cluster files.
+"""Describes clusters (node types, their GPUs and the links between them) and reads cluster files.
 
-Properties of a GPU that a cluster file leaves out come from the table of GPUs in this package
-(``data/gpus.json``). The schema of the file is ``cluster`` in ``config.schema_files``;
-``docs/planner.md`` describes it. ``discover_cluster`` makes such files.
+Properties of a GPU that a cluster file omits are taken from this package's table of GPUs
+(``data/gpus.json``). The format of the file is the schema ``cluster`` in ``config.schema_files``,
+which ``docs/planner.md`` describes. ``discover_cluster`` creates such files.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from megatron.adaptive.config.schema_files import check_form, read_file
 from megatron.adaptive.errors import ConfigError
 
 MEMORY_MARGIN = 0.1
-"""Share of each GPU's memory that plans leave free. Predicted peaks were at most this share below
-measured ones (``studies/planner.py``, memory)."""
+"""Fraction of each GPU's memory that plans leave free. In measurements, predicted peaks were at
+most this fraction too low (``studies/planner.py``, memory)."""
 _NOISE = re.compile(r"nvidia|geforce|tesla|quadro|[^a-z0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU as its data sheet describes it.
+    """A GPU model with the properties from its data sheet.
 
     Attributes:
-        name: Name in cluster files.
-        memory_bytes: Size of its memory in bytes; a GB on the data sheet is 10^9 bytes.
-        memory_bytes_per_s: Bandwidth of its memory.
-        flops: Peak of dense matrix products in operations per second, by element type (``bf16``,
-            ``fp16``, ``tf32``, ``fp32``). Types that the GPU does not support are missing.
-        source: Title of the data sheet.
+        name: Name of the GPU in cluster files.
+        memory_bytes: Size of its memory in bytes, where a GB on the data sheet is 10^9 bytes.
+        memory_bytes_per_s: Bandwidth of its memory in bytes per second.
+        flops: Peak speed of dense matrix products in operations per second, by element type. Types
+            are ``bf16``, ``fp16``, ``tf32`` and ``fp32``. Unsupported types are missing.
+        source: Title of the data sheet with these figures.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Gpu:
     source: str
 
     def peak(self, precision: str) -> float:
-        """Returns the peak of matrix products in operations per second.
+        """Returns the peak speed of matrix products in operations per second.
 
         Args:
             precision: Element type, such as ``bf16``.
 
         Raises:
-            ConfigError: The GPU does not support the type.
+            ConfigError: The GPU does not support the element type.
         """
         if precision not in self.flops:
             types = ", ".join(kind for kind in self.flops if kind != "tf32")
@@ -69,7 +69,7 @@ class Gpu:
 
 @functools.cache
 def _table() -> tuple[Mapping[str, Gpu], Mapping[str, str]]:
-    """Returns all GPUs by name, and their names by every way to write them."""
+    """Returns all GPUs by name, and their names by every accepted spelling."""
     file = resources.files("megatron.adaptive.planner") / "data" / "gpus.json"
     parts, names = {}, {}
     for row in json.loads(file.read_text(encoding="utf-8"))["gpus"]:
@@ -87,26 +87,26 @@ def plain_name(name: str) -> str:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Returns the names of the GPUs in the table."""
+    """Returns the names of all GPUs in the table."""
     return tuple(_table()[0])
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Returns a GPU of the table, or ``None``; ``name`` is from a cluster file or a driver."""
+    """Returns a GPU of the table, or ``None``. The name comes from a cluster file or a driver."""
     parts, names = _table()
     listed_name = names.get(plain_name(name))
     return None if listed_name is None else parts[listed_name]
 
 
 def find_gpu(name: str, where: str) -> Gpu:
-    """Returns a GPU of the table.
+    """Returns a GPU of the table by its name.
 
     Args:
-        name: Name of the GPU. Case, spaces and the vendor's name do not matter.
-        where: File or flag that contains the name, for the message.
+        name: Name of the GPU. Case, spaces and the vendor's name are ignored.
+        where: File or flag that contains the name, for the error message.
 
     Raises:
-        ConfigError: The table has no such GPU.
+        ConfigError: The table has no GPU with this name.
     """
     gpu = known_gpu(name)
     if gpu is None:
@@ -124,17 +124,17 @@ class LinkSpeed:
     """Speed of a link in one direction.
 
     Attributes:
-        bytes_per_s: Bandwidth for large messages: of all pairs together if they share the link,
-            of each pair otherwise.
-        latency_s: Seconds of an empty message.
-        shared: Whether several pairs of sender and receiver that send at the same time divide the
-            bandwidth. They do on a node's network card, but not on a switch between GPUs.
-        sizes: Measured tuples ``(message bytes, bytes per second)``, ascending. Between two sizes,
-            the bandwidth is interpolated over the logarithm of the size; outside of them, the
-            nearest one counts. Empty if ``bytes_per_s`` holds for all sizes.
-        by_pairs: Number of pairs that sent at the same time, and the link as measured with them.
-            For another number of pairs, the next smaller one counts, and its bandwidth is divided
-            among more pairs if the link is shared.
+        bytes_per_s: Bandwidth for large messages in bytes per second. If ``shared``, all pairs
+            together have this bandwidth, otherwise each pair has it.
+        latency_s: Time of an empty message in seconds.
+        shared: Whether pairs of GPUs that send at the same time divide the bandwidth. They do on a
+            node's network card, but not on a switch between GPUs.
+        sizes: Measured pairs of message size in bytes and bandwidth in bytes per second, ascending.
+            Between two sizes, the bandwidth is interpolated over the logarithm of the size. Outside
+            of them, the nearest size is used. Empty if ``bytes_per_s`` applies to all sizes.
+        by_pairs: Number of pairs that sent at the same time, with the link's speed measured then.
+            For another number of pairs, the next smaller one is used. If the link is shared, the
+            pairs divide its bandwidth.
     """
 
     bytes_per_s: float
@@ -144,25 +144,26 @@ class LinkSpeed:
     by_pairs: tuple[tuple[int, LinkSpeed], ...] = ()
 
     def bandwidth(self, message_bytes: float, pairs: int = 1) -> float:
-        """Returns the bytes per second of one pair of sender and receiver.
+        """Returns the bandwidth for one pair of sender and receiver, in bytes per second.
 
         Args:
-            message_bytes: Bytes of the message of each pair.
+            message_bytes: Size in bytes of each pair's message.
             pairs: Number of pairs that send at the same time.
         """
         measured = [entry for entry in self.by_pairs if entry[0] <= pairs]
         if measured:
             count, link = max(measured, key=lambda entry: entry[0])
             whole = link._curve(message_bytes)
-            # A bandwidth measured with several pairs is that of all of them together.
+            # A bandwidth measured with several pairs is their sum, so divide it by the number of
+            # pairs.
             return whole / pairs if self.shared else whole / count
         return self._curve(message_bytes) / (pairs if self.shared else 1)
 
     def seconds(self, message_bytes: float, pairs: int = 1) -> float:
-        """Returns the seconds from the start of a message to its arrival; 0 for no message.
+        """Returns the seconds from the start of a message to its arrival, or 0 for no message.
 
         Args:
-            message_bytes: Bytes of the message of each pair.
+            message_bytes: Size in bytes of each pair's message.
             pairs: Number of pairs that send at the same time.
         """
         if message_bytes <= 0:
@@ -170,7 +171,7 @@ class LinkSpeed:
         return self.latency_s + message_bytes / self.bandwidth(message_bytes, pairs)
 
     def _curve(self, message_bytes: float) -> float:
-        """Returns the measured bandwidth for a size of message, in bytes per second."""
+        """Returns the measured bandwidth for a message size, in bytes per second."""
         if not self.sizes:
             return self.bytes_per_s
         index = bisect_left(self.sizes, (message_bytes, 0.0))
@@ -185,23 +186,23 @@ class LinkSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeType:
-    """Type of a node.
+    """Type of a node: its GPUs, their memory, links and price.
 
     Attributes:
-        name: Name, unique within a cluster.
-        gpu: Name of its GPU, as in profiles and in the table of GPUs.
-        gpus: Number of GPUs of one node.
-        memory_bytes: Usable memory of each GPU.
-        intra: Link between two GPUs of a node.
-        islands: Groups of neighbouring GPUs with a fast link, as number of GPUs and the link,
-            ascending: first parts of a node, then groups of several nodes, such as those on one
-            switch.
-        network: Link of the node to the network; ``None`` for the cluster's default.
-        price_per_hour: Price of the whole node, in the currency of the user.
-        zone: Name of the node's zone. If the cluster has a link between zones, it connects nodes of
-            different zones.
+        name: Name of the type, unique within a cluster.
+        gpu: Name of its GPU model, the same as in profiles and in the table of GPUs.
+        gpus: Number of GPUs per node.
+        memory_bytes: Usable memory of each GPU in bytes.
+        intra: Speed of the link between two GPUs in a node.
+        islands: Groups of neighbouring GPUs with a fast link, as number of GPUs and link. They are
+            in ascending order: first parts of a node, then groups of several nodes, such as the
+            nodes on one switch.
+        network: Speed of the node's link to the network. ``None`` for the cluster's default.
+        price_per_hour: Price of the whole node per hour, in the user's currency.
+        zone: Name of the node's availability zone. A cluster may have a special link between zones,
+            which then connects nodes in different zones.
         slowness: Factor on all measured durations of the node, 1 if it is as fast as measured.
-        like: Name of the type whose links the node has; empty for its own name.
+        like: Name of another type that has the same links. If empty, the type's own name is used.
     """
 
     name: str
@@ -218,17 +219,18 @@ class NodeType:
 
     @property
     def link_name(self) -> str:
-        """Name of the type in tables of links."""
+        """Name of the node type in tables of links."""
         return self.like or self.name
 
     def island(self, gpus: int) -> tuple[int, LinkSpeed] | None:
         """Returns the smallest island that groups of ``gpus`` neighbouring GPUs divide evenly.
 
-        Groups of at most a node are looked for in parts of a node, larger ones in islands of
-        several nodes. If such a group would cross two islands, there is none.
+        An island is a group of GPUs with a fast link. Groups of at most one node are searched for
+        in parts of a node, and larger groups in islands of several nodes. If such a group would
+        cross two islands, there is none.
 
         Returns:
-            Number of GPUs of the island, and its link; or ``None``.
+            Number of GPUs in the island, and its link speed, or ``None`` if there is no island.
         """
         is_inner = gpus <= self.gpus
         for size, link in self.islands if gpus else ():
@@ -240,20 +242,19 @@ class NodeType:
 def link_in(
     links: Mapping[tuple[str, str], LinkSpeed], node_type: NodeType, other: NodeType
 ) -> LinkSpeed | None:
-    """Returns the link between two types from a table, which has their names in either order."""
+    """Returns the link between two node types, from a table with their names in either order."""
     names = node_type.link_name, other.link_name
     return links.get(names) or links.get(names[::-1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodePool:
-    """Nodes of one type.
+    """All nodes of one type in a cluster.
 
     Attributes:
         type: Type of the nodes.
         count: Number of nodes.
-        hosts: Names of the nodes, if they are known. If a part of a cluster has fewer nodes, it
-            keeps all names.
+        hosts: Host names of the nodes, if known. A part of a cluster keeps all names.
     """
 
     type: NodeType
@@ -266,14 +267,14 @@ class Cluster:
     """Nodes that a job may use, numbered from 0 in the order of the groups.
 
     Attributes:
-        groups: Nodes by type; each type comes once.
-        network: Default link between two nodes; ``None`` if every type has its own.
-        links: Exceptions from the default, by the names of both types in either order.
-        between_zones: Link between nodes of different zones; ``None`` if zones do not matter.
-        name: Name of the cluster, for people.
+        groups: Nodes by type. Each type occurs once.
+        network: Default link between two nodes. ``None`` if every type has a link of its own.
+        links: Links that differ from the default, by the names of both node types in either order.
+        between_zones: Link between nodes in different zones. ``None`` if zones make no difference.
+        name: Name of the cluster, shown to the user.
 
     Raises:
-        ConfigError: A type comes twice, or two types have no link.
+        ConfigError: A node type occurs twice, or two types have no link.
     """
 
     groups: tuple[NodePool, ...]
@@ -302,30 +303,30 @@ class Cluster:
 
     @property
     def types(self) -> tuple[NodeType, ...]:
-        """Every node type, in order."""
+        """All node types, in the order of the groups."""
         return tuple(group.type for group in self.groups)
 
     @cached_property
     def nodes(self) -> tuple[NodeType, ...]:
-        """Type of every node."""
+        """Type of every node, by the node's index."""
         return tuple(group.type for group in self.groups for _ in range(group.count))
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs of all nodes."""
+        """Number of GPUs on all nodes."""
         return sum(group.count * group.type.gpus for group in self.groups)
 
     @property
     def has_known_gpus(self) -> bool:
-        """Whether the table of GPUs lists the GPUs of all nodes."""
+        """Whether the table of GPUs contains the GPUs of all nodes."""
         return all(known_gpu(node.gpu) is not None for node in self.types)
 
     def with_memory(self, times: float = 1.0, more_bytes: float = 0.0) -> Cluster:
-        """Returns the cluster with another memory of each GPU.
+        """Returns the cluster with a different memory size per GPU.
 
         Args:
-            times: Factor on the memory.
-            more_bytes: Bytes to add after that.
+            times: Factor on the memory size.
+            more_bytes: Number of bytes to add after that.
         """
         groups = tuple(
             replace(
@@ -338,12 +339,12 @@ class Cluster:
 
     @cached_property
     def first(self) -> dict[str, int]:
-        """Number of the first node of every type, by the type's name."""
+        """Index of the first node of every type, by the type's name."""
         counts = itertools.accumulate((group.count for group in self.groups), initial=0)
         return {node.name: first for node, first in zip(self.types, counts, strict=False)}
 
     def link_of_types(self, node_type: NodeType, other: NodeType) -> LinkSpeed:
-        """Returns the link between two different nodes of these types.
+        """Returns the link between two different nodes with these types.
 
         Raises:
             ConfigError: No link between the types is known.
@@ -366,11 +367,11 @@ def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Clu
 
     Args:
         path: Path of the file, which is YAML, TOML or JSON.
-        memories: Bytes of memory by name of GPU, from a profile, for node types whose memory the
-            file does not give.
+        memories: Memory size in bytes by name of GPU, from a profile. It is used for node types
+            whose memory the file does not contain.
 
     Raises:
-        ConfigError: The file cannot be read, or a key of it breaks a rule.
+        ConfigError: The file cannot be read, or one of its keys is invalid.
     """
     return make_cluster(read_file(path, "cluster"), str(path), memories or {})
 
@@ -379,12 +380,12 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
     """Makes a cluster from the contents of a cluster file.
 
     Args:
-        document: Contents, as lists, dictionaries, strings and numbers.
-        where: Path of the file, for messages.
-        memories: Bytes of memory by name of GPU, see :func:`read_cluster`.
+        document: Contents of the file, as lists, dictionaries, strings and numbers.
+        where: Path of the file, for error messages.
+        memories: Memory size in bytes by name of GPU, from a profile.
 
     Raises:
-        ConfigError: The contents break a rule.
+        ConfigError: The contents are invalid.
     """
     document = check_form(document, "cluster", where)
     groups = []
@@ -412,7 +413,8 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
         links[first, second] = _speed(entry, key)
     for group in groups:
         for size, link in group.type.islands:
-            # An island that contains all nodes of the type has the link between any two of them.
+            # An island with all nodes of a type contains any two of them, so its link connects
+            # both.
             if size >= group.count * group.type.gpus:
                 links.setdefault((group.type.name, group.type.name), link)
     try:
@@ -428,7 +430,7 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
 
 
 def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]) -> NodeType:
-    """Makes a node type from an entry of ``nodes``; ``key`` is its name in messages."""
+    """Makes a node type from an entry of ``nodes``. ``key`` names the entry in messages."""
     gpu = known_gpu(entry["gpu"])
     name = entry["gpu"] if gpu is None else gpu.name
     if "memory" in entry:
@@ -456,7 +458,7 @@ def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]
 
 
 def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], ...]:
-    """Makes the islands of a node type from its entry of ``nodes``."""
+    """Makes the islands (groups of GPUs with a fast link) of a node type from its entry."""
     islands: list[tuple[int, LinkSpeed]] = []
     node_gpus = node["gpus_per_node"]
     before = 1
@@ -482,19 +484,20 @@ def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], 
 
 
 def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
-    """Makes a link from an entry of a cluster file; returns ``None`` for a missing entry.
+    """Makes a link from an entry of a cluster file. Returns ``None`` for a missing entry.
 
     Args:
-        entry: The entry, or ``None``.
-        key: Its name in messages.
-        shared: Whether pairs share the link, if the entry does not contain it.
+        entry: Entry with bandwidth and latency, or ``None``.
+        key: Name of the entry in error messages.
+        shared: Whether pairs of GPUs share the link, if the entry does not say so.
     """
     if entry is None:
         return None
     rails = entry.get("rails", 1)
     share = 1 / entry.get("oversubscription", 1.0)
     if rails > 1 or share < 1:
-        # A pair of GPUs uses one rail; two pairs use two rails, and so on, up to all of them.
+        # A pair of GPUs uses one rail (a separate network), two pairs use two, up to the number of
+        # rails. So the bandwidth grows with the number of pairs.
         speed = entry["bandwidth"] * share
         expanded = ("rails", "oversubscription")
         entry = {name: value for name, value in entry.items() if name not in expanded}

@@ -1,20 +1,21 @@
-"""Predicts the seconds of a step of a plan, and the memory of every pipeline rank.
+"""Predicts the step time of a plan, and the memory of every pipeline rank.
 
-A step has four parts, one after the other::
+A step has four parts, which run one after the other::
 
     | pipeline                                  | reduction | tied embeddings | optimizer |
-      forwards, backwards and messages, in the
-      order of the plan's schedule
+      actions and messages, in the order of the
+      plan's schedule
 
-The pipeline is timed in the order of its schedule: with the durations of each stage's layers on its
-slowest replica, and a message over every boundary between stages. Then each rank reduces its
-gradients with its replicas, the first and the last stage add their gradients of tied embeddings,
-and the optimizer runs.
+The pipeline is timed by simulating the schedule's order of actions. A stage is as fast as its
+slowest replica, and a message crosses every boundary between stages. Then each rank reduces its
+gradients with its replicas. The first and the last stage add up their gradients of tied embeddings.
+Last, the optimizer runs.
 
-A plan may have stages of unequal widths. The search then gives the stages microbatches of unequal
-sizes, so that all stages have the same number of them. The trainer has microbatches of one size,
-and deals them out to the replicas of a stage (``schedule.unequal_widths``). :func:`as_run` makes
-the second form of a plan from the first::
+A plan may have stages with unequal parallel sizes. The search then gives such stages microbatches
+of unequal sizes, so that all stages have the same number of microbatches. The trainer has
+microbatches of one size, and distributes them to the replicas of a stage
+(``schedule.unequal_widths``). :func:`as_run` converts a plan from the search's form to the
+trainer's::
 
     3 GPUs, 8 samples      in the search                 in the trainer
     stage 0, 2 replicas    4 microbatches of 1 sample    each replica runs 4 of 8 microbatches
@@ -61,18 +62,18 @@ from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, draw
 
 
 def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Prediction:
-    """Predicts a step of a plan.
+    """Predicts the time, memory and price of one step of a plan.
 
-    A plan that does not fit into memory is predicted as if it did, and ``Prediction.fits`` is
+    A plan that does not fit into memory is predicted as if it did, but ``Prediction.fits`` is
     false.
 
     Args:
-        plan: The plan.
-        inputs: Model, cluster and profile.
+        plan: Plan to predict.
+        inputs: Model, cluster and profile of layer times.
         runtime: Properties of the training program.
 
     Raises:
-        ConfigError: The profile lacks a duration, or the partition does not cover the model.
+        ConfigError: The profile lacks a layer's time, or the partition does not cover the model.
         ScheduleError: The schedule does not allow the plan's number of stages or microbatches.
     """
     stages = StageSums.of(plan, inputs, runtime)
@@ -91,7 +92,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     quiet = _pipeline(plan, stages.without_messages(), runtime)
-    # The parts of the step on the rank that ends last. They add up to the whole step.
+    # The parts are those of the rank that ends last, so that they add up to the whole step.
     tp_s = float(of_rank[last] @ stages.tp_s) * plan.num_microbatches
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
@@ -116,11 +117,11 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
 
 
 def _stage_predictions(stages: StageSums, times: ScheduleTimes) -> tuple[StagePrediction, ...]:
-    """Returns times and memory of each pipeline rank.
+    """Returns the predicted times and memory of each pipeline rank.
 
     Args:
         stages: Costs of the plan's stages.
-        times: Ends and work of the ranks.
+        times: End times and busy times of the ranks.
     """
     forward = stages.of_rank @ stages.durations_s[0]
     backward = stages.of_rank @ stages.durations_s[1:].sum(axis=0)
@@ -139,24 +140,25 @@ def _stage_predictions(stages: StageSums, times: ScheduleTimes) -> tuple[StagePr
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageSums:
-    """Costs of every stage and rank of a plan, added over layers. Each chunk of a rank is a stage.
+    """Costs of every stage and rank of a plan, summed over layers. Each chunk is a stage.
 
     Attributes:
-        durations_s: Seconds of forward, backward by inputs and backward by weights on the slowest
-            replica, ``[3, stages]``.
-        launch_s: Part of ``durations_s`` that runs while a rank waits for its input,
-            ``[3, stages]``.
-        tp_s: Seconds of communication within ``durations_s``, ``[stages]``.
-        latency_s: Seconds of latency of the message after a forward and after a backward,
+        durations_s: Times of forward pass, input gradients and weight gradients, in seconds. They
+            are those of the slowest replica, ``[3, stages]``.
+        launch_s: Kernel launch times within ``durations_s``, in seconds. During these times, a rank
+            may still wait for its input, ``[3, stages]``.
+        tp_s: Time of communication within ``durations_s`` in seconds, ``[stages]``.
+        latency_s: Latency of the messages after a forward and after a backward pass, in seconds,
             ``[2, stages]``.
-        occupancy_s: Seconds for which that message keeps its link busy, ``[2, stages]``.
-        reduce_s: Seconds of the gradient reduction without overlap, ``[ranks]``.
-        optimizer_s: Seconds of the optimizer, ``[ranks]``.
-        memory: Memory of each pipeline rank.
-        of_rank: 1 if a rank has a stage, 0 if not, ``[ranks, stages]``.
-        message_bytes: Bytes of a stage's output for one microbatch of a replica, sent forward and
-            backward, ``[2, stages]``.
-        estimated: Whether a duration was estimated instead of measured.
+        occupancy_s: Time for which each of these messages keeps its link busy, in seconds,
+            ``[2, stages]``.
+        reduce_s: Time of the gradient reduction without overlap in seconds, ``[ranks]``.
+        optimizer_s: Time of the optimizer in seconds, ``[ranks]``.
+        memory: Memory needed by each pipeline rank.
+        of_rank: 1 if a rank holds a stage, otherwise 0, ``[ranks, stages]``.
+        message_bytes: Size of the messages that a stage sends forward and backward, in bytes. It is
+            that of one microbatch of a replica, ``[2, stages]``.
+        estimated: Whether a time was estimated instead of measured.
     """
 
     durations_s: Any
@@ -173,10 +175,11 @@ class StageSums:
 
     @classmethod
     def of(cls, plan: Plan, inputs: PlanInputs, runtime: Runtime) -> StageSums:
-        """Adds up the costs of the layers of every stage.
+        """Adds up the costs of the layers in every stage.
 
         Raises:
-            ConfigError: The profile lacks a duration, or the partition does not cover the model.
+            ConfigError: The profile lacks a layer's time, or the partition does not cover the
+                model.
         """
         if sum(plan.partition) != inputs.model.num_layers or min(plan.partition) < 0:
             raise ConfigError(
@@ -216,17 +219,18 @@ class StageSums:
         )
 
     def without_messages(self) -> StageSums:
-        """Returns a copy in which messages take no time."""
+        """Returns a copy of the costs in which messages take no time."""
         zeros = np.zeros_like(self.latency_s)
         return replace(self, latency_s=zeros, occupancy_s=zeros)
 
 
 _Tables = list[tuple[NodeType, LayerTable]]
-"""Type of node and layer table of each kind of replica of a pipeline rank."""
+"""Node type and layer table for each kind of replica of a pipeline rank. Replicas of one kind have
+the same node type and tensor-parallel size."""
 
 
 def _tables(plan: Plan, stage_place: StagePlace, inputs: PlanInputs) -> _Tables:
-    """Returns a layer table for each kind of replica of a pipeline rank."""
+    """Returns a layer table per kind of replica (node type and size) of a pipeline rank."""
     nodes = [(inputs.cluster.nodes[replica.node], replica.tp) for replica in stage_place.replicas]
     others = list({node.name: node for node, _ in nodes}.values())
     return [
@@ -248,13 +252,13 @@ def _tables(plan: Plan, stage_place: StagePlace, inputs: PlanInputs) -> _Tables:
 def _durations(
     rank_of: Sequence[int], bounds: Any, tables: list[_Tables], inputs: PlanInputs
 ) -> tuple[Any, Any, Any]:
-    """Returns ``durations_s``, ``launch_s`` and ``tp_s`` of :class:`StageSums`.
+    """Returns durations, launch times and communication times, as :class:`StageSums` has them.
 
     Args:
         rank_of: Pipeline rank of each stage.
-        bounds: First layer of each stage, and the number of layers.
-        tables: Layer tables of each pipeline rank.
-        inputs: Model, cluster and profile.
+        bounds: Index of the first layer of each stage, followed by the number of layers.
+        tables: Layer tables of each pipeline rank, by kind of replica.
+        inputs: Model, cluster and profile of layer times.
     """
     durations, work = np.zeros((2, 3, len(rank_of)))
     tp_s = np.zeros(len(rank_of))
@@ -274,7 +278,7 @@ def _durations(
 def _memory(
     plan: Plan, rank: int, rows: Any, tables: _Tables, inputs: PlanInputs, runtime: Runtime
 ) -> StageMemory:
-    """Returns the memory of a pipeline rank, on the replica that has the least of it left."""
+    """Returns the memory of a pipeline rank, on its replica with the least free memory."""
     if (widths := dealt_widths(plan)) is not None:
         held = held_of(plan, widths)
         pending = (0.0,) * plan.pp
@@ -305,7 +309,7 @@ def _memory(
 def _messages(
     plan: Plan, placement: Placement, bounds: Any, inputs: PlanInputs, runtime: Runtime
 ) -> tuple[Any, Any, Any]:
-    """Returns latency, occupancy and bytes of the messages between stages, ``[2, stages]`` each."""
+    """Returns latency, occupancy and bytes of messages between stages, ``[2, stages]`` each."""
     latency, occupancy, whole = np.zeros((3, 2, placement.num_stages))
     for stage in range(placement.num_stages - 1):
         rank, next_rank = placement.locate(stage)[0], placement.locate(stage + 1)[0]
@@ -329,7 +333,7 @@ def _messages(
 
 
 def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
-    """Times the pipeline: a static schedule by its order, a rule by simulation."""
+    """Times the pipeline: static schedules by their order, run-time rules by simulation."""
     latency, occupancy = stages.latency_s, stages.occupancy_s
     if (widths := dealt_widths(plan)) is not None:
         return _dealt_times(plan, widths, stages.durations_s, latency + occupancy)
@@ -346,11 +350,11 @@ def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
 
 
 def simulated(plan: Plan, stages: StageSums) -> SimResult:
-    """Simulates the pipeline of a plan whose stages have equal widths.
+    """Simulates the pipeline of a plan whose stages have equal parallel sizes.
 
     Args:
-        plan: The plan.
-        stages: Its durations and messages.
+        plan: Plan to simulate.
+        stages: Times of the plan's stages and messages.
     """
     latency, occupancy = stages.latency_s, stages.occupancy_s
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
@@ -377,16 +381,17 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
 
 
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
-    """Returns the seconds that random durations add to a step.
+    """Returns the time in seconds that random variation of durations adds to a step.
 
-    They are 0 for a rule, which runs another action while a late input is missing.
+    For a run-time scheduling rule, it is 0: the rule runs another action while an input is late.
     """
     if sigma <= 0 or catalog.is_rule(plan.schedule):
         return 0.0
     count = plan.num_microbatches
     durations = stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
-        # The jitter of a pipeline with one rank per stage and about the same work stands in.
+        # This is an approximation by the jitter of a pipeline with one rank per stage and about the
+        # same work.
         count = plan.global_batch // plan.micro_batch
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)
@@ -394,9 +399,9 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 
 
 def as_run(plan: Plan) -> Plan:
-    """Returns the plan with microbatches of one size, if the trainer can run it like this.
+    """Returns the plan with microbatches of one size, if the trainer can run it in this form.
 
-    Otherwise, and if all stages have equal widths, it returns the plan unchanged.
+    Otherwise, or if all stages have equal parallel sizes, the plan is returned unchanged.
     """
     is_tp_1 = all(
         replica.tp == 1 for stage_place in plan.places for replica in stage_place.replicas
@@ -409,10 +414,10 @@ def as_run(plan: Plan) -> Plan:
 
 
 def dealt_widths(plan: Plan) -> Widths | None:
-    """Returns the widths of the stages if they are unequal and microbatches have one size.
+    """Returns the number of replicas per stage if it varies and microbatches have one size.
 
-    Microbatches are then dealt out to the replicas of each stage. For other plans, it returns
-    ``None``.
+    Microbatches are then distributed to the replicas of each stage. For all other plans, the result
+    is ``None``.
     """
     if plan.uniform or any(
         stage_place.micro_batch != plan.micro_batch for stage_place in plan.places
@@ -422,11 +427,11 @@ def dealt_widths(plan: Plan) -> Widths | None:
 
 
 def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
-    """Returns the most microbatches that a replica of each stage has in flight.
+    """Returns the maximum number of microbatches that a replica of each stage has in flight.
 
     Args:
-        plan: Plan whose microbatches are dealt out to the replicas.
-        widths: Its widths, from :func:`dealt_widths`.
+        plan: Plan whose microbatches are distributed to the replicas.
+        widths: Number of replicas of each stage, from :func:`dealt_widths`.
     """
     held: list[float] = []
     count = plan.global_batch // plan.micro_batch
@@ -444,10 +449,11 @@ def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
 def _hop_s(
     sender: StagePlace, receiver: StagePlace, inputs: PlanInputs, bytes_per_sample: float
 ) -> tuple[float, float]:
-    """Computes the seconds of one message between a replica of one stage and one of the next.
+    """Computes the time of one message between a replica of a stage and one of the next stage.
 
     Returns:
-        Latency, and seconds for which the link is busy, of the slowest pair.
+        Latency of the slowest pair of replicas, and the time for which its link is busy, in
+        seconds.
     """
     hops = [
         boundary_s(
@@ -463,13 +469,14 @@ def _hop_s(
 
 
 def _dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -> ScheduleTimes:
-    """Simulates a step whose microbatches are dealt out to the replicas of each stage.
+    """Simulates a step whose microbatches are distributed to the replicas of each stage.
 
     Args:
-        plan: The plan.
-        widths: Its widths, from :func:`dealt_widths`.
-        durations_s: Seconds of forward and both parts of backward, ``[3, stages]``.
-        message_s: Seconds of the messages after forward and backward, ``[2, stages]``.
+        plan: Plan to simulate.
+        widths: Number of replicas of each stage, from :func:`dealt_widths`.
+        durations_s: Times of forward pass, input gradients and weight gradients, in seconds,
+            ``[3, stages]``.
+        message_s: Times of messages after forward and backward passes, in seconds, ``[2, stages]``.
     """
     step = unequal_widths.simulate(
         plan.schedule,

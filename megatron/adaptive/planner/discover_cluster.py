@@ -1,9 +1,9 @@
 """Makes cluster files from the output of tools: Slurm, ``nvidia-smi`` and ``doctor --json``.
 
-None of these tools prints everything, so their outputs are combined: Slurm knows all nodes, their
-GPUs and switches; ``nvidia-smi`` and ``doctor`` know one node, its memory and its links. A report
-of a node counts for all nodes of Slurm with as many of the same GPU. Values that no output contains
-are assumed, and listed as assumptions.
+None of these tools prints everything, so their outputs are combined. Slurm knows all nodes, their
+GPUs and switches. ``nvidia-smi`` and ``doctor`` know one node, its memory and its links. A report
+about one node is used for all of Slurm's nodes with the same number of the same GPU. Values that
+are missing in all outputs are assumed, and listed as assumptions.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import known_gpu, plain_name
 
 _NVLINK_GB_PER_S = {"p100": 20.0, "b200": 50.0}
-"""Bandwidth of one NVLink in one direction, by GPU; 25 for all others. Source: NVIDIA's
-architecture whitepapers."""
+"""Bandwidth of one NVLink in one direction in GB/s, by GPU. It is 25 for all others. Source:
+NVIDIA's architecture whitepapers."""
 _LANE_GB_PER_S = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""Bandwidth of one lane in one direction, by generation of PCI Express."""
+"""Bandwidth of one lane in one direction in GB/s, by generation of PCI Express."""
 _PCIE_SHARE = 0.8
-"""Share of the lanes' bandwidth that copies between two GPUs reach."""
+"""Fraction of the PCI Express bandwidth that copies between two GPUs reach."""
 _ASSUMED_LINK = {"bandwidth": "25 GB/s", "latency": "8 us"}
 _ASSUMED_NETWORK = {"bandwidth": "100 Gbit/s", "latency": "10 us"}
 _DOWN = ("DOWN", "DRAIN", "FAIL", "UNKNOWN", "FUTURE", "NOT_RESPONDING")
@@ -36,12 +36,13 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
     """Makes a cluster file from the output of tools.
 
     Args:
-        texts: Source and text of each output: of ``scontrol show node`` or ``show topology``,
+        texts: Source and text of each output: ``scontrol show node`` or ``show topology``,
             ``sinfo -N -o "%N %G %T"``, ``nvidia-smi -q`` and ``topo -m`` of a node, or
             ``doctor --json``.
 
     Returns:
-        The contents of a cluster file, and its assumptions, where no text gives a value.
+        Contents of a cluster file, and the assumptions made for values that are missing in all
+        texts.
 
     Raises:
         ConfigError: A text is none of these outputs, or no node with a known GPU is up.
@@ -74,14 +75,14 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
 
 @dataclass(frozen=True, kw_only=True)
 class _ToolOutputs:
-    """Parsed outputs of tools.
+    """Parsed outputs of tools that describe nodes and switches.
 
     Attributes:
-        reports: Nodes as ``doctor --json`` describes them, in the form of a cluster file's entry.
-        slurm: Nodes as Slurm describes them, in the same form.
-        switches: Level and hosts of each switch.
-        logs: Outputs of ``nvidia-smi -q``.
-        matrices: Outputs of ``nvidia-smi topo -m``.
+        reports: Nodes described by ``doctor --json``, in the form of an entry in a cluster file.
+        slurm: Nodes described by Slurm, in the same form.
+        switches: Level in the network hierarchy and host names of each switch.
+        logs: Output texts of ``nvidia-smi -q``, one per node.
+        matrices: Output texts of ``nvidia-smi topo -m``, one per node.
     """
 
     reports: list[dict[str, Any]] = field(default_factory=list)
@@ -91,14 +92,14 @@ class _ToolOutputs:
     matrices: list[str] = field(default_factory=list)
 
     def add(self, text: str, where: str) -> None:
-        """Parses a text and adds its contents.
+        """Parses a tool's output and stores its contents.
 
         Args:
-            text: Output of a tool, without colours.
-            where: Source of the text, for messages.
+            text: Output of a tool, without colour codes.
+            where: Source of the text, for error messages.
 
         Raises:
-            ValueError: No tool prints such a text, or a number in it is wrong.
+            ValueError: The text is not the output of a known tool, or a number is invalid.
             KeyError: A field is missing.
             TypeError: A field has the wrong type.
         """
@@ -147,9 +148,9 @@ _MATRIX = re.compile(r"^\s*GPU0\s", re.MULTILINE)
 
 
 def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:
-    """Makes an entry of a node from Slurm's fields.
+    """Makes the entry of a node, as in a cluster file, from Slurm's fields.
 
-    Its GPU may be missing, or be the name of a family such as ``a100`` only.
+    The entry's GPU may be empty, or only the name of a family such as ``a100``.
     """
     host = fields["NodeName"]
     gres = fields.get("Gres", "")
@@ -167,7 +168,7 @@ def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
-    """Makes entries of nodes from the output of ``sinfo -N``."""
+    """Makes the entries of nodes, as in a cluster file, from the output of ``sinfo -N``."""
     head, *lines = (line.split() for line in text.splitlines() if line.strip())
     if "GRES" not in head:
         raise ConfigError(f'{where}: no column GRES: ask for sinfo -N -o "%N %G %T"')
@@ -179,9 +180,9 @@ def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Returns the names in one of Slurm's lists of hosts.
+    """Returns the host names in one of Slurm's host lists.
 
-    ``a[01-03,7],b`` stands for a01, a02, a03, a7 and b.
+    For example, ``a[01-03,7],b`` means a01, a02, a03, a7 and b.
     """
     hosts = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
@@ -196,11 +197,11 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def describe_node(log: str, matrix: str) -> dict[str, Any]:
-    """Makes an entry of a node for a cluster file.
+    """Makes the entry of a node in a cluster file from the output of ``nvidia-smi``.
 
     Args:
-        log: Output of ``nvidia-smi -q``, may be empty.
-        matrix: Output of ``nvidia-smi topo -m``, may be empty.
+        log: Output of ``nvidia-smi -q``. May be empty.
+        matrix: Output of ``nvidia-smi topo -m``. May be empty.
     """
     names = re.findall(r"Product Name\s*: (.+)", log)
     entry: dict[str, Any] = {"gpu": names[0].strip() if names else "", "gpus_per_node": len(names)}
@@ -218,7 +219,8 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
             "latency": "8 us",
         }
     rows = [line.split() for line in matrix.splitlines() if re.match(r"\s*GPU\d+\s", line)]
-    # The heading also begins with GPU0, but has no X, which marks a GPU's link to itself.
+    # The table's heading also begins with GPU0. Skip it: it has no X, which marks a GPU's link to
+    # itself.
     ways = [row[1:] for row in rows if "X" in row]
     count = len(ways)
     entry["gpus_per_node"] = entry["gpus_per_node"] or count
@@ -240,12 +242,12 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
 def _with_report(
     node: dict[str, Any], reports: Sequence[Mapping[str, Any]], assumed: list[str]
 ) -> dict[str, Any]:
-    """Returns a node of Slurm with the further values of a report of it, or of an equal node.
+    """Adds the values of a report about a node, or about an equal one, to Slurm's entry.
 
     Args:
-        node: Entry of the node.
-        reports: Entries from reports.
-        assumed: Receives the assumptions that the entry needs.
+        node: Slurm's entry of the node.
+        reports: Entries from ``doctor`` and ``nvidia-smi``.
+        assumed: List to which the assumptions about the node are added.
 
     Raises:
         ConfigError: The GPU of the node is not known.
@@ -281,11 +283,11 @@ def _with_report(
 def _grouped(
     entries: Sequence[Mapping[str, Any]], switches: Sequence[tuple[int, set[str]]]
 ) -> list[dict[str, Any]]:
-    """Returns groups of equal nodes, as in a cluster file; nodes of one switch are neighbours.
+    """Returns groups of equal nodes, as in a cluster file. Nodes on one switch are neighbours.
 
     Args:
-        entries: Entries of single nodes.
-        switches: Level and hosts of each switch.
+        entries: Entries of single nodes, as in a cluster file.
+        switches: Level in the network hierarchy and host names of each switch.
     """
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for entry in entries:
@@ -294,7 +296,7 @@ def _grouped(
         groups.setdefault(json.dumps(plain, sort_keys=True), (plain, []))[1].extend(hosts)
 
     def above(host: str, least: int) -> list[tuple[int, int]]:
-        """Returns the switches at or above a level that have a host below them, highest first."""
+        """Returns the switches at or above a level that a host is connected to, highest first."""
         numbered = enumerate(switches)
         return sorted(
             (-level, i) for i, (level, held) in numbered if level >= least and host in held

@@ -1,17 +1,18 @@
-"""Chooses pipeline size, microbatch and partition of a job whose processes already run.
+"""Chooses pipeline size, microbatch size and partition for a job whose processes already run.
 
-Unlike ``search``, which picks nodes and their order, it uses every process, in the order of the
-ranks. The remaining choices are few, so all of them are tried::
+Unlike ``search``, which picks nodes and their order, it uses every process in the order of the
+ranks. Few choices remain, so all of them are tried. The model is a list of pieces, which are its
+parts between two cut points::
 
     for each pipeline size that divides the processes:
-        for each microbatch that divides a replica's samples:
-            partition = the one with the fastest slowest stage, of those that fit into memory
-            bound     = microbatches x seconds of the slowest rank
+        for each microbatch size that divides a replica's samples:
+            partition = the partition that fits into memory and has the fastest slowest stage
+            bound     = number of microbatches x the slowest rank's time per microbatch
 
-    predict the steps of these shapes by ascending bound, until no bound is lower than the
-    second-best step
+    predict the step times by ascending bound, until no bound is lower than the second-best
+    step time
 
-:func:`least_largest` finds the partition exactly, by dynamic programming.
+:func:`least_largest` finds the best partition exactly, by dynamic programming.
 """
 
 from __future__ import annotations
@@ -40,26 +41,27 @@ from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.schedule import catalog
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Memory limits of processes are measured without the memory that the processes already use.
+# The memory limits of processes are measured as the memory that is still free, so the context is
+# already subtracted.
 _RUNTIME = Runtime(context_bytes=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A running job, and the durations of its model.
+    """A running job, its model, and the measured times of the model.
 
     Attributes:
-        model: Model as a list of pieces between cut points.
+        model: Model as a list of pieces (parts between two cut points).
         cluster: Nodes of the job. The memory of a GPU is the memory that a process may use.
-        order: Numbers of the nodes in the order of the ranks.
-        batch: Samples of a step over all replicas.
-        schedule: Name of the schedule.
-        chunks: Number of stages of each process, if the schedule allows several numbers.
-        whole: Durations with whole backwards.
-        split: Durations with split backwards, for pipelines of several processes; ``None`` if the
-            schedule does not split them.
-        cap: Maximum number of microbatches whose activations a process keeps under a rule; ``None``
-            for the default of the rule.
+        order: Indices of the nodes, in the order of the ranks.
+        batch: Number of samples per step over all replicas.
+        schedule: Name of the pipeline schedule.
+        chunks: Number of stages per process, if the schedule allows several numbers.
+        whole: Times of the pieces, where the backward pass also computes weight gradients.
+        split: Times of the pieces, where weight gradients are a separate pass. It is used for
+            pipelines of several processes. ``None`` if the schedule has no such pass.
+        cap: Maximum activations that a process keeps under a run-time scheduling rule. The unit is
+            one microbatch in all stages of the process. ``None`` for the rule's default.
     """
 
     model: Model
@@ -77,24 +79,24 @@ class Running:
         return catalog.placement_for(self.schedule, pipeline_size, self.chunks)
 
     def inputs(self, pipeline_size: int) -> PlanInputs:
-        """Returns model, cluster and durations for pipelines of a size."""
+        """Returns model, cluster and measured times for pipelines of a size."""
         profile = self.whole if pipeline_size == 1 or self.split is None else self.split
         return PlanInputs(self.model, self.cluster, profile)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One shape of the job.
+    """A pipeline size, microbatch size and partition for the job, with predicted time and memory.
 
     Attributes:
-        pipeline_size: Number of processes of a pipeline.
-        replicas: Number of pipelines.
-        micro_batch_size: Samples of a microbatch.
-        partition: Number of pieces of each stage.
-        seconds: Predicted seconds of a step, or a lower bound of them before the prediction.
-        needed_bytes: Bytes that the process with the least free memory needs.
-        limit_bytes: Bytes that this process may use.
-        fullest: Position of this process in its pipeline.
+        pipeline_size: Number of processes per pipeline.
+        replicas: Number of pipelines (data-parallel replicas).
+        micro_batch_size: Number of samples per microbatch.
+        partition: Number of pieces (parts between cut points) of each stage.
+        seconds: Predicted step time in seconds. Before the prediction, a lower bound.
+        needed_bytes: Memory in bytes that the process with the least free memory needs.
+        limit_bytes: Memory in bytes that this process may use.
+        fullest: Index of this process in its pipeline.
     """
 
     pipeline_size: int
@@ -108,7 +110,7 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of every process suffices."""
+        """Whether every process has the memory that it needs."""
         return self.needed_bytes <= self.limit_bytes
 
     def __str__(self) -> str:
@@ -128,21 +130,21 @@ def choose_option(
     partition: Callable[[int], tuple[int, ...] | None] = lambda num_stages: None,
     most: int = 0,
 ) -> list[Option]:
-    """Finds the best shapes of a job.
+    """Finds the fastest pipeline sizes, microbatch sizes and partitions for a job.
 
     Args:
-        running: The job.
-        pipeline_sizes: Pipeline sizes to choose from; empty for all.
-        micro_batches: Samples of a microbatch to choose from; empty for all up to ``most``.
-        partition: Function that returns the user's partition for a number of stages, or ``None``
-            to choose one.
-        most: Samples of the largest microbatch.
+        running: Running job, with its model and nodes.
+        pipeline_sizes: Pipeline sizes to choose from. Empty for all.
+        micro_batches: Microbatch sizes in samples to choose from. Empty for all up to ``most``.
+        partition: Function that returns the user's partition for a number of stages, or ``None`` to
+            choose one.
+        most: Maximum number of samples per microbatch.
 
     Returns:
-        Shapes whose steps were predicted, fastest first.
+        Options whose step times were predicted, fastest first.
 
     Raises:
-        ConfigError: No shape divides processes and samples, or none fits into memory.
+        ConfigError: No pipeline size divides processes and samples, or no option fits into memory.
     """
     untimed = []
     for size, micro_batch in _shapes(running, pipeline_sizes, micro_batches, most):
@@ -150,7 +152,7 @@ def choose_option(
             shape = _Shape(running, size, micro_batch)
             untimed.append((shape, shape.best(partition(shape.placement.num_stages))))
         except ScheduleError:
-            continue  # the schedule needs more microbatches
+            continue  # the schedule needs more microbatches than the step has
     if not untimed:
         raise ConfigError(_nothing_divides(running, pipeline_sizes, micro_batches))
     fitting = [(shape, option) for shape, option in untimed if option.fits]
@@ -158,7 +160,8 @@ def choose_option(
         raise ConfigError(_nothing_fits([option for _, option in untimed]))
     options: list[Option] = []
     for shape, option in sorted(fitting, key=lambda pair: pair[1].seconds):
-        # ``option.seconds`` is only a lower bound until the step is predicted.
+        # Here, ``option.seconds`` is a lower bound. Options are sorted by it, so no later option
+        # can be among the two fastest.
         if len(options) > 1 and option.seconds >= sorted(timed.seconds for timed in options)[1]:
             break
         try:
@@ -173,7 +176,7 @@ def choose_option(
 def _shapes(
     running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int], most: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields pipeline sizes and microbatches that divide the job's processes and samples."""
+    """Yields pipeline sizes and microbatch sizes that divide the job's processes and samples."""
     world = running.cluster.num_gpus
     for size in pipeline_sizes or range(1, world + 1):
         if world % size or running.batch % (world // size):
@@ -187,12 +190,12 @@ def _shapes(
 
 
 class _Shape:
-    """A pipeline size and a microbatch, with the costs of all possible stages.
+    """A pipeline size and a microbatch size, with the cost of every possible stage.
 
     Args:
-        running: The job.
-        size: Number of processes of a pipeline.
-        micro_batch: Samples of a microbatch.
+        running: Running job, with its model and nodes.
+        size: Number of processes per pipeline.
+        micro_batch: Number of samples per microbatch.
     """
 
     def __init__(self, running: Running, size: int, micro_batch: int) -> None:
@@ -215,9 +218,10 @@ class _Shape:
         self._ranks = [self._rank(rank) for rank in range(size)]
 
     def _rank(self, rank: int) -> tuple[Any, Any, float]:
-        """Returns seconds and bytes of every range of pieces on a rank, and its memory limit.
+        """Returns time and memory of every range of pieces on a rank, and the rank's memory limit.
 
-        Both arrays are ``[pieces + 1, pieces + 1]``, by first piece and the piece behind the last.
+        Both arrays are ``[pieces + 1, pieces + 1]``, indexed by the first piece and the piece after
+        the last.
         """
         running = self._running
         count = running.model.num_layers
@@ -242,12 +246,12 @@ class _Shape:
         return seconds, needed, min(node.memory_bytes for node in nodes)
 
     def best(self, fixed: tuple[int, ...] | None) -> Option:
-        """Returns the shape with its best partition, and a lower bound of its seconds.
+        """Returns the option with the best partition, and a lower bound of its step time.
 
-        If no partition fits into memory, it takes the best one without regard to memory.
+        If no partition fits into memory, the best partition without a memory limit is returned.
 
         Args:
-            fixed: Partition of the user, ``None`` to choose one.
+            fixed: Partition chosen by the user, or ``None`` to choose one.
         """
         partition = fixed
         if partition is None:
@@ -276,11 +280,11 @@ class _Shape:
         )
 
     def _divide(self, *, bounded: bool) -> tuple[int, ...] | None:
-        """Finds the partition with the fastest slowest stage; ``None`` if none fits.
+        """Finds the partition that minimizes the slowest stage's time; ``None`` if none fits.
 
         Args:
-            bounded: Whether it has to fit into memory. If a rank has several stages, each may use
-                an equal share of its memory.
+            bounded: Whether the partition must fit into memory. If a rank has several stages, each
+                may use an equal part of the rank's memory.
         """
         costs = []
         for stage in range(self.placement.num_stages):
@@ -290,7 +294,7 @@ class _Shape:
         return least_largest(costs)
 
     def seconds(self, partition: tuple[int, ...]) -> float:
-        """Predicts the seconds of a step under a partition."""
+        """Predicts the step time under a partition, in seconds."""
         running = self._running
         chunks = self.placement.num_chunks
         plan = Plan(
@@ -308,20 +312,21 @@ class _Shape:
 
 
 def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
-    """Divides a row of pieces among stages so that the most expensive stage costs least.
+    """Divides a sequence of pieces among stages so that the most expensive stage costs least.
 
-    If several divisions are equally good, the one with the least sum of squared costs is taken. An
-    example: pieces of cost 3 1 1 4 on two stages give 3 1 | 1 4, with costs 4 and 5.
+    If several divisions are equally good, the one with the smallest sum of squared costs is taken.
+    For example, pieces with costs 3 1 1 4 on two stages give 3 1 | 1 4, with stage costs 4 and 5.
 
-    Dynamic programming over the stages: the best division of the first pieces among k stages is
-    the best one of fewer pieces among k - 1 stages, with one more stage.
+    Dynamic programming finds it stage by stage. The best division of the first pieces among k
+    stages extends the best division of fewer pieces among k - 1 stages by one stage.
 
     Args:
-        costs: Cost of each stage for every range of pieces, ``[pieces + 1, pieces + 1]`` by first
-            piece and the piece behind the last; infinite for ranges that the stage may not have.
+        costs: Cost of each stage for every range of pieces, ``[pieces + 1, pieces + 1]``. The
+            indices are the first piece and the piece after the last. Infinite for ranges that the
+            stage may not hold.
 
     Returns:
-        Number of pieces of each stage, at least 1, or ``None`` if there is no division.
+        Number of pieces of each stage, at least 1, or ``None`` if no division is possible.
     """
     size = costs[0].shape[0]
     is_range = np.triu(np.ones((size, size), dtype=bool), 1)
@@ -350,11 +355,11 @@ def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ...] | None:
-    """Divides a row of weights among stages so that the heaviest stage is as light as possible.
+    """Divides a sequence of weights among stages so that the heaviest one is as light as possible.
 
     Args:
-        weights: Weight of each piece.
-        num_stages: Number of stages, each of which gets at least one piece.
+        weights: Weight of each piece, for example its time.
+        num_stages: Number of stages. Each gets at least one piece.
 
     Returns:
         Number of pieces of each stage, or ``None`` if there are fewer pieces than stages.
@@ -365,7 +370,7 @@ def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ..
 def _nothing_divides(
     running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int]
 ) -> str:
-    """Returns a message for a job that no shape divides."""
+    """Returns an error message if no pipeline size and microbatch size divide the job."""
     world = running.cluster.num_gpus
     sizes = ", ".join(map(str, pipeline_sizes)) or "any"
     samples = ", ".join(map(str, micro_batches)) or "any"
@@ -379,7 +384,7 @@ def _nothing_divides(
 
 
 def _nothing_fits(options: Sequence[Option]) -> str:
-    """Returns a message for a job of which no shape fits into memory."""
+    """Returns an error message if no option fits into memory."""
     best = min(options, key=lambda option: option.needed_bytes - option.limit_bytes)
     return (
         f"no pipeline size and microbatch fits into memory: nearest is {best}, where process "
@@ -390,5 +395,5 @@ def _nothing_fits(options: Sequence[Option]) -> str:
 
 
 def _counted(count: int, name: str, plural: str = "s") -> str:
-    """Returns a number with a noun, in the plural if it is not 1."""
+    """Returns a number with a noun, which is in the plural if the number is not 1."""
     return f"{count} {name}{'' if count == 1 else plural}"

@@ -1,21 +1,21 @@
-"""Computes seconds and bytes of layers on one type of node.
+"""Computes the time and memory of layers on one node type.
 
-Seconds of a layer come from a profile, if it has measured them. Otherwise they are estimated from
-the data sheet of the GPU (:func:`make_estimator`): matrix products run at 70% of the arithmetic
-peak, all other operations move their operands through memory at 80% of the bandwidth, and nothing
-takes less than the launches of its kernels. An example: a layer with 1e12 operations per forward,
-whose activations and output are 0.5 GB, on an A100 (312e12 operations/s and 1555 GB/s)::
+The time of a layer comes from a profile if it was measured. Otherwise it is estimated from the
+GPU's data sheet (:func:`make_estimator`). Matrix products run at 70% of the arithmetic peak. All
+other operations move their operands through memory at 80% of the bandwidth. Nothing is faster than
+launching its kernels. An example: a layer with 1e12 operations per forward pass, whose activations
+and output are 0.5 GB, on an A100 (312e12 operations/s and 1555 GB/s)::
 
     matrix products    1e12 / (0.7 x 312e12)         4.6 ms
     other operations   2 x 0.5e9 / (0.8 x 1555e9)    0.8 ms   each byte is written and read once
     forward                                          5.4 ms
 
-An estimate does not know kernel libraries or drivers. ``LayerTable.estimated`` says if a table
-contains one.
+An estimate ignores differences between kernel libraries and drivers. ``LayerTable.estimated`` is
+true if a table contains an estimate.
 
-Memory of weights, gradients and optimizer state follows from the parameters of the layers. Memory
-of activations is that of one microbatch, times the most microbatches in flight that the schedule
-has at any moment (:func:`in_flight`).
+The memory of weights, gradients and optimizer state follows from the layers' parameters. The memory
+of activations is that of one microbatch, times the maximum number of microbatches that the schedule
+has in flight (:func:`in_flight`).
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.validate import peak_units
 
 CHANNELS_BYTES = 4 * 0.1e9
-"""Memory of NCCL's channels on a rank, in bytes: two communicators, one for each direction, with
-each of two neighbours in the pipeline, about 100 MB each. Ranks at the ends of a pipeline, and
-those of a pipeline of two stages, take half of it."""
+"""Memory of NCCL's channels on a rank, in bytes. A rank has two communicators, one per direction,
+with each of two neighbours in the pipeline, about 100 MB each. Ranks at the ends of a pipeline, and
+in a pipeline of two stages, need half of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
     """Properties of the training program that plans do not contain.
 
-    The planner predicts for this project's trainer. Comparisons with runs of other programs pass
-    another runtime.
+    By default, the planner predicts for this project's trainer. Comparisons with other programs
+    pass a different runtime.
 
     Attributes:
-        context_bytes: Memory that no tensor accounts for: the device's context, buffers and code
-            of its libraries, and NCCL's channels.
-        parameter_copies_bytes: Bytes per parameter of a rank for the copies that are made while
-            gradients are reduced and while the optimizer runs.
-        sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output,
-            and the receivers gather the parts.
-        pipeline: Function that times a pipeline in place of the planner. It takes the plan and its
-            ``cost.StageSums``, and returns ``order_timing.ScheduleTimes``, or ``None`` to leave the
+        context_bytes: Memory that no tensor accounts for, in bytes. It contains the device's
+            context, its libraries' buffers and code, and NCCL's channels.
+        parameter_copies_bytes: Memory of temporary copies, in bytes per parameter. They are made
+            while gradients are reduced and while the optimizer runs.
+        sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output.
+            The receivers then gather the parts.
+        pipeline: Function that times a pipeline instead of the planner. From the plan and its
+            ``cost.StageSums``, it returns ``order_timing.ScheduleTimes``, or ``None`` to leave the
             plan to the planner.
     """
 
@@ -76,23 +76,23 @@ class Runtime:
 
 
 OURS = Runtime()
-"""This project's trainer."""
+"""Properties of this project's trainer."""
 PLAIN = StageSettings()
 _HOST_MESSAGES = 8
-"""Number of messages whose buffers are allocated in the host's memory but usually empty: free slots
-of a rank's channels and its neighbour's, see ``transport.select.size_of_channel``."""
+"""Number of messages whose buffers are allocated in host memory but usually empty: free slots in
+the queues of a rank and its neighbour (``transport.select.size_of_channel``)."""
 _HOST_BLOCK_BYTES = 2**25
-"""Size from which on the C library requests a block from the system, and returns it when freed."""
+"""Minimum size of a block that the C library requests from the system, and returns when freed."""
 _HOST_FREE_BYTES = 2 * _HOST_BLOCK_BYTES
 """Maximum number of bytes that the C library leaves unused at the end of its heap."""
 
 
 @lru_cache(maxsize=4096)
 def in_flight(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tuple[float, ...]:
-    """Returns the most microbatches that each pipeline rank has in flight at the same time.
+    """Returns the maximum number of microbatches in flight at the same time, for each rank.
 
-    A microbatch of one chunk counts ``1 / chunks``. For 1F1B on 4 ranks with at least 4
-    microbatches, this is (4, 3, 2, 1).
+    A microbatch in one of several chunks counts as ``1 / chunks``. For 1F1B on 4 ranks with at
+    least 4 microbatches, the result is (4, 3, 2, 1).
     """
     if schedule == "1f1b":
         return tuple(float(min(pp - rank, num_microbatches)) for rank in range(pp))
@@ -105,10 +105,12 @@ def in_flight(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tup
 
 @lru_cache(maxsize=4096)
 def waiting(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tuple[float, ...]:
-    """Returns the most microbatches of each rank that have run B and still wait for W.
+    """Returns the maximum number of microbatches per rank that have run B but not W.
 
-    The unit is that of :func:`in_flight`. A rule may postpone the weight gradients of all
-    microbatches in flight.
+    Such a microbatch has computed its input gradients (B) but not its weight gradients (W) yet.
+
+    A microbatch in one of several chunks counts as ``1 / chunks``. A run-time scheduling rule may
+    postpone the weight gradients of all microbatches in flight.
     """
     if catalog.is_rule(schedule):
         return in_flight(schedule, pp, chunks, num_microbatches)
@@ -136,26 +138,28 @@ def stage_memory(
     runtime: Runtime = OURS,
     context_bytes: float | None = None,
 ) -> StageMemory:
-    """Adds up the memory of one GPU of a stage, or of many stages if the arguments are arrays.
+    """Adds up the memory of a stage's GPU, or of many stages if the arguments are arrays.
 
     Args:
-        model: Model, for its precision.
-        parameters: Number of parameters on the GPU.
-        expert_parameters: Number of parameters of experts among them.
-        kept_bytes: Bytes that one microbatch keeps over all layers of the rank.
-        held: Microbatches in flight, see :func:`in_flight`.
-        workspace_bytes: Bytes of the largest workspace that a layer needs while it runs.
-        dp: Number of replicas.
-        settings: Settings of the plan; they say whether replicas divide the optimizer state.
+        model: Model, used for the size of its numbers.
+        parameters: Number of parameters on the GPU, experts included.
+        expert_parameters: Number of parameters on the GPU that belong to experts.
+        kept_bytes: Size of the activations that a microbatch keeps in all layers of the rank, in
+            bytes.
+        held: Maximum number of microbatches in flight, from :func:`in_flight`.
+        workspace_bytes: Size in bytes of the largest workspace that a layer needs while it runs.
+        dp: Number of data-parallel replicas.
+        settings: Settings of the plan. They say whether replicas divide the optimizer state.
         limit_bytes: Usable memory of the GPU in bytes.
         runtime: Properties of the training program.
-        context_bytes: Measured bytes of the process without tensors; ``None`` for the runtime's.
+        context_bytes: Measured memory of the process without tensors, in bytes. ``None`` for that
+            of ``runtime``.
     """
     context = runtime.context_bytes if context_bytes is None else context_bytes
     besides = context + parameters * runtime.parameter_copies_bytes
     sizes = model.precision
     return StageMemory(
-        # Each weight has two more copies of one byte if layers run in fp8; one is transposed.
+        # Each weight has two additional copies of one byte in fp8, one of them transposed.
         parameter_bytes=parameters * (sizes.parameter_bytes + 2 * sizes.fp8),
         gradient_bytes=parameters * sizes.gradient_bytes,
         optimizer_bytes=settings.state_parameters(parameters, expert_parameters, dp)
@@ -168,25 +172,27 @@ def stage_memory(
 
 @dataclass(frozen=True, eq=False)
 class LayerTable:
-    """Costs of every layer of the model on one GPU of one replica, as ``[layers] float64``.
+    """Costs of each of the model's layers on one GPU of a replica, as ``[layers] float64``.
 
-    Seconds and bytes are those of one microbatch.
+    Times and sizes are those of one microbatch.
 
     Attributes:
-        estimated: Whether a duration was estimated instead of measured.
-        forward_s: Seconds of a forward, communication of tensor-parallel ranks included.
-        backward_s: Seconds of the gradients by inputs, recompute included.
-        weight_s: Seconds of the gradients by weights; 0 if the profile measured both as one.
-        launch_s: Seconds of ``forward_s``, and as many of ``backward_s``, that need no input.
-        tp_s: Seconds of communication within ``forward_s`` and ``backward_s``: between
-            tensor-parallel ranks, if the profile measured layers without it, and of tokens on
-            their way to experts.
-        parameters: Number of parameters on the GPU.
-        expert_parameters: Number of parameters of experts among them.
-        kept_bytes: Bytes kept from forward to backward.
-        workspace_bytes: Further bytes in use while the layer runs.
-        waiting_bytes: Bytes kept between the gradients by inputs and those by weights, in addition
-            to ``kept_bytes``.
+        estimated: Whether a time was estimated instead of measured.
+        forward_s: Time of a forward pass in seconds, with tensor-parallel communication.
+        backward_s: Time of computing the input gradients in seconds, with recompute.
+        weight_s: Time of computing the weight gradients, in seconds. 0 if the profile measured the
+            backward pass as a whole.
+        launch_s: Time of kernel launches within ``forward_s``, in seconds. They need no input. The
+            time within ``backward_s`` is the same.
+        tp_s: Time of communication within ``forward_s`` and ``backward_s``, in seconds. This is the
+            exchange of tokens between experts and, if layers were measured without them, the
+            messages between tensor-parallel ranks.
+        parameters: Number of parameters on the GPU, experts included.
+        expert_parameters: Number of parameters on the GPU that belong to experts.
+        kept_bytes: Size in bytes of the activations kept from the forward to the backward pass.
+        workspace_bytes: Size in bytes of the additional memory in use while the layer runs.
+        waiting_bytes: Size of the data kept from input gradients to weight gradients, in bytes. It
+            is added to ``kept_bytes``.
     """
 
     estimated: bool
@@ -211,21 +217,21 @@ def layer_table(
     settings: StageSettings = PLAIN,
     others: Sequence[NodeType] = (),
 ) -> LayerTable:
-    """Returns durations and bytes of every layer on one type of node.
+    """Returns the times and memory sizes of every layer on one node type.
 
     The table is computed once and cached in ``inputs.layer_tables``.
 
     Args:
-        inputs: Model, cluster and profile.
-        node: Type of the node that runs the layers.
+        inputs: Model, cluster and profile of layer times.
+        node: Type of the node on which the layers run.
         tp: Number of tensor-parallel ranks.
-        micro_batch: Samples of a microbatch.
+        micro_batch: Number of samples per microbatch.
         settings: Settings of the plan.
-        others: Types of all nodes whose ranks share experts or sequences with this one; empty for
-            ``node`` alone. The slowest link to any of them counts.
+        others: Types of all nodes whose ranks share experts or sequences with this node. The
+            slowest link to any of them is used. Empty for ``node`` alone.
 
     Raises:
-        ConfigError: The profile lacks a duration.
+        ConfigError: The profile lacks the time of a layer.
     """
     expert_ranks, context_ranks = settings.expert_ranks, settings.context_ranks
     key: Any = (node.name, tp, micro_batch, settings.recompute, settings.sequence_parallel)
@@ -240,7 +246,8 @@ def layer_table(
         inputs=inputs,
         node=node,
         tp=tp,
-        # A rank with a part of each sequence has as much work as with a part of the samples.
+        # A rank with half of each sequence has the same work as with half of the samples, so divide
+        # the samples.
         samples=micro_batch / context_ranks,
         settings=settings,
         exchange=exchange_of(inputs, node, others or (node,), tp, expert_ranks),
@@ -257,16 +264,18 @@ def layer_table(
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerSetup:
-    """Parameters that all layers of a table share.
+    """Inputs, settings and communication times that all layers of a table share.
 
     Attributes:
-        inputs: Model, cluster and profile.
-        node: Type of the node.
+        inputs: Model, cluster and profile of layer times.
+        node: Type of the node on which the layers run.
         tp: Number of tensor-parallel ranks.
-        samples: Samples of a microbatch that a rank computes; a fraction if ranks share sequences.
+        samples: Number of samples per microbatch and rank. It is a fraction if ranks share
+            sequences.
         settings: Settings of the plan.
-        exchange: Function from :func:`exchange_of`, for tokens on their way to experts.
-        ring: Function from :func:`context_ring`, for keys and values of ranks that share sequences.
+        exchange: Function from :func:`exchange_of` for the time to send tokens to their experts.
+        ring: Function from :func:`context_ring` for the time to send keys and values. They go to
+            the next rank that shares the sequence.
     """
 
     inputs: PlanInputs
@@ -278,10 +287,11 @@ class _LayerSetup:
     ring: Callable[[float], float]
 
     def measured(self, name: str) -> tuple[LayerKind, LayerTimes]:
-        """Returns a layer's kind and its durations, as measured or estimated."""
+        """Returns a layer's kind and its times, measured or estimated."""
         base = self.inputs.model.kinds[name]
         kind = self.inputs.model.kinds.get(f"{name}/{self.settings.expert_ranks}", base)
-        # If experts are spread over ranks, the busiest rank has more work than the mean.
+        # If experts are distributed over ranks, the busiest rank has more work than average, so
+        # scale its times.
         load = kind.forward_flops / (base.forward_flops or 1)
         times = self.inputs.profile.times(
             kind.name, self.node.gpu, self.tp, self.samples, load or 1.0
@@ -291,14 +301,14 @@ class _LayerSetup:
     def passes_keys(self, kind: LayerKind) -> bool:
         """Returns whether ranks that share a sequence pass keys and values around a ring.
 
-        Transformer Engine does so, if it runs the attention. Other attention gathers all parts
-        first.
+        Transformer Engine does this if it computes the attention. Other attention gathers all parts
+        of the sequence first.
         """
         return not kind.attention_bytes and not self.inputs.model.has_own_kernels
 
 
 class _LayerSeconds(NamedTuple):
-    """Fields of ``LayerTable`` with seconds, for one layer."""
+    """Times of one layer in seconds, as fields of ``LayerTable``."""
 
     forward_s: float
     backward_s: float
@@ -308,7 +318,7 @@ class _LayerSeconds(NamedTuple):
 
 
 class _LayerBytes(NamedTuple):
-    """Fields of ``LayerTable`` with parameters and bytes, for one layer."""
+    """Parameters and memory sizes of one layer, as fields of ``LayerTable``."""
 
     parameters: float
     expert_parameters: float
@@ -318,21 +328,21 @@ class _LayerBytes(NamedTuple):
 
 
 def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _LayerSeconds:
-    """Returns the seconds of one layer: its durations, plus communication and recompute."""
+    """Returns the times of one layer, with communication and recompute."""
     tp = setup.tp
     samples = setup.samples
     recompute = setup.settings.recompute
     context_ranks = setup.settings.context_ranks
-    # Tokens travel to their experts and back in every forward.
+    # Tokens are sent to their experts and back in every forward pass, which makes two exchanges.
     once = 2 * setup.exchange(kind.routed_bytes * samples / tp)
     if tp > 1 and not times.tp_included and kind.tp_bytes:
         link = link_within(setup.inputs, setup.node, tp)
         once += all_reduce_s(link, kind.tp_bytes * samples, tp)
     attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
-    # Each rank that shares a sequence sends the keys and values of its part to all others. On a
-    # ring, it computes the attention of one part while it receives the next; its backward sends
-    # and computes twice as much. Without a ring, all parts arrive before the attention begins, and
-    # the backward sends back as many gradients.
+    # Each rank that shares a sequence sends its part's keys and values to all others. On a ring, it
+    # computes the attention of one part while it receives the next. Its backward pass sends and
+    # computes twice as much. Without a ring, all parts arrive before the attention begins, and the
+    # backward pass sends back gradients of the same size.
     is_ring = setup.passes_keys(kind)
     part_s = setup.ring(kind.context_bytes * samples / tp)
     turns = context_ranks - 1
@@ -357,7 +367,7 @@ def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _L
 
 
 def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _LayerBytes:
-    """Returns the parameters of one layer, and the bytes of one microbatch in it."""
+    """Returns the parameters of one layer, and its memory for one microbatch."""
     tp = setup.tp
     samples = setup.samples
     model = setup.inputs.model
@@ -365,26 +375,29 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     shared = tp if sequence_parallel else 1
     whole = times.kept_bytes
     if whole is None or not model.has_experts:
-        # Measured bytes of models with experts already have sequence parallelism.
+        # For models with experts, the measured size already includes sequence parallelism, so it is
+        # not reduced here.
         whole = kind.kept_bytes(tp) * samples if whole is None else whole
         whole -= kind.replicated_activation_bytes * samples * (1 - 1 / shared)
     if not setup.passes_keys(kind):
-        # Gathered keys and values are kept with the scores; selective recompute drops both.
+        # Gathered keys and values are kept together with the scores. Selective recompute drops
+        # both.
         whole += kind.context_bytes / tp * samples * (setup.settings.context_ranks - 1)
     kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * samples
     if recompute == "none" or not kind.counted:
         kept = whole
-    # A backward that recomputes one layer needs all activations of this layer.
+    # A backward pass with recompute holds all activations of the one layer that it recomputes.
     working = kind.workspace_bytes / tp * samples + max(whole - kept, 0.0)
     share = setup.inputs.profile.allocator_share.get(setup.node.gpu)
     messages = 0 if share is None else _HOST_MESSAGES
-    # Sequence parallelism gathers whole sequences before every matrix product.
+    # Sequence parallelism gathers whole sequences before every matrix product, which needs a
+    # buffer.
     whole_outputs = messages / shared + (shared > 1 and kind.forward_flops > 0)
     output = kind.output_elements * model.precision.element_bytes * samples
     working += whole_outputs * output
     if share:
         # The allocator returns large blocks to the system when they are freed. Small blocks lie
-        # between blocks in use, so their memory stays with the process.
+        # between blocks in use, so the process keeps their memory.
         block = kind.attention_bytes / tp * samples
         is_large = block >= _HOST_BLOCK_BYTES
         kept = whole if recompute == "selective" and not is_large else kept
@@ -403,7 +416,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
 
 
 def range_sums(values: Any) -> Any:
-    """Returns the sum of every range of ``n`` values, ``[n + 1, n + 1]``.
+    """Returns the sums of all ranges of ``n`` values, ``[n + 1, n + 1]``.
 
     Entry ``[begin, end]`` is the sum of ``values[begin:end]``.
     """
@@ -412,9 +425,9 @@ def range_sums(values: Any) -> Any:
 
 
 def range_largest(values: Any) -> Any:
-    """Returns the largest value of every range of ``n`` values, ``[n + 1, n + 1]``.
+    """Returns the largest values of all ranges of ``n`` values, ``[n + 1, n + 1]``.
 
-    Entry ``[begin, end]`` is the largest of ``values[begin:end]``, or 0 if the range is empty.
+    Entry ``[begin, end]`` is the maximum of ``values[begin:end]``, or 0 if the range is empty.
     """
     count = len(values)
     largest = np.zeros((count + 1, count + 1))
@@ -424,36 +437,36 @@ def range_largest(values: Any) -> Any:
 
 
 MATRIX_SHARE = 0.7
-"""Share of the arithmetic peak that the large matrix products of a layer reach together.
+"""Fraction of the arithmetic peak that the large matrix products of a layer reach together.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473), table 1, and Korthikanti et al. 2022
 (arXiv:2205.05198), table 5, report 44-57% of the peak for whole training steps on A100, in which
 matrix products take about three quarters of the time.
 """
 MEMORY_SHARE = 0.8
-"""Share of the memory bandwidth that element-wise kernels reach. Source: BabelStream's figures for
-V100, A100 and H100 are between 0.8 and 0.93 of the data sheets'."""
+"""Fraction of the memory bandwidth that element-wise kernels reach. Source: BabelStream's figures
+for V100, A100 and H100 are between 0.8 and 0.93 of the data sheets'."""
 LAUNCH_S = 5e-6
-"""Seconds of the launch of one kernel. Source: NVIDIA's CUDA programming guides name some
+"""Time of launching one kernel, in seconds. Source: NVIDIA's CUDA programming guides name some
 microseconds."""
 _KERNELS = 20
-"""Number of kernels of a transformer layer's forward without fusion: 4 matrix products, 2 more of
-the attention, 2 norms, and biases, activation, softmax, dropout and additions."""
+"""Number of kernels in a transformer layer's forward pass without fusion: 4 matrix products, 2 more
+in the attention, 2 norms, and biases, activation, softmax, dropout and additions."""
 _FEW_KERNELS = 4
-"""Number of kernels of the forward of any other layer, and of the weight gradients."""
+"""Number of kernels in the forward pass of any other layer, and in computing weight gradients."""
 _OPTIMIZER_MOVES = 7
-"""Number of values of four bytes that Adam moves for each parameter: it reads the gradient, the
-master weight and two moments, and writes the master weight and the moments."""
+"""Number of four-byte values that Adam moves per parameter. It reads the gradient, the master
+weight and two moments, and writes the master weight and the moments."""
 
 
 def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]:
-    """Returns a function that estimates layers of a model that the profile has not measured.
+    """Returns a function that estimates the times of layers that the profile has not measured.
 
     Returns:
-        A function that takes layer kind, GPU, number of tensor-parallel ranks and samples of a
-        microbatch. Its durations are without communication between tensor-parallel ranks. It
-        raises ``ConfigError`` for an unknown GPU or kind, and for a GPU that does not compute in
-        the model's precision.
+        A function of layer kind, GPU, number of tensor-parallel ranks and samples per microbatch.
+        Its times do not include communication between tensor-parallel ranks. It raises
+        ``ConfigError`` for an unknown GPU or kind, and for a GPU that does not support the model's
+        precision.
     """
 
     @cache
@@ -466,7 +479,7 @@ def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]
 
 
 def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: float) -> LayerTimes:
-    """Estimates the durations of a layer from its operations and bytes, see the module's text."""
+    """Estimates the times of a layer from its operations and memory traffic."""
     sizes = model.precision
     pace = gpu.peak(sizes.name) * MATRIX_SHARE
     moving = gpu.memory_bytes_per_s * MEMORY_SHARE
@@ -474,12 +487,12 @@ def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: flo
     if sizes.fp8 and kind.counted:
         linear_s *= gpu.peak(sizes.name) / gpu.peak("fp8")
     attention_s = micro_batch * kind.attention_flops / tp / pace
-    # Kept activations and the output are each written once and read at least once.
+    # Kept activations and the output are written once and read at least once, so count them twice.
     kept = micro_batch * kind.kept_bytes(tp)
     output = micro_batch * kind.output_elements * sizes.element_bytes
     elements_s = 2 * (kept + output) / moving
     weights = kind.held_parameters(tp)
-    # Matrix products read all weights, even for few samples. A lookup reads few rows.
+    # Matrix products read all weights, even for few samples. A table lookup reads only a few rows.
     read_s = weights * sizes.parameter_bytes / moving if kind.forward_flops else 0.0
     gradient_s = (
         weights * (sizes.parameter_bytes * sizes.trained + 2 * sizes.gradient_bytes) / moving
@@ -495,11 +508,11 @@ def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: flo
 
 
 def estimate_optimizer_s(model: Model, gpu: Gpu) -> float:
-    """Estimates the optimizer's seconds per parameter that a rank updates.
+    """Estimates the optimizer's time per updated parameter, in seconds.
 
     Args:
-        model: Model, for its precision.
-        gpu: GPU of the rank.
+        model: Model, used for the size of its numbers.
+        gpu: GPU on which the optimizer runs.
     """
     moved = (4 * _OPTIMIZER_MOVES + model.precision.parameter_bytes) * model.precision.trained
     return moved / (gpu.memory_bytes_per_s * MEMORY_SHARE)

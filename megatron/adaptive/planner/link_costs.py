@@ -1,15 +1,16 @@
-"""Computes what communication costs: messages between stages, all-reduces, exchanges and rings.
+"""Computes the time of communication: messages between stages, all-reduces, exchanges and rings.
 
-A link has a latency and a bandwidth (``cluster.LinkSpeed``). The seconds of a message are latency +
-bytes / bandwidth. If several GPUs of a node send at the same time over its network link, they share
+A link has a latency and a bandwidth (``cluster.LinkSpeed``). The time of a message is latency +
+bytes / bandwidth. If several GPUs of a node send over its network link at the same time, they share
 the bandwidth. An example: each of 4 GPUs of a node sends 100 MB to another node, over one network
-link of 12.5 GB/s and 10 us::
+link with 12.5 GB/s and 10 us::
 
     bandwidth of each    12.5 / 4 = 3.125 GB/s
     seconds              10 us + 100 MB / 3.125 GB/s = 32 ms
 
-Neighbouring GPUs may have a faster link: within a node, in a part of a node, or on one switch
-(*islands*). A group of ranks communicates over the smallest island that contains all of it.
+Neighbouring GPUs may have a faster link: within a node, in a part of a node, or on one switch. Such
+groups of GPUs are called *islands*. A group of ranks communicates over the smallest island that
+contains the whole group.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def all_reduce_s(link: LinkSpeed, message_bytes: float, ranks: int, pairs: int =
 
     Args:
         link: Slowest link on the ring.
-        message_bytes: Bytes of the tensor.
+        message_bytes: Size of the tensor in bytes.
         ranks: Number of ranks on the ring.
         pairs: Number of rings that share the link.
     """
@@ -42,20 +43,21 @@ def all_reduce_s(link: LinkSpeed, message_bytes: float, ranks: int, pairs: int =
 def exchange_of(
     inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], tp: int, ranks: int
 ) -> Callable[[float], float]:
-    """Returns a function for the seconds of an all-to-all exchange between ranks.
+    """Returns a function that computes the time of an all-to-all exchange between ranks.
 
-    Ranks within a node exchange at the same time as ranks of different nodes. The latter share
+    Ranks within a node exchange data at the same time as ranks on different nodes. The latter share
     each node's link to the network.
 
     Args:
-        inputs: Model, cluster and profile, for the links.
-        node: Type of a node of the ranks.
-        others: Types of all nodes of the ranks.
-        tp: Number of GPUs of each rank, which are neighbours.
-        ranks: Number of ranks.
+        inputs: Model, cluster and profile, from which the links are taken.
+        node: Type of one node with such ranks.
+        others: Types of all nodes with such ranks.
+        tp: Number of GPUs per rank, which are neighbours.
+        ranks: Number of ranks in the exchange.
 
     Returns:
-        A function that takes the bytes of all parts that one rank sends or keeps.
+        Function from the size in bytes of all parts that one rank sends or keeps to the time in
+        seconds.
     """
     near = min(ranks, max(node.gpus // tp, 1))
     far = ranks - near
@@ -78,17 +80,17 @@ def exchange_of(
 def context_ring(
     inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], tp: int, ranks: int
 ) -> Callable[[float], float]:
-    """Returns a function for the seconds in which ranks on a ring send bytes to their successors.
+    """Returns a function that computes how long ranks on a ring send to their successors.
 
     Args:
-        inputs: Model, cluster and profile, for the links.
-        node: Type of a node of the ranks.
-        others: Types of all nodes of the ranks; the slowest link between them counts.
-        tp: Number of GPUs of each rank, which are neighbours.
-        ranks: Number of ranks that share a sequence. If they fit into a node, no ring leaves it.
+        inputs: Model, cluster and profile, from which the links are taken.
+        node: Type of one node with such ranks.
+        others: Types of all nodes with such ranks. The slowest link between them is used.
+        tp: Number of GPUs per rank, which are neighbours.
+        ranks: Number of ranks that share a sequence. A ring stays within a node if the ranks fit.
 
     Returns:
-        A function that takes the bytes that each rank sends.
+        Function from the number of bytes that each rank sends to the time in seconds.
     """
     links = [(link_within(inputs, node, min(ranks * tp, node.gpus)), tp)]
     if any((kind.gpus // tp) % ranks for kind in (node, *others)):
@@ -104,9 +106,9 @@ def context_ring(
 
 
 def link_within(inputs: PlanInputs, node: NodeType, gpus: int) -> LinkSpeed:
-    """Returns the link that ``gpus`` neighbouring GPUs of one type of node communicate over.
+    """Returns the link over which ``gpus`` neighbouring GPUs of one node type communicate.
 
-    This is the link of the smallest island that contains them, if there is one.
+    This is the link of the smallest island that contains these GPUs, if there is such an island.
     """
     if (island := node.island(gpus)) is not None:
         return island[1]
@@ -121,10 +123,10 @@ def links_out(
     """Returns the links from a node to all nodes of a group.
 
     Args:
-        inputs: Model, cluster and profile, for the links.
+        inputs: Model, cluster and profile, from which the links are taken.
         node: Type of the node.
-        others: Types of the group's nodes.
-        nodes: Number of nodes of the group.
+        others: Node types of the group.
+        nodes: Number of nodes in the group.
     """
     if {other.name for other in others} == {node.name}:
         return [link_within(inputs, node, nodes * node.gpus)]
@@ -132,13 +134,13 @@ def links_out(
 
 
 def link_of_types(inputs: PlanInputs, node: NodeType, other: NodeType) -> LinkSpeed:
-    """Returns the link between nodes of two types: as measured, or else from the cluster file."""
+    """Returns the link between nodes of two types: as measured, or as in the cluster file."""
     measured = link_in(inputs.profile.links, node, other)
     return inputs.cluster.link_of_types(node, other) if measured is None else measured
 
 
 def link_between(inputs: PlanInputs, replica: Replica, other: Replica) -> LinkSpeed:
-    """Returns the link between two replicas: that of the smallest island with both in it."""
+    """Returns the link between two replicas: that of the smallest island that contains both."""
     return _link_at(
         inputs, replica.node, other.node, _common_island(inputs.cluster, replica, other)
     )
@@ -179,20 +181,21 @@ def boundary_s(
     *,
     sliced: bool = False,
 ) -> tuple[float, float]:
-    """Computes the seconds of one message from every replica of a stage to the next stage.
+    """Computes the time of one message from every replica of a stage to the next stage.
 
-    All replicas send at about the same time. Those of one node share its link to the network.
+    All replicas send at about the same time. Replicas on one node share the node's link to the
+    network.
 
     Args:
-        sender: Place of the stage that sends.
-        receiver: Place of the stage that receives.
-        inputs: Model, cluster and profile.
-        bytes_per_sample: Bytes per sample of the tensor between the stages.
-        sliced: Whether each tensor-parallel rank sends only its part, as with sequence
-            parallelism. Otherwise each sends the whole tensor.
+        sender: GPUs of the pipeline rank that holds the sending stage.
+        receiver: GPUs of the pipeline rank that holds the receiving stage.
+        inputs: Model, cluster and profile of layer times.
+        bytes_per_sample: Size per sample of the tensor between the stages, in bytes.
+        sliced: Whether each tensor-parallel rank sends only its part of the tensor. This is so with
+            sequence parallelism. Otherwise, each rank sends the whole tensor.
 
     Returns:
-        Latency, and seconds for which the link is busy, of the slowest replica.
+        Latency for the slowest replica, and the time for which its link is busy, in seconds.
     """
     flows = _flows(sender, receiver, inputs.cluster, bytes_per_sample, sliced)
     leaving = Counter[tuple[int, bool]]()
@@ -216,11 +219,12 @@ def _flows(
     bytes_per_sample: float,
     sliced: bool,
 ) -> dict[tuple[int, int, int | None], tuple[int, float]]:
-    """Returns the messages between two stages: their number, and the bytes of the largest one.
+    """Returns the messages between two stages: their number, and the largest size in bytes.
 
-    They are grouped by sending node, receiving node and the index of an island that contains both.
-    The samples of a round of microbatches are numbered over all replicas of a stage. If the stages
-    have different numbers of replicas, a replica sends each receiver the samples that both have::
+    Messages are grouped by sending node, receiving node and the index of an island that contains
+    both replicas. The samples of a round of microbatches are numbered over all replicas of a stage.
+    If the stages have different numbers of replicas, a replica sends each receiver the samples that
+    both have::
 
         3 replicas of 2 samples send    | 0 1 | 2 3 | 4 5 |
         2 replicas of 3 receive         | 0 1 2 | 3 4 5   |    the second sends one sample to each
@@ -252,15 +256,15 @@ def reduce_s(
     expert_parameters: float = 0.0,
     expert_ranks: int = 1,
 ) -> float:
-    """Returns the seconds in which the replicas of one pipeline rank reduce their gradients.
+    """Returns how long the replicas of one pipeline rank reduce their gradients, in seconds.
 
     Args:
-        places: Places of all pipeline ranks.
-        rank: Number of the pipeline rank.
-        inputs: Model, cluster and profile.
-        parameters: Number of parameters on one GPU of the rank.
-        expert_parameters: Number of parameters of experts among them.
-        expert_ranks: Number of replicas that the experts are spread over.
+        places: GPUs of all pipeline ranks.
+        rank: Index of the pipeline rank.
+        inputs: Model, cluster and profile of layer times.
+        parameters: Number of parameters on one GPU of the rank, experts included.
+        expert_parameters: Number of parameters on the GPU that belong to experts.
+        expert_ranks: Number of replicas that the experts are distributed over.
     """
     each = inputs.model.precision.reduce_bytes
     spread = expert_parameters if expert_ranks > 1 else 0.0
@@ -273,21 +277,21 @@ def reduce_s(
 def reduction(
     places: tuple[StagePlace, ...], rank: int, inputs: PlanInputs, stride: int = 1
 ) -> Callable[[float], float]:
-    """Returns a function for the seconds of one pipeline rank's gradient reduction.
+    """Returns a function that computes how long one pipeline rank's gradient reduction takes.
 
-    The replicas form a ring for each tensor-parallel rank. Rings of all pipeline ranks that leave
-    a node share its link to the network. If all replicas are on one node and the profile has
-    measured an all-reduce there, its seconds are taken instead.
+    The replicas form one ring per tensor-parallel rank. Rings that leave a node share the node's
+    link to the network, over all pipeline ranks. If all replicas are on one node and the profile
+    contains a measured all-reduce there, that time is used instead.
 
     Args:
-        places: Places of all pipeline ranks.
-        rank: Number of the pipeline rank.
-        inputs: Model, cluster and profile.
-        stride: Number of consecutive replicas that hold different experts. Only every
-            ``stride``-th replica is on the same ring.
+        places: GPUs of all pipeline ranks.
+        rank: Index of the pipeline rank.
+        inputs: Model, cluster and profile of layer times.
+        stride: Number of consecutive replicas that hold different experts. Only every ``stride``-th
+            replica is on the same ring.
 
     Returns:
-        A function that takes the bytes of gradients on each GPU.
+        Function from the size in bytes of the gradients on each GPU to the time in seconds.
     """
     replicas = places[rank].replicas[::stride]
     if len(replicas) < 2:
@@ -322,15 +326,15 @@ def reduction(
 
 
 def exposed_reduce_s(whole_s: Any, backward_s: Any, layers: Any) -> Any:
-    """Returns the seconds of an overlapped gradient reduction that the backward does not hide.
+    """Returns the time of an overlapped gradient reduction that the backward pass does not hide.
 
-    The reduction of a layer starts as soon as the last microbatch's backward has passed the layer.
-    What is left at the end of this backward takes further time, and at least the last layer's
-    share is left. All arguments are numbers, or arrays of one shape.
+    The reduction of a layer starts when the last microbatch's backward pass has passed the layer.
+    The reductions still running at the end of this backward pass take additional time. At least one
+    layer's reduction still runs then. All arguments are numbers, or arrays of one shape.
 
     Args:
-        whole_s: Seconds of the whole reduction without overlap.
-        backward_s: Seconds of one microbatch's backward.
+        whole_s: Time of the whole reduction without overlap, in seconds.
+        backward_s: Time of one microbatch's backward pass, in seconds.
         layers: Number of layers of the pipeline rank, at least 1.
     """
     return np.maximum(whole_s - backward_s, whole_s / layers)
@@ -341,10 +345,10 @@ def _ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
 
 
 def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> float:
-    """Returns the seconds in which first and last stage add their gradients of tied embeddings."""
+    """Returns how long first and last stage add up gradients of tied embeddings, in seconds."""
     if len(places) < 2 or not inputs.model.tied_parameters:
         return 0.0
-    # The stages exchange gradients in the precision in which they are accumulated, which may
+    # The stages exchange gradients in the precision in which gradients are accumulated. This may
     # differ from the precision of the reduction between replicas.
     size = inputs.model.tied_parameters / tp * inputs.model.precision.gradient_bytes
     pairs = list(zip(places[0].replicas, places[-1].replicas, strict=False))

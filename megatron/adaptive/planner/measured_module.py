@@ -1,7 +1,7 @@
-"""Stores measurements of a module in a running job, to plan again when the machines change.
+"""Stores a module's measurements in a running job, to plan again when the machines change.
 
-The ranks write the file once, before the first layout, and the planner reads it. It is JSON, and
-is replaced atomically, so a reader never sees a part of it.
+The ranks write the file once, before they choose the first layout, and the planner reads it. The
+file is JSON, and is replaced atomically, so a reader never sees an incomplete file.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from megatron.adaptive.planner.profile_file import make_profile
 
 FORMAT = 1
 MESSAGE_ELEMENT_BYTES = 4
-"""Bytes of the elements that a profile counts in messages between pieces."""
+"""Size in bytes of an element in messages between pieces, as profiles assume."""
 _FORMER_HOST_KEYS = ("cores",)
-"""Keys of earlier versions of the file, which are ignored."""
+"""Keys from earlier versions of the file, which are ignored."""
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredHost:
-    """Properties of a node that its processes measured.
+    """Properties of a node, measured by its own processes.
 
     Attributes:
         host: Name of the node.
-        type: Type of the node, as in the profile.
-        gpu: Name of its device, as in the profile.
-        processes: Number of processes on it.
-        memory_bytes: Bytes that each process may use.
-        shares_memory: Whether each process may use more if there are fewer of them.
+        type: Name of the node type, the same as in the profile.
+        gpu: Name of its device, the same as in the profile.
+        processes: Number of the job's processes on the node.
+        memory_bytes: Memory in bytes that each process may use.
+        shares_memory: Whether each process may use more memory if there are fewer processes.
     """
 
     host: str
@@ -54,28 +54,28 @@ class MeasuredHost:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredModule:
-    """Measurements of a module, and the settings that its layouts have to keep.
+    """Measurements of a module, and the settings that its layouts must keep.
 
     Attributes:
-        signature: Signature of the model and of the script's settings. If it differs, the file is
-            of another module.
+        signature: Hash of the model and the script's settings. A file with another hash belongs to
+            another module.
         name: Name of the model.
-        whole: Contents of a profile file with whole backwards.
-        split: Contents of a profile file with split backwards; ``None`` if the schedule does not
-            split them.
-        element_bytes: Bytes of an element of most parameters.
-        hosts: Nodes on which it was measured.
-        batch_size: Samples of a step over all replicas.
-        most: Samples of the largest microbatch that was measured.
-        schedule: Name of the schedule.
-        chunks: Number of stages of each process.
-        cap: Maximum number of microbatches whose activations a process keeps under a rule; ``None``
-            for the default of the rule.
-        pipeline_size: Number of processes of a pipeline that the user wants; ``None`` for any.
-        micro_batch_size: Samples of a microbatch, if they must not change; otherwise ``None``.
-        partition: Number of segments of each stage, for pipelines with as many stages; ``None`` to
-            choose them.
-        weights: Costs of the segments that the user gave; ``None`` for the measured ones.
+        whole: Contents of a profile file, where the backward pass also computes weight gradients.
+        split: Contents of a profile file, where weight gradients are a separate pass. If the
+            schedule has no such pass, it is ``None``.
+        element_bytes: Size in bytes of an element in most parameters.
+        hosts: Nodes on which the module was measured.
+        batch_size: Number of samples per step over all replicas.
+        most: Number of samples in the largest microbatch that was measured.
+        schedule: Name of the pipeline schedule.
+        chunks: Number of stages per process.
+        cap: Maximum activations that a process keeps under a run-time scheduling rule. The unit is
+            one microbatch in all stages of the process. ``None`` for the rule's default.
+        pipeline_size: Number of processes per pipeline that the user wants. ``None`` for any.
+        micro_batch_size: Number of samples per microbatch, or ``None`` if it may change.
+        partition: Number of segments (parts between cut points) of each stage. It is used for
+            pipelines with this number of stages. ``None`` to choose a partition.
+        weights: Cost of each segment, given by the user. ``None`` for the measured costs.
         is_random: Whether the model draws random numbers, which depend on the microbatch.
     """
 
@@ -98,22 +98,22 @@ class MeasuredModule:
 
     @cached_property
     def model(self) -> Model:
-        """Model as a list of pieces between cut points."""
+        """Model as a list of pieces (segments between cut points)."""
         return module_model(self.whole["model"], self.name, self.element_bytes)
 
     def profile(self, *, split: bool) -> Profile:
-        """Returns the measured durations.
+        """Returns the profile with the measured times.
 
         Args:
-            split: Whether to return those with split backwards, if there are any.
+            split: Whether to return times with a separate weight-gradient pass, if there are any.
         """
         return make_profile(self.split if split and self.split is not None else self.whole)
 
     def costs(self, micro_batch_size: int) -> tuple[float, ...]:
-        """Returns the seconds of each piece on the device of the first node.
+        """Returns the time in seconds of each piece on the first node's device.
 
         Args:
-            micro_batch_size: Samples of a microbatch. The nearest measured size counts.
+            micro_batch_size: Number of samples per microbatch. The nearest measured size is used.
         """
         rows = [row for row in self.whole["layers"] if row["gpu"] == self.hosts[0].gpu]
         sizes = {row["micro_batch"] for row in rows}
@@ -127,7 +127,7 @@ class MeasuredModule:
         return tuple(seconds[layer["kind"]] for layer in self.whole["model"]["layers"])
 
     def write(self, path: Path) -> None:
-        """Writes the file, or replaces it atomically.
+        """Writes the measurements to a file, or replaces the file atomically.
 
         Raises:
             OSError: The file cannot be written.
@@ -142,14 +142,14 @@ class MeasuredModule:
 
     @classmethod
     def read(cls, path: Path) -> MeasuredModule | None:
-        """Reads the file.
+        """Reads the measurements from a file.
 
         Returns:
-            The measurements, or ``None`` if there is no file, or if an earlier version of this
-            program wrote it.
+            Measurements, or ``None`` if there is no file, or if an earlier version of this program
+            wrote it.
 
         Raises:
-            ConfigError: The file is damaged, or a later version wrote it.
+            ConfigError: The file is damaged, or a later version of this program wrote it.
         """
         try:
             content = parse_json(read_whole(path))
@@ -180,14 +180,15 @@ class MeasuredModule:
 
 
 def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster:
-    """Returns the cluster of some hosts. For each type, the host with the least memory counts.
+    """Returns the cluster that hosts form. For each type, the host with the least memory is used.
 
     Args:
-        hosts: Nodes of the cluster.
-        profile: Profile with the links between them.
+        hosts: Nodes of the cluster, as measured.
+        profile: Profile with the links between the nodes.
     """
     counts = Counter(host.type for host in hosts)
-    # A dictionary keeps the last value of a key, at the position where the key first came.
+    # A dictionary keeps the last value per key, but at the position where the key occurred first.
+    # So the order of types stays, and each type gets its host with the least memory.
     least_last = sorted(hosts, key=lambda host: -host.memory_bytes)
     smallest = {host.type: host for host in (*hosts, *least_last)}
     groups = tuple(
@@ -207,9 +208,9 @@ def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster
 
 
 def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
-    """Returns the number of each node in a cluster that numbers the nodes of a kind in a row.
+    """Returns each node's index in a cluster that numbers all nodes of one kind consecutively.
 
-    For kinds a, b, a, the numbers are 0, 2, 1.
+    For kinds a, b, a, the indices are 0, 2, 1.
 
     Args:
         kinds: Kind of each node.
@@ -220,12 +221,14 @@ def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def module_model(layers: Mapping[str, Any], name: str, element_bytes: int) -> Model:
-    """Returns a module as a list of pieces; gradients and Adam state have the parameters' type.
+    """Returns a module as a model for the planner, with one layer per piece between cut points.
+
+    Gradients and Adam state have the number format of the parameters.
 
     Args:
-        layers: Entry ``model`` of its profile.
+        layers: Value of the key ``model`` in the module's profile.
         name: Name of the model.
-        element_bytes: Bytes of an element of most parameters.
+        element_bytes: Size in bytes of an element in most parameters.
     """
     precision = Precision(
         name="fp32" if element_bytes == 4 else f"{8 * element_bytes} bit",

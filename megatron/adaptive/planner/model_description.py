@@ -1,13 +1,13 @@
 """Describes models to the planner: a list of layers, with the costs of each kind of layer.
 
-A model is a list of layers, each of a kind. A kind has its parameters, operations and bytes::
+A model is a list of layers, each of one kind. A kind has parameters, operations and memory sizes::
 
     layers    embedding  transformer  transformer  ...  transformer  head
     kinds     embedding, transformer, head
 
-All counts are those of one sample in one whole layer, before tensor parallelism divides it.
-``transformer_layers`` computes them from the sizes of a transformer; ``model_file`` reads models
-from names and files.
+All counts are those of one sample in one whole layer, before tensor parallelism divides the layer.
+``transformer_layers`` computes them from the sizes of a transformer. ``model_file`` reads models by
+their names and from files.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from itertools import accumulate
 from megatron.adaptive.errors import ConfigError
 
 ATTENTIONS = ("fused", "kernel", "unfused")
-"""Ways to compute attention: ``fused`` by Transformer Engine and ``kernel`` by torch's kernels in
-the trainer's layers keep no scores; ``unfused`` writes all scores into memory and keeps them."""
+"""Implementations of attention. ``fused`` (Transformer Engine) and ``kernel`` (torch's kernels
+in the trainer's own layers) keep no scores. ``unfused`` writes all scores into memory and keeps
+them."""
 RECOMPUTE = ("none", "selective", "full")
-"""Parts of a forward that the backward repeats: none, the attention core, or the whole layer."""
+"""Parts of a forward pass that the backward pass repeats: none, only attention, or the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Sizes of numbers in bytes.
+    """Size in bytes of each kind of number in a training run.
 
     Attributes:
-        name: Name of the precision, such as ``bf16``.
-        element_bytes: Bytes of an element of an activation, in memory and in messages.
-        parameter_bytes: Bytes of a weight that layers read.
-        gradient_bytes: Bytes of the accumulated gradient of a weight.
-        optimizer_bytes: Bytes of a weight's optimizer state and master copy, which the distributed
-            optimizer divides.
-        reduce_bytes: Bytes of a gradient in messages between data-parallel replicas.
-        trained: Share of weights that are trained, above 0 and up to 1.
+        name: Name of the number format, such as ``bf16``.
+        element_bytes: Size of an activation's element in bytes, in memory and in messages.
+        parameter_bytes: Size in bytes of a weight that layers read.
+        gradient_bytes: Size in bytes of a weight's accumulated gradient.
+        optimizer_bytes: Size in bytes of a weight's optimizer state and master copy. The
+            distributed optimizer divides it among replicas.
+        reduce_bytes: Size in bytes of a gradient in messages between data-parallel replicas.
+        trained: Fraction of the weights that are trained, above 0 and up to 1.
         fp8: Whether layers multiply matrices in fp8, as with ``--fp8-format hybrid``.
     """
 
@@ -52,10 +53,10 @@ class Precision:
     fp8: bool = False
 
     def beside_frozen(self, share: float) -> Precision:
-        """Returns mean sizes for frozen weights with adapters.
+        """Returns average sizes per weight if weights are frozen and adapters are trained.
 
         Args:
-            share: Number of trained weights in adapters for each frozen weight.
+            share: Number of trained adapter weights per frozen weight.
         """
         return replace(
             self,
@@ -78,18 +79,18 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """Returns the sizes with which Megatron trains by Adam in a precision.
+        """Returns the sizes with which Megatron trains with Adam in a number format.
 
         Args:
-            name: ``fp32``, ``fp16`` or ``bf16``.
+            name: Name of the number format: ``fp32``, ``fp16`` or ``bf16``.
 
         Raises:
-            ConfigError: The name is another.
+            ConfigError: The name is none of these.
         """
         if name == "fp32":
             return cls(name=name, element_bytes=4, parameter_bytes=4, optimizer_bytes=8)
         if name == "fp16":
-            # Gradients are fp16, unless --accumulate-allreduce-grads-in-fp32.
+            # Gradients are in fp16, unless --accumulate-allreduce-grads-in-fp32 is set.
             return cls(name=name, gradient_bytes=2, reduce_bytes=2)
         if name == "bf16":
             return cls(name=name)
@@ -103,26 +104,33 @@ class LayerKind:
     Attributes:
         name: Name of the kind, such as ``transformer``, ``embedding`` or ``head``.
         parameters: Number of parameters that tensor parallelism divides.
-        replicated_parameters: Number of parameters that every tensor-parallel rank has.
-        output_elements: Number of elements that the next layer gets.
-        forward_flops: Operations of a forward, before tensor parallelism divides them.
-        attention_flops: Operations among them that selective recompute repeats.
-        activation_bytes: Bytes kept for the backward that tensor parallelism divides.
-        replicated_activation_bytes: Bytes kept for the backward on every tensor-parallel rank.
-        attention_bytes: Part of ``activation_bytes`` that selective recompute does not keep.
-        input_bytes: Bytes of the layer's input, which is all that full recompute keeps.
-        workspace_bytes: Bytes in use only while the layer runs, which tensor parallelism divides.
-        weight_bytes: Bytes of the inputs and output gradients of matrix products, which the weight
-            gradients need, without those that tensor parallelism does not divide.
-        tp_bytes: Bytes that tensor-parallel ranks all-reduce in a forward, and again in a backward.
-        expert_parameters: Part of ``parameters`` that belongs to experts. The more ranks these are
-            spread over, the fewer replicas have each of them.
-        context_bytes: Bytes of keys and values that the ranks of a sequence send each other in a
-            forward, divided by tensor parallelism; 0 if ranks cannot share a sequence.
-        routed_bytes: Bytes of kept copies of tokens for experts. If experts are spread over ranks,
-            as many bytes travel to them and back in a forward, and again in a backward.
-        group: ``encoder`` or ``decoder`` if a stage must not have layers of both; otherwise empty.
-        counted: Whether ``--num-layers`` and the partition of a plan file count the layer.
+        replicated_parameters: Number of parameters that every tensor-parallel rank holds.
+        output_elements: Number of elements that are passed to the next layer.
+        forward_flops: Number of operations per forward pass, before tensor parallelism divides
+            them.
+        attention_flops: Number of these operations that selective recompute repeats.
+        activation_bytes: Size of the kept activations that tensor parallelism divides, in bytes.
+            They are kept for the backward pass.
+        replicated_activation_bytes: Size in bytes of activations kept on every tensor-parallel
+            rank.
+        attention_bytes: Size of the ``activation_bytes`` that selective recompute drops.
+        input_bytes: Size of the layer's input in bytes. Full recompute keeps only this.
+        workspace_bytes: Size of memory in use only while the layer runs, in bytes. Tensor
+            parallelism divides it.
+        weight_bytes: Size of the data from which weight gradients are computed, in bytes. These are
+            the matrix products' inputs and output gradients, if tensor parallelism divides them.
+        tp_bytes: Number of bytes that tensor-parallel ranks all-reduce in a forward pass. The
+            backward pass all-reduces the same number.
+        expert_parameters: Number of ``parameters`` that belong to experts. The more ranks the
+            experts are distributed over, the fewer replicas hold each of them.
+        context_bytes: Size of the keys and values that ranks with one sequence exchange, in bytes.
+            The size is for a forward pass, before tensor parallelism divides it. 0 if ranks cannot
+            share a sequence.
+        routed_bytes: Size of the kept copies of tokens for experts, in bytes. If experts are
+            distributed over ranks, the same amount is sent to them and back in a forward pass, and
+            again in a backward pass.
+        group: ``encoder`` or ``decoder`` if a stage must not have layers of both, otherwise empty.
+        counted: Whether ``--num-layers`` and the partition of a plan file include the layer.
     """
 
     name: str
@@ -151,13 +159,13 @@ class LayerKind:
     def kept_bytes(
         self, tp: int, recompute: str = "none", *, sequence_parallel: bool = False
     ) -> float:
-        """Returns the bytes of one sample that a rank keeps from forward to backward.
+        """Returns the bytes per sample that a rank keeps from the forward to the backward pass.
 
-        Full recompute leaves out layers that are not counted, embedding and head.
+        Full recompute does not apply to layers that are not counted: embedding and head.
 
         Args:
             tp: Number of tensor-parallel ranks.
-            recompute: Kind of recompute, one of ``RECOMPUTE``.
+            recompute: Kind of activation recompute, one of ``RECOMPUTE``.
             sequence_parallel: Whether tensor-parallel ranks divide all activations.
         """
         share = tp if sequence_parallel else 1
@@ -171,24 +179,26 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model as a list of layers, with the costs of each kind.
+    """A model as a list of layers, with the costs of each kind of layer.
 
     Attributes:
-        name: Name, which also matches profiles to models.
-        kinds: Every kind of layer by name.
-        layers: Kind of each layer in pipeline order, embedding and head included.
-        tokens_per_sample: Tokens of a sample, for figures in tokens per second.
-        tied_parameters: Number of weights that embedding and head share; 0 if they share none. If
-            the first and the last stage differ, both have a copy, and add their gradients. The
-            head's kind counts them among its parameters.
-        tied_layers: Indices of the layers with these weights.
-        max_tp: Largest tensor-parallel width that the sizes of the model allow.
-        precision: Bytes of numbers.
-        arguments: Megatron arguments that describe the model, for plan files; may be empty.
-        expert_ranks: Numbers of ranks that the experts can be spread over, with 1.
-        sequence: Tokens of a sample that ranks can divide; 1 if they cannot.
+        name: Name of the model, by which profiles are matched to models.
+        kinds: Every kind of layer, by name.
+        layers: Name of each layer's kind in pipeline order, embedding and head included.
+        tokens_per_sample: Number of tokens per sample, for results in tokens per second.
+        tied_parameters: Number of weights that embedding and head share, 0 if none. If the first
+            and the last stage differ, both have a copy, and add up their gradients. The head's kind
+            includes them in its parameters.
+        tied_layers: Indices of the layers that share these weights.
+        max_tp: Largest tensor-parallel size that the sizes of the model allow.
+        precision: Size in bytes of each kind of number.
+        arguments: Megatron's command-line arguments for the model, used in plan files. May be
+            empty.
+        expert_ranks: Numbers of ranks that the experts can be distributed over, including 1.
+        sequence: Number of tokens per sample that ranks can divide. 1 if they cannot divide it.
         has_own_kernels: Whether the trainer's own layers compute attention without keeping scores.
-            They can split backwards. If ranks share a sequence, they gather its keys and values.
+            They can compute weight gradients in a separate pass. If ranks share a sequence, they
+            gather its keys and values.
     """
 
     name: str
@@ -218,12 +228,12 @@ class Model:
 
     @property
     def num_counted(self) -> int:
-        """Number of layers as ``--num-layers`` counts them."""
+        """Number of layers, counted as in ``--num-layers``."""
         return sum(self.kinds[name].counted for name in self.layers)
 
     @property
     def attention(self) -> str:
-        """Way to compute attention, one of ``ATTENTIONS``."""
+        """Implementation of attention, one of ``ATTENTIONS``."""
         if self.has_own_kernels:
             return "kernel"
         return "unfused" if any(kind.attention_bytes for kind in self.kinds.values()) else "fused"
@@ -234,12 +244,12 @@ class Model:
         return any(self.kinds[name].routed_bytes for name in set(self.layers))
 
     def divides_sequence(self, tp: int, context_ranks: int, sequence_parallel: bool) -> bool:
-        """Returns whether ranks can divide a sequence evenly, and all layers allow it.
+        """Returns whether ranks can divide a sequence evenly, and all layers allow this.
 
         Args:
             tp: Number of tensor-parallel ranks.
-            context_ranks: Number of ranks that share each sequence.
-            sequence_parallel: Whether tensor-parallel ranks divide it further.
+            context_ranks: Number of ranks that share each sequence (context parallelism).
+            sequence_parallel: Whether tensor-parallel ranks divide the sequence further.
         """
         kinds = [self.kinds[name] for name in set(self.layers)]
         attending = [kind for kind in kinds if kind.attention_flops]
@@ -252,31 +262,31 @@ class Model:
 
     @cached_property
     def parameters(self) -> float:
-        """Number of parameters of the whole model, with tied ones counted once."""
+        """Number of parameters of the whole model, where tied parameters are counted once."""
         whole = sum(self.layer(i).held_parameters(1) for i in range(self.num_layers))
         return whole - self.tied_parameters * max(0, len(self.tied_layers) - 1)
 
     @cached_property
     def splits(self) -> frozenset[int]:
-        """Indices of layers in front of which a stage has to end, because a new group begins."""
+        """Indices of layers before which a stage must end, because a new group of layers begins."""
         groups = [self.kinds[name].group for name in self.layers]
         return frozenset(i for i in range(1, len(groups)) if groups[i] != groups[i - 1])
 
     def layer(self, index: int) -> LayerKind:
-        """Returns the kind of a layer, by its index."""
+        """Returns the kind of a layer, by the layer's index."""
         return self.kinds[self.layers[index]]
 
     def stage_layers(self, counted: Sequence[int]) -> tuple[range, ...]:
-        """Returns the layers of each stage, embedding and head included.
+        """Returns the layers of each stage as ranges of indices, embedding and head included.
 
-        A layer that ``--num-layers`` does not count is on the stage of the next layer that it
-        counts. The last layers, such as the head, are on the last stage.
+        A layer that ``--num-layers`` does not count, such as the embedding, is on the stage of the
+        next layer that is counted. The last layers, such as the head, are on the last stage.
 
         Args:
-            counted: Number of layers of each stage, as ``--num-layers`` counts them.
+            counted: Number of layers of each stage, counted as in ``--num-layers``.
 
         Raises:
-            ConfigError: Their sum is not the number of layers of the model.
+            ConfigError: The numbers do not add up to the number of layers in the model.
         """
         if sum(counted) != self.num_counted:
             raise ConfigError(
@@ -284,8 +294,8 @@ class Model:
                 f" has {self.num_counted}: make them equal"
             )
         positions = [i for i in range(self.num_layers) if self.layer(i).counted]
-        # Each stage ends behind its last counted layer. A stage without any is empty, except for
-        # the first stage, which still has the layers in front of all counted ones.
+        # Each stage ends after its last counted layer. A stage without counted layers is empty. The
+        # first stage still has the layers before all counted ones.
         ends = [
             positions[num_done - 1] + 1 if num_done else positions[0]
             for num_done in accumulate(counted[:-1])

@@ -1,8 +1,8 @@
-"""Reads models from names of presets, lists of the trainer's arguments, model files and profiles.
+"""Reads models from preset names, lists of the trainer's arguments, model files and profiles.
 
-GPT and Llama presets are those of ``config.model``, which the trainer also has. Only the planner
-knows BERT and T5, for Megatron-LM's own scripts. The schema of a model file is ``model`` in
-``config.schema_files``; ``docs/planner.md`` describes it.
+GPT and Llama presets are defined in ``config.model``, and the trainer has them too. BERT and T5
+presets exist only in the planner, for Megatron-LM's own scripts. The format of a model file is the
+schema ``model`` in ``config.schema_files``, which ``docs/planner.md`` describes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _VOCABULARY = {"gpt": 50257, "llama3": 128256, "qwen2.5": 152064, "qwen3": 15193
 _VOCABULARY |= {"deepseek": 129280} | dict.fromkeys(
     ("llama", "llama2", "mistral", "mixtral"), 32000
 )
-"""Entries of the vocabulary of each family of models."""
+"""Number of vocabulary entries for each family of models."""
 _SMALL_VOCABULARY = 50303
-"""Entries of the vocabulary of all other presets."""
+"""Number of vocabulary entries for all other presets."""
 ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
-"""Arguments that the trainer requires, and that do not change the model."""
+"""Arguments that the trainer requires but that do not change the model."""
 
 
 def _only_planned(
     name: str, layers: int, hidden: int, heads: int, width: int = 64, ffn: int = 0
 ) -> TransformerShape:
-    """Returns the shape of a BERT or T5 in Megatron-LM.
+    """Returns the sizes of a BERT or T5 model in Megatron-LM.
 
-    Unlike the original, Megatron's T5 has learned positions, one shared embedding and biases.
+    Unlike the original, Megatron's T5 has learned positions, one shared embedding, and biases.
     """
     family = name.partition("-")[0]
     return TransformerShape(
@@ -67,7 +67,7 @@ def _only_planned(
 
 
 def _padded(vocabulary: int, multiple: int = 128) -> int:
-    """Returns the next multiple of a number, as Megatron pads a vocabulary."""
+    """Returns a vocabulary size rounded up to a multiple, as Megatron pads it."""
     return -(-vocabulary // multiple) * multiple
 
 
@@ -83,34 +83,34 @@ PRESETS: Mapping[str, TransformerShape] = {
         _only_planned("t5-11b", 24, 1024, 128, 128, 65536),
     )
 }
-"""Models that only the planner knows."""
+"""Models that the planner knows but the trainer does not, by name."""
 
 
 def preset_names() -> tuple[str, ...]:
-    """Returns all names of presets."""
+    """Returns the names of all presets, of the trainer and of the planner alone."""
     return (*MODELS, *PRESETS)
 
 
 def preset(
     name: str, precision: str = "bf16", *, attention: str | None = None, imbalance: float = 1.0
 ) -> Model:
-    """Returns a preset.
+    """Returns the model of a preset.
 
     Args:
-        name: Name, one of :func:`preset_names`; capitals and hyphens do not matter.
-        precision: ``fp32``, ``fp16`` or ``bf16``.
-        attention: Way to compute attention, see :func:`arguments_model`.
-        imbalance: Tokens of the busiest rank, divided by the average, if experts are spread over
-            ranks.
+        name: Name of the preset, one of :func:`preset_names`. Case and hyphens are ignored.
+        precision: Number format of the training run: ``fp32``, ``fp16`` or ``bf16``.
+        attention: Implementation of attention, one of ``ATTENTIONS``. ``None`` for the usual one.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: There is no such preset. The message names the nearest one.
+        ConfigError: There is no such preset. The message names the most similar one.
     """
     by_plain_name = {preset_name.replace("-", ""): preset_name for preset_name in preset_names()}
     name = by_plain_name.get(name.lower().replace("-", ""), name)
     if name in PRESETS:
         shape = replace(PRESETS[name], precision=Precision.named(precision))
-        # Models of PRESETS run in Megatron-LM's own programs, without the trainer's layers.
+        # Models of PRESETS run in Megatron-LM's own programs, which do not use the trainer's
+        # layers.
         return build_model(replace(shape, fused_attention=attention == "fused"))
     if name not in MODELS:
         names = preset_names()
@@ -133,19 +133,19 @@ def arguments_model(
 ) -> Model:
     """Returns the model that a list of the trainer's arguments describes.
 
-    Only arguments of the model and its precision count. The plan decides the degrees of
-    parallelism, and data, logs and checkpoints do not matter. If there is neither a
-    ``--vocab-size`` nor a vocabulary file that can be read, GPT-2's size is taken.
+    Only arguments of the model and its precision are used. The plan decides the parallel sizes;
+    arguments about data, logs and checkpoints are ignored. If there is neither a ``--vocab-size``
+    nor a readable vocabulary file, GPT-2's vocabulary size is used.
 
     Args:
-        arguments: Arguments of ``pretrain_gpt.py``.
-        name: Name of the model, which also matches profiles to models.
-        precision: Precision, which overrides ``--fp16`` and ``--bf16``. If all are missing, it is
-            fp32, as in a run.
-        attention: Way to compute attention if the arguments do not decide it, one of
-            ``ATTENTIONS``; by default that of a run without GPUs. With ``kernel``, scores are still
-            counted if no kernel supports the model's attention.
-        imbalance: Imbalance of experts, see ``TransformerShape``.
+        arguments: Command-line arguments of ``pretrain_gpt.py``.
+        name: Name of the model, by which profiles are matched to models.
+        precision: Number format, which overrides ``--fp16`` and ``--bf16``. Without any, it is
+            fp32, which is also the default of a run.
+        attention: Implementation of attention for arguments that do not decide it. It is one of
+            ``ATTENTIONS``, by default that of a run without GPUs. With ``kernel``, the memory of
+            attention scores is still counted if no kernel supports the model's attention.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
         ConfigError: An argument is wrong, unknown or missing.
@@ -163,7 +163,8 @@ def arguments_model(
         all_arguments,
         world_size=1,
         last_wins=True,
-        # The planner may run where the kernels of the run are not installed.
+        # The planner may run on a machine without the kernels of the training run, so assume that
+        # they are installed.
         installed=Installed(transformer_engine=True),
     )
     if config.core.heterogeneous_layers_config_encoded_json:
@@ -181,7 +182,7 @@ def arguments_model(
 
 
 def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[str]:
-    """Returns the arguments of the model and its precision, with a vocabulary in any case."""
+    """Returns the arguments of the model and its precision, and always a vocabulary size."""
     groups = (ModelConfig, PrecisionConfig, CoreConfig)
     kept = only_groups(arguments, groups, ("vocab_size",))
     has_vocabulary = any(argument.split("=")[0] == "--vocab-size" for argument in kept)
@@ -198,7 +199,7 @@ def usual_attention(*, on_gpus: bool) -> str:
     """Returns how runs compute attention with the packages installed here, one of ``ATTENTIONS``.
 
     Args:
-        on_gpus: Whether the runs use GPUs.
+        on_gpus: Whether the training runs use GPUs.
     """
     if Installed.detect().transformer_engine:
         return "fused"
@@ -206,7 +207,7 @@ def usual_attention(*, on_gpus: bool) -> str:
 
 
 def _adapter_parameters(config: TrainerConfig) -> int:
-    """Returns the number of weights in adapters: rank x (inputs + outputs) per part of a layer."""
+    """Returns the number of adapter weights: rank x (inputs + outputs) per adapted matrix."""
     model = config.model
     core = config.core
     rank = config.lora.lora_rank or 0
@@ -215,7 +216,7 @@ def _adapter_parameters(config: TrainerConfig) -> int:
     pairs = [model.query_groups * model.kv_channels] * 2
     down = core.q_lora_rank or 0
     queries = heads * (core.qk_head_dim + core.qk_pos_emb_head_dim)
-    # Number of inputs of each part, and of the outputs of each of its pieces.
+    # Number of inputs of each weight matrix, and number of outputs of each of its separate parts.
     sizes = {
         "qkv": (hidden, [values, *pairs]),
         "proj": (values, [hidden]),
@@ -241,7 +242,7 @@ def _vocabulary(arguments: Sequence[str]) -> int:
     """Returns the number of entries of a vocabulary file, or GPT-2's if it cannot be read.
 
     Args:
-        arguments: Argument ``--vocab-file`` with its path; empty for no file.
+        arguments: Argument ``--vocab-file`` with its path. Empty if there is no file.
     """
     try:
         return len(parse_json(read_whole(arguments[-1].partition("=")[2] or arguments[-1])))
@@ -256,13 +257,13 @@ def trainer_shape(
     *,
     device: str = "cpu",
 ) -> TransformerShape:
-    """Returns the shape of the model that a run with these settings builds.
+    """Returns the sizes of the model that a run with these settings builds.
 
     Args:
-        config: Settings of the run.
+        config: Settings of the training run.
         name: Name of the model.
-        arguments: Arguments that the settings were read from.
-        device: Type of the devices, ``cuda`` or ``cpu``; it decides the attention kernel.
+        arguments: Command-line arguments that the settings were read from.
+        device: Type of the devices, ``cuda`` or ``cpu``. The attention kernel depends on it.
     """
     model = config.model
     core = config.core
@@ -311,10 +312,10 @@ def trainer_shape(
 
 
 def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, ...]:
-    """Returns whether each layer has the attention window; empty if all layers are equal.
+    """Returns whether each layer has the attention window. Empty if all layers are equal.
 
     Raises:
-        ConfigError: The pattern of the settings has another number of layers.
+        ConfigError: The window pattern has another number of layers than the model.
     """
     if not core.window_size or core.window_attn_skip_freq is None:
         return ()
@@ -330,7 +331,7 @@ def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, 
 
 
 def _precision(config: PrecisionConfig) -> Precision:
-    """Returns the bytes of numbers in a run with these settings."""
+    """Returns the size in bytes of each kind of number in a run with these settings."""
     names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
     sizes = Precision.named(names[config.dtype_name])
     if config.accumulate_allreduce_grads_in_fp32:
@@ -341,10 +342,11 @@ def _precision(config: PrecisionConfig) -> Precision:
 
 
 def _has_kernel(config: TrainerConfig, device: str) -> bool:
-    """Returns whether attention keeps no scores in a run with these settings."""
+    """Returns whether attention keeps no scores in memory in a run with these settings."""
     model, core = config.model, config.core
     if model.transformer_impl == "transformer_engine":
-        # If scores are bounded, the local layers compute attention.
+        # If scores are bounded (soft-capped), the trainer's own layers compute attention and keep
+        # the scores.
         keeps_scores = model.attention_backend == "unfused" or model.attention_softcap
         return not keeps_scores
     latent = core.multi_latent_attention
@@ -366,10 +368,10 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     """Reads a list of arguments, from text or from a file.
 
     Args:
-        text: Arguments, the first of which begins with ``--``, or the name of a file with
-            arguments, in which ``#`` begins a comment.
-        folder: Folder of a relative file name.
-        where: Source of the text, for messages.
+        text: Arguments, or the name of a file with arguments. Text that begins with ``-`` is a list
+            of arguments. In the file, ``#`` begins a comment.
+        folder: Folder to which a relative file name refers.
+        where: Source of the text, for error messages.
 
     Raises:
         ConfigError: The file cannot be read, a quote is not closed, or an argument is not allowed.
@@ -406,18 +408,18 @@ def read_model(
     """Reads a model from the value of ``--model``.
 
     Args:
-        text: Name of a preset; a list of the trainer's arguments; path of a model or profile file
-            (``.yaml``, ``.toml``, ``.json``) or of a file with arguments; path of a
-            ``config.json`` of Hugging Face, or of its folder.
-        precision: Precision, which overrides that of the model.
-        default: Precision of models that have none.
-        attention: Way to compute attention if the model does not decide it, one of
+        text: Preset name, list of the trainer's arguments, or path of a file or folder. A file is a
+            model or profile file (``.yaml``, ``.toml``, ``.json``), a file with arguments, or a
+            Hugging Face ``config.json``. A folder contains such a ``config.json``.
+        precision: Number format, which overrides that of the model.
+        default: Number format for models that do not name one.
+        attention: Implementation of attention for models that do not decide it. It is one of
             ``ATTENTIONS``.
-        sequence: Tokens of a sample, for a ``config.json`` only.
-        imbalance: Imbalance of experts, see ``TransformerShape``.
+        sequence: Number of tokens per sample, for a ``config.json`` only.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: The text is none of these, or the model breaks a rule.
+        ConfigError: The text is none of these, or the model is invalid.
     """
     make = partial(arguments_model, precision=precision, attention=attention, imbalance=imbalance)
     path = Path(text)
@@ -430,8 +432,8 @@ def read_model(
         arguments, differs = config_arguments(document, str(path), sequence)
         name = path.absolute().parent.name if path.name == "config.json" else path.stem
         model = make(arguments, name, precision=precision or default)
-        # The arguments of such a model describe it only for the planner; the trainer would build
-        # another model from them.
+        # For such a model, the arguments are only an approximation for the planner. The trainer
+        # would build another model from them, so drop them.
         return replace(model, arguments=()) if differs else model
     if sequence is not None:
         raise ConfigError(
@@ -450,7 +452,7 @@ def read_model(
 def _of_file(
     document: Any, path: Path, precision: str | None, default: str, attention: str | None
 ) -> Model:
-    """Makes a model from the contents of a model file, see :func:`read_model` for the arguments."""
+    """Makes a model from a model file's contents; other arguments as in :func:`read_model`."""
     where = str(path)
     check_form(document, "model", where)
     name = document.get("name", path.stem)
@@ -480,16 +482,16 @@ def _of_file(
 
 
 def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -> Model:
-    """Makes a model from a list of layers that fits the schema.
+    """Makes a model from a list of its layers, as a model file or profile contains it.
 
     Args:
-        document: Dictionary with ``layers``, and optionally ``tokens_per_sample``,
+        document: Dictionary with the list ``layers``. It may also have ``tokens_per_sample``,
             ``tied_parameters`` and ``tied_layers``.
         name: Name of the model.
-        precision: Bytes of numbers.
+        precision: Size in bytes of each kind of number.
 
     Raises:
-        ConfigError: Two layers of one kind differ.
+        ConfigError: Two layers of the same kind differ.
     """
     kinds: dict[str, LayerKind] = {}
     layers: list[str] = []
@@ -516,7 +518,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
 def _of_profile(
     document: Mapping[str, Any], where: str, precision: str | None, make: Callable[..., Model]
 ) -> Model:
-    """Returns the model that a profile was measured with."""
+    """Returns the model with which a profile was measured."""
     check_form(document, "profile", where)
     model = document["model"]
     if model.get("layers"):

@@ -1,28 +1,30 @@
-"""Computes how long a step with a fixed order of work takes, in one pass over its actions.
+"""Computes the time of a step with a fixed order of actions, in one pass over the actions.
 
-A static schedule fixes the order of the actions on every rank. An action starts as soon as its rank
-is free and its input has arrived, so the length of the step is the longest path through actions and
-messages. An example: 1F1B on 2 ranks with 2 microbatches, 1 s for each forward, 2 s for each
-backward, and messages that take no time::
+A static schedule fixes the order of the actions on every rank. An action starts when its rank is
+free and its input has arrived. So the step time is the critical path: the longest path through
+actions and messages. An example: 1F1B on 2 ranks with 2 microbatches, 1 s per forward pass, 2 s per
+backward pass, and messages that take no time::
 
     second    0    1    2    3    4    5    6    7    8    9
     rank 0    | F0 | F1 |         | B0      |    | B1      |
     rank 1         | F0 | B0      | F1 | B1      |
 
 ``F1`` of rank 1 starts at 4: its input arrived at 2, but the rank is busy until then. The actions
-are visited in an order in which each follows all actions it waits for (:func:`steps_of`), so one
-visit per action suffices. This order depends on the schedule alone, and is kept for further calls.
+are visited in topological order, in which each follows all actions it depends on
+(:func:`steps_of`). So one visit per action suffices. This order depends only on the schedule, and
+is cached.
 
-A message leaves when its action has ended and the message before it has left the link. It keeps the
-link busy for its occupancy, and arrives after its latency. Launching an action needs no input, so
-a rank that waits for an input launches meanwhile.
+A message leaves when its action has ended and the previous message has left the link. It keeps the
+link busy for its occupancy, and arrives after its latency. Launching an action's kernels needs no
+input, so a rank launches them while it waits for the input.
 
-If a duration grows, the step never gets shorter. The search depends on this. A rule that chooses
-the next action at run time cannot promise it, so rules are timed by the simulator instead.
+If a duration grows, the step never gets shorter. The search relies on this property. Schedules that
+choose the next action at run time do not have it, so the simulator times them instead.
 
-:func:`jitter_s` adds the effect of chance. If durations vary, one rank alone needs as long as
-before on average. But in a pipeline each action waits for the later of its rank and its input, so
-the mean step is longer than a step with mean durations.
+:func:`jitter_s` adds the effect of random variation. If durations vary, a single rank takes the
+same time on average. But in a pipeline, each action waits for the later of two events: its rank is
+free, and its input has arrived. So the mean step time is longer than the step time with mean
+durations.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ _KINDS = {ActionKind.F: _F, ActionKind.B: _B, ActionKind.W: _W}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Steps:
-    """A schedule's actions in an order in which each follows all actions it waits for.
+    """A schedule's actions in topological order: each comes after all actions it depends on.
 
     Attributes:
-        placement: Rank of each stage.
-        num_microbatches: Number of microbatches of the step.
+        placement: Assignment of stages to ranks.
+        num_microbatches: Number of microbatches per step.
         rows: Kind (0 for F, 1 for B, 2 for W), stage, microbatch and rank of each action,
             ``[actions, 4] int64``.
         split: Whether weight gradients are separate actions (W).
@@ -60,9 +62,9 @@ class Steps:
     split: bool
 
     def table(self, seconds: Any) -> Any:
-        """Returns a copy of a ``[3, stages]`` table of seconds of F, B and W.
+        """Returns a copy of a ``[3, stages]`` table with the times of actions F, B and W.
 
-        If the schedule does not split backwards, the copy has the seconds of W added to B.
+        If the schedule has no separate action W, the times of W are added to B in the copy.
         """
         copy = np.array(seconds, dtype=np.float64)
         if not self.split:
@@ -73,11 +75,12 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleTimes:
-    """Ends and work of the ranks in a step.
+    """End times and busy times of the ranks in a step.
 
     Attributes:
-        end_s: Second at which each rank's last action ends, ``[ranks]``.
-        busy_s: Seconds in which each rank works, ``[ranks]``.
+        end_s: Time from the start of the step to the end of each rank's last action, in seconds,
+            ``[ranks]``.
+        busy_s: Time in seconds for which each rank runs actions, ``[ranks]``.
     """
 
     end_s: Any
@@ -85,22 +88,22 @@ class ScheduleTimes:
 
     @property
     def seconds(self) -> float:
-        """Seconds until the last action of all ranks ends."""
+        """Time in seconds until the last action of all ranks ends."""
         return float(self.end_s.max())
 
 
 @lru_cache(maxsize=256)
 def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Steps:
-    """Puts a static schedule's actions in an order in which each follows those it waits for.
+    """Returns a static schedule's actions in topological order.
 
     Args:
         schedule: Name of the schedule.
         pp: Number of pipeline ranks.
-        chunks: Number of stages of each rank.
-        num_microbatches: Number of microbatches of a step.
+        chunks: Number of stages per rank.
+        num_microbatches: Number of microbatches per step.
 
     Raises:
-        ScheduleError: No static schedule has this name, or it refuses the numbers.
+        ScheduleError: No static schedule has this name, or it does not allow these numbers.
     """
     placement = catalog.placement_for(schedule, pp, chunks)
     static = catalog.make_schedule(schedule, placement, num_microbatches)
@@ -146,20 +149,23 @@ def step_times(
     launch_s: Any = None,
     factors: Any = 1.0,
 ) -> ScheduleTimes:
-    """Computes the ends of all ranks in one step.
+    """Computes the end times of all ranks in one step.
 
     Args:
-        steps: Actions of the schedule, from :func:`steps_of`.
-        durations_s: Seconds of forward, backward by inputs and backward by weights of each stage,
-            ``[3, stages] float64``. The last two are added if the schedule does not split
-            backwards.
-        latency_s: Seconds of latency of the message after each stage's forward (to the next stage)
-            and backward (to the previous stage), ``[2, stages]``; 0 if no message is sent.
-        occupancy_s: Seconds for which that message keeps its link busy, ``[2, stages]``.
-        launch_s: Part of ``durations_s`` in which the CPU launches the work, ``[3, stages]``. It
-            needs no input and runs while the rank waits. ``None`` if there is no such part.
-        factors: Factor on the duration of each action, in the order of ``steps``, ``[actions]``,
-            or one number for all.
+        steps: Actions of the schedule in topological order, from :func:`steps_of`.
+        durations_s: Times of forward pass, input gradients and weight gradients, in seconds. The
+            array is ``[3, stages] float64``. If the schedule has no separate action W, the last two
+            are added up.
+        latency_s: Latency of the messages after each stage's forward and backward pass, in seconds.
+            The array is ``[2, stages]``. After a forward pass, the message goes to the next stage,
+            and after a backward pass, to the previous stage. 0 if no message is sent.
+        occupancy_s: Time for which each of these messages keeps its link busy, in seconds,
+            ``[2, stages]``.
+        launch_s: Time within ``durations_s`` in which the CPU launches kernels, in seconds. The
+            array is ``[3, stages]``. A rank can launch kernels while it waits for the input.
+            ``None`` if there is no such time.
+        factors: Factor on the duration of each action, in the order of ``steps``. The array is
+            ``[actions]``, or one number applies to all actions.
     """
     kind, stage = steps.rows[:, 0], steps.rows[:, 1]
     seconds = steps.table(durations_s)[kind, stage] * factors
@@ -195,8 +201,8 @@ def _run_steps(
 ) -> None:
     """Visits the actions in order, and fills ``arrival``, ``free``, ``end`` and ``busy``.
 
-    ``arrival`` has the second at which an input arrives, by kind, stage and microbatch; ``free``
-    has the second from which the link behind each stage is free, by kind and stage.
+    ``arrival`` contains the time at which an input arrives, by kind, stage and microbatch. ``free``
+    contains the time from which the link after each stage is free, by kind and stage.
     """
     stages = latency.shape[1]
     for i in range(rows.shape[0]):
@@ -217,35 +223,36 @@ def _run_steps(
 
 
 _MANY_ROWS = 500
-"""Number of actions above which compiled code saves more than the half second that numba's import
-takes, once per process."""
+"""Number of actions above which compiled code is faster, even though importing numba takes half a
+second per process."""
 
 
 @lru_cache
 def _compiled_steps() -> Any:
-    """Returns ``_run_steps`` compiled by numba."""
+    """Returns ``_run_steps``, compiled by numba."""
     from numba import njit
 
     return njit(_run_steps, cache=True)
 
 
 DRAWS = 32
-"""Number of simulated steps; the mean delay over so many is accurate to about a tenth."""
+"""Number of simulated steps. With this number, the mean delay is accurate to about a tenth."""
 
 
 def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> float:
-    """Returns the seconds by which random durations lengthen a step on average, at least 0.
+    """Returns the mean time by which random variation lengthens a step, in seconds, at least 0.
 
-    Times ``DRAWS`` steps in which the duration of every action has a random factor, lognormal with
-    mean 1. A factor depends only on the position of the action in the order, so plans with the same
-    order of work get the same factors, and their times can be compared.
+    Simulates ``DRAWS`` steps in which the duration of every action has a random factor, lognormal
+    with mean 1. A factor depends only on the position of the action in the order. So plans with the
+    same order of actions get the same factors, and their times can be compared.
 
     Args:
-        steps: Actions of the schedule, from :func:`steps_of`.
-        durations_s: Seconds of forward, backward by inputs and backward by weights of each stage,
+        steps: Actions of the schedule in topological order, from :func:`steps_of`.
+        durations_s: Times of forward pass, input gradients and weight gradients, in seconds,
             ``[3, stages]``.
-        message_s: Seconds of the message after each stage's forward and backward, ``[2, stages]``.
-        sigma: Standard deviation of the logarithm of the factors; 0 for no jitter.
+        message_s: Times of the messages after forward and backward passes, in seconds,
+            ``[2, stages]``.
+        sigma: Standard deviation of the logarithm of the factors, 0 for no variation.
     """
     if sigma <= 0:
         return 0.0

@@ -1,6 +1,6 @@
-"""Defines plans and predictions, and writes them: as plan files, for other programs and as tables.
+"""Defines plans and predictions, and writes them as plan files, tables and other programs' files.
 
-``config.plan_file`` reads plan files.
+``config.plan_file`` reads the plan files back.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.schedule import catalog
 
 FP8_FLAGS = ("--fp8-format", "hybrid")
-"""Megatron-LM's flags for fp8; they are among the arguments of a model that is planned in fp8."""
+"""Megatron-LM's flags for fp8. A model that is planned in fp8 has them among its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """GPUs of one data-parallel replica of a stage, which are neighbours on one node.
+    """GPUs of one data-parallel replica of a stage. They are neighbours on one node.
 
     Attributes:
-        node: Number of the node in the cluster.
-        gpu: Number of the first GPU within the node.
-        tp: Number of GPUs, which is the tensor-parallel width.
+        node: Index of the node in the cluster.
+        gpu: Index of the replica's first GPU within the node.
+        tp: Number of GPUs, which is the tensor-parallel size.
     """
 
     node: int
@@ -48,13 +48,13 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlace:
-    """GPUs of one pipeline rank.
+    """GPUs of one pipeline rank, and its microbatch size.
 
     Attributes:
-        replicas: Replicas in the order of data-parallel ranks.
-        micro_batch: Samples of one microbatch on each replica. If stages have unequal widths, it
-            is the same on all stages of a plan whose microbatches are dealt out to replicas (see
-            ``cost``). Otherwise ``micro_batch * len(replicas)`` is the same.
+        replicas: Data-parallel replicas of the rank, in the order of data-parallel ranks.
+        micro_batch: Number of samples per microbatch on each replica. Stages with unequal parallel
+            sizes have the same number only if microbatches are distributed to the replicas
+            (``cost.as_run``). Otherwise, ``micro_batch * len(replicas)`` is the same on all stages.
     """
 
     replicas: tuple[Replica, ...]
@@ -66,13 +66,13 @@ class StageSettings:
     """Settings that all stages of a plan share.
 
     Attributes:
-        recompute: Kind of recompute, one of ``model_description.RECOMPUTE``.
-        distributed_optimizer: Whether replicas divide the optimizer state.
-        overlap_reduce: Whether gradients are reduced while backwards still run.
-        sequence_parallel: Whether tensor-parallel ranks also divide the activations outside of
-            attention and MLP.
-        expert_ranks: Number of neighbouring replicas that experts are spread over.
-        context_ranks: Number of neighbouring ranks that share each sequence.
+        recompute: Kind of activation recompute, one of ``model_description.RECOMPUTE``.
+        distributed_optimizer: Whether replicas divide the optimizer state among themselves.
+        overlap_reduce: Whether gradients are reduced while backward passes still run.
+        sequence_parallel: Whether sequence parallelism is on. Tensor-parallel ranks then also
+            divide the activations outside of attention and MLP.
+        expert_ranks: Number of neighbouring replicas that the experts are distributed over.
+        context_ranks: Number of neighbouring ranks that share each sequence (context parallelism).
     """
 
     recompute: str = "none"
@@ -83,11 +83,11 @@ class StageSettings:
     context_ranks: int = 1
 
     def state_parameters(self, parameters: Any, expert_parameters: Any, dp: int) -> Any:
-        """Returns the number of parameters that one of ``dp`` replicas updates.
+        """Returns the number of parameters whose optimizer state one of ``dp`` replicas updates.
 
-        A distributed optimizer divides the state of a parameter among the replicas that have it.
-        If experts are spread over ``expert_ranks``, each expert is on ``dp / expert_ranks``
-        replicas only.
+        A distributed optimizer divides the state of a parameter among the replicas that hold the
+        parameter. If experts are distributed over ``expert_ranks`` replicas, each expert is on only
+        ``dp / expert_ranks`` replicas.
         """
         if not self.distributed_optimizer:
             return parameters
@@ -96,20 +96,20 @@ class StageSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(StageSettings):
-    """A way to run a model on a cluster.
+    """Parallel sizes, layers, nodes and settings with which a model runs on a cluster.
 
     Attributes:
-        tp: Tensor-parallel width; the largest if stages differ.
-        dp: Number of data-parallel replicas; that of the first stage if stages differ.
+        tp: Tensor-parallel size. If stages differ, the largest.
+        dp: Number of data-parallel replicas. If stages differ, that of the first stage.
         pp: Number of pipeline ranks.
-        chunks: Number of stages (model chunks) of each pipeline rank.
-        micro_batch: Samples of one microbatch on one replica of the first stage.
-        global_batch: Samples of one step.
-        schedule: Name of the schedule, see ``--pipeline-schedule``.
-        partition: Number of layers of each of the ``pp * chunks`` stages in pipeline order,
-            embedding and head included.
-        places: Place of each pipeline rank, ``[pp]``. Each rank that shares a sequence counts as a
-            replica, so a stage has ``dp * context_ranks`` replicas.
+        chunks: Number of stages (model chunks) per pipeline rank.
+        micro_batch: Number of samples per microbatch on one replica of the first stage.
+        global_batch: Number of samples per step.
+        schedule: Name of the pipeline schedule, a value of ``--pipeline-schedule``.
+        partition: Number of layers of each stage in pipeline order, ``[pp * chunks]``. Embedding
+            and head are included.
+        places: GPUs of each pipeline rank, ``[pp]``. Ranks that share a sequence are each counted
+            as a replica, so a stage has ``dp * context_ranks`` replicas.
     """
 
     tp: int
@@ -124,18 +124,18 @@ class Plan(StageSettings):
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of each replica in a step."""
+        """Number of microbatches per replica and step."""
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Numbers of the nodes, in the order of the ranks on them."""
+        """Indices of the nodes in use, in the order of the ranks on them."""
         nodes = [replica.node for stage_place in self.places for replica in stage_place.replicas]
         return tuple(dict.fromkeys(nodes))
 
     @property
     def uniform(self) -> bool:
-        """Whether all stages have the same widths."""
+        """Whether all stages have the same parallel sizes."""
         return all(
             len(stage_place.replicas) == self.dp * self.context_ranks
             and all(replica.tp == self.tp for replica in stage_place.replicas)
@@ -145,15 +145,15 @@ class Plan(StageSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes on the fullest GPU of a pipeline rank.
+    """Memory in bytes on the GPU of a pipeline rank that needs the most.
 
     Attributes:
-        parameter_bytes: Bytes of weights.
-        gradient_bytes: Bytes of gradients.
-        optimizer_bytes: Bytes of optimizer state and master weights.
-        activation_bytes: Bytes of activations, when the schedule keeps the most of them.
-        workspace_bytes: Bytes of buffers, of the process, and of all else.
-        limit_bytes: Usable memory of the GPU.
+        parameter_bytes: Size of the weights in bytes.
+        gradient_bytes: Size of the gradients in bytes.
+        optimizer_bytes: Size of optimizer state and master weights in bytes.
+        activation_bytes: Size of the activations in bytes, at their peak under the schedule.
+        workspace_bytes: Size of temporary buffers, CUDA context and everything else, in bytes.
+        limit_bytes: Usable memory of the GPU in bytes.
     """
 
     parameter_bytes: float
@@ -165,14 +165,14 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> float:
-        """Sum of all parts."""
+        """Sum of all parts in bytes, without the limit."""
         *parts, _limit = vars(self).values()
         total: float = sum(parts)  # an array in the search, which computes many stages at once
         return total
 
     @property
     def missing_bytes(self) -> float:
-        """Bytes that the GPU lacks; 0 if the stage fits."""
+        """Memory in bytes that the GPU lacks; 0 if the stage fits."""
         return max(0.0, self.total_bytes - self.limit_bytes)
 
 
@@ -181,12 +181,12 @@ class StagePrediction:
     """Predicted times and memory of one pipeline rank.
 
     Attributes:
-        forward_s: Seconds of the forwards of one microbatch in all its chunks.
-        backward_s: Seconds of the backwards of one microbatch in all its chunks, weight gradients
-            and recompute included.
-        send_s: Seconds of one message to the next stage.
-        bubble: Idle share of the pipeline's time, from 0 to 1.
-        memory: Memory of its fullest GPU.
+        forward_s: Time of one microbatch's forward pass in all chunks of the rank, in seconds.
+        backward_s: Time of one microbatch's backward pass in all chunks of the rank, in seconds. It
+            includes weight gradients and recompute.
+        send_s: Time of one message to the next stage, in seconds.
+        bubble: Idle fraction of the pipeline's time, from 0 to 1.
+        memory: Memory of the rank's fullest GPU.
     """
 
     forward_s: float
@@ -201,14 +201,15 @@ class Prediction:
     """Predicted time, memory and price of a plan.
 
     Attributes:
-        seconds: Seconds of one step.
-        parts: Seconds by name that add up to ``seconds``: ``compute``, ``bubble``, ``transfer``,
-            ``tp``, ``reduction``, ``embedding`` and ``optimizer``. If the profile has measured
-            them, also ``jitter``, and ``beside`` for everything else that a step does.
-        stages: Prediction of each pipeline rank.
-        tokens_per_s: Tokens per second of the whole job.
-        price_per_hour: Price of all nodes in use.
-        estimated: Whether a number of the profile was estimated instead of measured.
+        seconds: Time of one step in seconds.
+        parts: Times in seconds that add up to ``seconds``, by the name of the part. Names are
+            ``compute``, ``bubble``, ``transfer``, ``tp``, ``reduction``, ``embedding`` and
+            ``optimizer``. If the profile has measured them, also ``jitter``, and ``beside`` for all
+            other work in a step.
+        stages: Predicted times and memory of each pipeline rank.
+        tokens_per_s: Number of tokens per second that the whole job processes.
+        price_per_hour: Price per hour of all nodes in use.
+        estimated: Whether a value of the profile was estimated instead of measured.
     """
 
     seconds: float
@@ -220,38 +221,38 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage has the memory that it needs."""
+        """Whether every stage fits in the memory of its GPUs."""
         return all(stage.memory.missing_bytes == 0 for stage in self.stages)
 
     @property
     def price_per_step(self) -> float:
-        """Price of one step."""
+        """Price of one step, from its time and the price per hour."""
         return self.price_per_hour * self.seconds / 3600
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes on the fullest GPU of the job."""
+        """Memory in bytes that the job's fullest GPU needs."""
         return max(stage.memory.total_bytes for stage in self.stages)
 
 
 def place_ranks(
     cluster: Cluster, order: Sequence[int], *, tp: int, dp: int, pp: int, micro_batch: int
 ) -> tuple[StagePlace, ...]:
-    """Places stages of equal widths on nodes in the order of the ranks.
+    """Places stages with equal parallel sizes on nodes in the order of the ranks.
 
-    The rank of a GPU is (pipeline rank * dp + replica) * tp + tensor-parallel rank, and the ranks
-    fill one node after the other.
+    The rank of a GPU is (pipeline rank * dp + replica) * tp + tensor-parallel rank. The ranks fill
+    one node after the other.
 
     Args:
-        cluster: The cluster.
-        order: Numbers of its nodes, in the order of the ranks.
-        tp: Tensor-parallel width.
-        dp: Number of replicas.
+        cluster: Cluster with the nodes.
+        order: Indices of the nodes to use, in the order of the ranks.
+        tp: Tensor-parallel size, in GPUs per replica.
+        dp: Number of data-parallel replicas.
         pp: Number of pipeline ranks.
-        micro_batch: Samples of a microbatch.
+        micro_batch: Number of samples per microbatch.
 
     Raises:
-        ConfigError: There are too few GPUs, or a tensor-parallel group would cross two nodes.
+        ConfigError: There are too few GPUs, or a tensor-parallel group would be on two nodes.
     """
     gpus = sum(cluster.nodes[node].gpus for node in order)
     if gpus < tp * dp * pp:
@@ -266,12 +267,12 @@ def place_ranks(
 def place_stage(
     cluster: Cluster, order: Sequence[int], tp: int, dp: int, micro_batch: int, *, position: int = 0
 ) -> StagePlace:
-    """Places one stage on nodes, behind ``position`` stages of the same widths.
+    """Places one stage on nodes, after ``position`` stages with the same parallel sizes.
 
-    See :func:`place_ranks` for the arguments.
+    The arguments have the same meaning as those of :func:`place_ranks`.
 
     Raises:
-        ConfigError: A tensor-parallel group would cross two nodes.
+        ConfigError: A tensor-parallel group would be on two nodes.
     """
     slots = [(node, gpu) for node in order for gpu in range(cluster.nodes[node].gpus)]
     replicas = []
@@ -287,10 +288,10 @@ def place_stage(
 
 
 def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dict[str, Any]:
-    """Returns the contents of a plan file.
+    """Returns the contents of a plan file as a dictionary.
 
-    If stages have unequal widths, the file lists the widths of each stage. The trainer runs such
-    plans only without tensor parallelism.
+    If stages have unequal parallel sizes, the file lists the sizes of each stage. The trainer runs
+    such plans only without tensor parallelism.
     """
     document: dict[str, Any] = {
         "format": PLAN_FORMAT,
@@ -337,10 +338,10 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
 
 
 def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float | None:
-    """Returns the model FLOPs utilization (MFU): operations of the model over the GPUs' peak.
+    """Returns the model FLOPs utilization (MFU): the model's FLOP/s divided by the GPUs' peak.
 
-    Operations that recompute repeats do not count. If the table of GPUs lacks a GPU's peak in this
-    precision, or the model has no operations, it returns ``None``.
+    Recomputed operations are not counted. Returns ``None`` if the table of GPUs lacks the peak of a
+    GPU in this precision, or the model has no operations.
     """
     peak = 0.0
     for node, count in _gpus_used(plan).items():
@@ -353,7 +354,7 @@ def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float
 
 
 def _gpus_used(plan: Plan) -> Counter[int]:
-    """Returns the number of GPUs that a plan uses on each node, in the order of the ranks."""
+    """Returns the number of GPUs in use per node index, in the order of the ranks."""
     used = Counter[int]()
     for stage_place in plan.places:
         for replica in stage_place.replicas:
@@ -371,15 +372,15 @@ def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False) -> None:
-    """Writes a plan file, or the plan as variables of ``conf.sh``.
+    """Writes a plan file, or the plan as shell variables for ``conf.sh``.
 
     Args:
-        document: Contents of the plan file.
+        document: Contents of the plan file, made by :func:`plan_document`.
         path: Path of the file to write.
-        as_conf: Whether to write variables of ``conf.sh``.
+        as_conf: Whether to write shell variables for ``conf.sh`` instead of a plan file.
 
     Raises:
-        ConfigError: The file cannot be written, or ``conf.sh`` cannot describe the stages.
+        ConfigError: The file cannot be written, or ``conf.sh`` has no variables for the stages.
     """
     text = conf_text(document) if as_conf else json.dumps(document, indent=2) + "\n"
     try:
@@ -389,10 +390,10 @@ def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False
 
 
 def conf_text(document: Mapping[str, Any]) -> str:
-    """Returns a plan as variables of ``conf.sh``.
+    """Returns a plan as shell variables for ``conf.sh``.
 
     Raises:
-        ConfigError: The plan's stages have unequal widths that the trainer cannot run.
+        ConfigError: The plan's stages have unequal parallel sizes that the trainer cannot run.
     """
     values = plan_variables(dict(document), "the plan")
     lines = [
@@ -408,7 +409,7 @@ def conf_text(document: Mapping[str, Any]) -> str:
 
 
 EXPORTS = ("megatron", "torchtitan", "conf", "sbatch", "plan")
-"""Formats of a plan besides tables: Megatron-LM's flags, torchtitan's TOML, variables of
+"""Formats of a plan besides tables: Megatron-LM's flags, torchtitan's TOML, shell variables for
 ``conf.sh``, a command for Slurm, and the plan file."""
 
 
@@ -416,13 +417,13 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
     """Returns a plan in the format of another program.
 
     Args:
-        document: Contents of the plan file.
-        form: Format, one of :data:`EXPORTS`.
-        arguments: The trainer's arguments that describe the model, if there are any.
-        file: Name of the plan file, for the command.
+        document: Contents of the plan file, made by :func:`plan_document`.
+        form: Name of the format, one of :data:`EXPORTS`.
+        arguments: The trainer's command-line arguments that describe the model. May be empty.
+        file: Name of the plan file, which the command for Slurm contains.
 
     Raises:
-        ConfigError: The program cannot run such a plan.
+        ConfigError: The other program cannot run such a plan.
     """
     if form == "plan":
         return json.dumps(document, indent=2) + "\n"
@@ -451,7 +452,7 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
 
 
 def _megatron_flags(document: Mapping[str, Any], arguments: Sequence[str]) -> str:
-    """Returns a plan as Megatron-LM's flags."""
+    """Returns a plan as command-line flags of Megatron-LM."""
     values = plan_variables(dict(document), "the plan")
     for name in ("SCHEDULE", "PARTITION", "MODEL_CHUNKS"):
         values.pop(name, None)
@@ -467,7 +468,7 @@ def _megatron_flags(document: Mapping[str, Any], arguments: Sequence[str]) -> st
 
 
 def _titan_toml(document: Mapping[str, Any], *, fp8: bool) -> str:
-    """Returns a plan as torchtitan's configuration file."""
+    """Returns a plan as torchtitan's configuration file in TOML."""
     degrees, sharded = document["degrees"], document["distributed_optimizer"]
     dp, pp = degrees["data"], degrees["pipeline"]
     precision = document["precision"]
@@ -518,7 +519,7 @@ def _titan_toml(document: Mapping[str, Any], *, fp8: bool) -> str:
 
 
 def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: str) -> str:
-    """Returns an ``sbatch`` command that runs a plan."""
+    """Returns an ``sbatch`` command that runs a plan on a Slurm cluster."""
     if len(document["placement"]) > 1:
         raise ConfigError(
             "--export sbatch: the plan is on nodes of several types: write it with --conf and start"
@@ -540,13 +541,13 @@ _COMPARED = {"step_s": "step, s", "tokens_per_s": "tokens/s", "price_per_step": 
 
 
 def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Returns a text that compares plans: settings, time, memory, price and parts of a step.
+    """Returns a table that compares plans: settings, time, memory, price and parts of a step.
 
     Args:
         files: Names and contents of plan files, with their predictions.
 
     Raises:
-        ConfigError: A plan breaks the schema or has no prediction.
+        ConfigError: A plan does not match the schema, or has no prediction.
     """
     for name, document in files:
         plan_variables(document, name)
@@ -569,7 +570,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns lines of a table with figures of predictions, and their change to the first."""
+    """Returns table lines with the figures of predictions, and their change from the first plan."""
     lines = []
     figures = [
         {
@@ -592,9 +593,9 @@ def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name:
     """Returns whether a step is slower or faster than the first one, and which parts differ most.
 
     Args:
-        prediction: Prediction of a plan.
-        first: Prediction of the plan that it is compared with.
-        first_name: Name of that plan's file.
+        prediction: Prediction of a plan, as in the plan file.
+        first: Prediction of the plan to compare with, as in the plan file.
+        first_name: Name of the plan file to compare with.
     """
     parts, base = prediction["parts_s"], first["parts_s"]
     gains = {key: parts.get(key, 0.0) - base.get(key, 0.0) for key in {**base, **parts}}
@@ -609,7 +610,7 @@ def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name:
 
 
 def _settings(document: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings of a plan file as text, by key."""
+    """Returns the settings of a plan file as text, by their keys in the file."""
     settings = {**document.get("degrees", {})}
     for key, value in document.items():
         if key == "placement":
@@ -625,16 +626,16 @@ def _settings(document: Mapping[str, Any]) -> dict[str, str]:
 _GB = 1e9
 _BAR = 30
 _LEAST_SHARE = 0.001
-"""Minimum share of a step by which a part has to differ to be named as a reason."""
+"""Minimum fraction of the step time by which a part must differ to be named as a reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """A plan and its prediction.
+    """A plan and its prediction, which make one row of a table.
 
     Attributes:
-        plan: The plan.
-        prediction: Prediction of the plan.
+        plan: Sizes, settings, layers and nodes of the plan.
+        prediction: Predicted time, memory and price of the plan.
     """
 
     plan: Plan
@@ -642,12 +643,12 @@ class PlanRow:
 
 
 def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> str:
-    """Returns plans as a table.
+    """Returns a text table with one row per plan.
 
     Args:
-        rows: Plans, best first, at least one.
-        inputs: Model, cluster and profile.
-        tokens: Tokens of the whole run, for its price and time; 0 to leave both out.
+        rows: Plans with their predictions, best first, at least one.
+        inputs: Model, cluster and profile of layer times.
+        tokens: Number of tokens of the training run, for its price and time. 0 omits both.
     """
     has_prices = any(row.prediction.price_per_hour for row in rows)
     is_shown = {
@@ -672,7 +673,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
 
 
 def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
-    """Returns all cells of a plan in a table, by the titles of their columns."""
+    """Returns all table cells of a plan, by the titles of their columns."""
     plan, prediction = row.plan, row.prediction
     steps = tokens / (plan.global_batch * inputs.model.tokens_per_sample)
     memories = [stage.memory for stage in prediction.stages]
@@ -703,7 +704,7 @@ def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
 
 
 def placement_text(plan: Plan, cluster: Cluster) -> str:
-    """Returns the plan's nodes in the order of the ranks, as in ``2 a100 x 8, 1 v100 x 4``."""
+    """Returns the plan's nodes in the order of the ranks, such as ``2 a100 x 8, 1 v100 x 4``."""
     return ", ".join(
         f"{group['nodes']} {group['type']} x {group['processes_per_node']}"
         for group in placement_groups(plan, cluster)
@@ -711,7 +712,7 @@ def placement_text(plan: Plan, cluster: Cluster) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a duration as text, in days, hours, minutes, seconds or milliseconds."""
+    """Returns a duration as text with a fitting unit, from days to milliseconds."""
     for least, unit, word in ((86400, 86400, "d"), (3600, 3600, "h"), (100, 60, "min")):
         if seconds >= least:
             return f"{seconds / unit:.4g} {word}"
@@ -734,7 +735,7 @@ _PARTS = {
 
 
 def explain(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns a text with the parts of a step, the memory of each stage and the largest part."""
+    """Returns a text with the parts of a step, each stage's memory, and the largest part."""
     plan, prediction = row.plan, row.prediction
     lines = [f"a step of {seconds_text(prediction.seconds)}:"]
     for name, seconds in prediction.parts.items():
@@ -754,7 +755,7 @@ def explain(row: PlanRow, inputs: PlanInputs) -> str:
 
 
 def _stage_table(plan: Plan, prediction: Prediction, inputs: PlanInputs) -> str:
-    """Returns a table with times and memory of each pipeline rank."""
+    """Returns a table with the times and memory of each pipeline rank."""
     head = ["stage", "on", "layers", "forward", "backward", "send", "bubble"]
     head += ["weights", "gradients", "optimizer", "activations", "other", "total", "of GB"]
     lines = [head]

@@ -1,8 +1,8 @@
-"""Defines profiles: measured durations of layers by GPU, tensor-parallel width and microbatch.
+"""Defines profiles: measured layer times by GPU, tensor-parallel size and microbatch size.
 
-A profile also answers for microbatch sizes between those measured, and estimates what was not
-measured. Each duration says whether it was measured or estimated. ``profile_file`` reads and writes
-profile files.
+A profile also interpolates times for microbatch sizes between those measured, and estimates times
+that were not measured. Each time is marked as measured or estimated. ``profile_file`` reads and
+writes profile files.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from megatron.adaptive.planner.model_description import Model
 Source = Literal["measured", "estimated"]
 
 Key = tuple[str, str, int, int]
-"""Kind of layer, GPU, number of tensor-parallel ranks, samples of a microbatch."""
+"""Key of a layer's times: kind, GPU, number of tensor-parallel ranks, samples per microbatch."""
 _PARTS = ("forward_s", "backward_input_s", "backward_weight_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Durations of one layer for one microbatch on one tensor-parallel rank.
+    """Times of one layer for one microbatch on one tensor-parallel rank.
 
     Attributes:
-        forward_s: Seconds of the forward.
-        backward_input_s: Seconds of the gradients by inputs, or of the whole backward if
-            ``backward_weight_s`` is 0.
-        backward_weight_s: Seconds of the gradients by weights.
-        tp_included: Whether forward and backward contain the communication between
-            tensor-parallel ranks.
-        launch_s: Seconds of the forward, and as many of the backward, in which the CPU launches the
-            work. They do not grow with the microbatch, and pass while a rank waits for its input.
-        kept_bytes: Measured bytes of activations from forward to backward; ``None`` to use the
-            count of the model.
-        source: Source of the numbers, ``measured`` or ``estimated``.
+        forward_s: Time of the forward pass, in seconds.
+        backward_input_s: Time of computing the input gradients, in seconds. If
+            ``backward_weight_s`` is 0, it is the time of the whole backward pass.
+        backward_weight_s: Time of computing the weight gradients, in seconds.
+        tp_included: Whether the times include communication between tensor-parallel ranks.
+        launch_s: Time of launching kernels in the forward pass, in seconds. The time in the
+            backward pass is the same. It does not grow with the microbatch size. A rank can launch
+            while it waits for its input.
+        kept_bytes: Measured size of the activations kept for the backward pass, in bytes. ``None``
+            to use the size that the model computes.
+        source: Origin of the numbers, ``measured`` or ``estimated``.
     """
 
     forward_s: float
@@ -54,18 +54,18 @@ class LayerTimes:
 
     @property
     def backward_s(self) -> float:
-        """Seconds of the whole backward."""
+        """Time of the backward pass with weight gradients, in seconds."""
         return self.backward_input_s + self.backward_weight_s
 
     def slowed(self, factor: float) -> LayerTimes:
-        """Returns the durations with all seconds multiplied by a factor."""
+        """Returns a copy in which all times are multiplied by a factor."""
         if factor == 1.0:
             return self
         parts = (*_PARTS, "launch_s")
         return replace(self, **{name: getattr(self, name) * factor for name in parts})
 
     def scaled(self, factor: float) -> LayerTimes:
-        """Returns the durations with the work multiplied by a factor; launch times stay."""
+        """Returns a copy with the work multiplied by a factor. Launch times are not changed."""
         fixed = min(self.launch_s, self.forward_s, self.backward_input_s)
         return replace(
             self,
@@ -78,27 +78,28 @@ class LayerTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Measured durations, and a function that estimates further ones.
+    """Measured times, and a function that estimates missing ones.
 
     Attributes:
-        layers: Durations by layer kind, GPU, tensor-parallel ranks and microbatch size.
-        model: Name of the measured model; empty if the profile fits any.
-        links: Measured links between two nodes, by the names of both types. They override those of
-            the cluster.
-        intra_links: Measured links inside a node, by node type. They override those of the cluster.
-        all_reduce: Measured all-reduces inside a node, by node type and number of ranks, as a link
-            whose bandwidth is bytes of the tensor divided by seconds of the whole operation.
-        optimizer_s_per_parameter: Seconds of the optimizer per parameter that a rank updates, by
-            GPU.
-        launch_s: Seconds of an action in addition to those of its layers, by GPU.
-        step_s: Seconds of a step besides pipeline, reduction and optimizer, by GPU.
+        layers: Times by layer kind, GPU, number of tensor-parallel ranks and microbatch size.
+        model: Name of the measured model. Empty if the profile applies to any model.
+        links: Measured links between two nodes, by the names of both node types. These replace the
+            links of the cluster.
+        intra_links: Measured links inside a node, by node type. These replace the cluster's links.
+        all_reduce: Measured all-reduces inside a node, by node type and number of ranks. Each is a
+            link whose bandwidth is the size of the tensor in bytes divided by the time of the whole
+            operation.
+        optimizer_s_per_parameter: Time of the optimizer per updated parameter in seconds, by GPU.
+        launch_s: Time of an action in addition to its layers in seconds, by GPU.
+        step_s: Time of a step in addition to pipeline, reduction and optimizer in seconds, by GPU.
         action_sigma: Standard deviation of the logarithm of an action's duration.
-        context_bytes: Memory of a process before it has tensors, by GPU. For other GPUs, the
-            runtime's value counts.
-        allocator_share: Memory that the allocator keeps in addition to tensors, as a share of
-            activations and workspace, by GPU. Only for models in the host's memory.
-        estimator: Function that estimates durations from kind, GPU, tensor-parallel ranks and
-            microbatch size; ``None`` if a missing duration is an error.
+        context_bytes: Memory of a process without tensors in bytes, by GPU. For other GPUs, the
+            value of ``layer_costs.Runtime`` is used.
+        allocator_share: Memory that the allocator keeps in addition to tensors, by GPU. It is a
+            fraction of activations and workspace. Only for models in host memory.
+        estimator: Function that estimates times that were not measured. Its arguments are kind of
+            layer, GPU, number of tensor-parallel ranks and microbatch size. If it is ``None``, a
+            missing time is an error.
     """
 
     layers: Mapping[Key, LayerTimes] = field(default_factory=dict)
@@ -117,20 +118,21 @@ class Profile:
     def times(
         self, kind: str, gpu: str, tp: int, micro_batch: float, load: float = 1.0
     ) -> LayerTimes:
-        """Returns the durations of one layer, as measured, interpolated or estimated.
+        """Returns the times of one layer: measured, interpolated or estimated.
 
-        The time of a microbatch size that was not measured lies on a line through its measured
-        neighbours, or through the two largest sizes if it is above them. Below the smallest size,
-        and if there is only one, durations without launch times are in proportion to the size. If
-        experts are spread over a number of ranks that was not measured, the nearest number counts.
+        For a microbatch size that was not measured, the time is linearly interpolated between its
+        measured neighbours. Above all measured sizes, it is extrapolated from the two largest.
+        Below the smallest size, or if only one size was measured, times without launch times are
+        proportional to the size. If experts are distributed over a number of ranks that was not
+        measured, the nearest measured number is used.
 
         Args:
             kind: Kind of the layer.
             gpu: Name of the GPU.
             tp: Number of tensor-parallel ranks.
-            micro_batch: Samples of a microbatch.
-            load: Operations of the rank, divided by those of the measured kind, above 1 if the
-                busiest rank has more experts' work than the mean.
+            micro_batch: Number of samples per microbatch.
+            load: Number of operations on the rank, divided by that of the measured kind. It is
+                above 1 if the busiest rank has more expert work than average.
 
         Raises:
             ConfigError: The layer was not measured, and cannot be estimated.
@@ -138,7 +140,8 @@ class Profile:
         near = self._nearest(kind, gpu, tp)
         if near is not None:
             sizes = self._sizes[near, gpu, tp]
-            # The key has an int, but an equal float finds it too.
+            # The key's type is int, but an equal float finds the entry too, so no conversion is
+            # needed.
             times = self.layers.get((near, gpu, tp, micro_batch))  # type: ignore[arg-type]
             times = times or self._between(near, gpu, tp, micro_batch, sizes)
             times = times if near == kind else replace(times, source="estimated")
@@ -158,15 +161,15 @@ class Profile:
         )
 
     def knows(self, kind: str, gpu: str, tp: int) -> bool:
-        """Returns whether :meth:`times` has durations of a kind, measured or estimated."""
+        """Returns whether :meth:`times` can return the times of a kind, measured or estimated."""
         is_estimated = self.estimator is not None and known_gpu(gpu) is not None
         return is_estimated or self._nearest(kind, gpu, tp) is not None
 
     def _nearest(self, kind: str, gpu: str, tp: int) -> str | None:
-        """Returns the measured kind that is nearest to a kind, or ``None``.
+        """Returns the measured kind of layer that is most similar to a kind, or ``None``.
 
-        For layers with experts, the nearest number of ranks counts: ``experts/8`` stands in for
-        ``experts/16``.
+        For layers with experts, the nearest measured number of ranks is used. For example,
+        ``experts/8`` replaces ``experts/16``.
         """
         if (kind, gpu, tp) in self._sizes:
             return kind
@@ -182,7 +185,7 @@ class Profile:
 
     @cached_property
     def _sizes(self) -> dict[tuple[str, str, int], tuple[int, ...]]:
-        """Measured microbatch sizes by kind, GPU and tensor-parallel ranks, ascending."""
+        """Measured microbatch sizes by kind of layer, GPU and tensor-parallel ranks, ascending."""
         sizes: dict[tuple[str, str, int], list[int]] = {}
         for kind, gpu, tp, micro_batch in self.layers:
             sizes.setdefault((kind, gpu, tp), []).append(micro_batch)
@@ -191,7 +194,7 @@ class Profile:
     def _between(
         self, kind: str, gpu: str, tp: int, micro_batch: float, sizes: tuple[int, ...]
     ) -> LayerTimes:
-        """Estimates durations of a microbatch size from the measured sizes around it."""
+        """Estimates the times for a microbatch size from the measured sizes around it."""
         if micro_batch < sizes[0] or len(sizes) == 1:
             scaled = self.layers[kind, gpu, tp, sizes[0]].scaled(micro_batch / sizes[0])
             return replace(scaled, source="estimated")
@@ -203,7 +206,8 @@ class Profile:
             low_value, high_value = getattr(low, name), getattr(high, name)
             rate = (high_value - low_value) / (large - small)
             if micro_batch > large:
-                # A further sample takes between half and all of the largest size's mean seconds.
+                # Bound the extrapolation: another sample takes between half and all of the time per
+                # sample at the largest size.
                 rate = min(max(rate, high_value / large / 2), high_value / large)
             return float(high_value + rate * (micro_batch - large))
 
@@ -219,12 +223,12 @@ class Profile:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """Inputs of the planner.
+    """Inputs of the planner: what to train, on which nodes, and how long layers take.
 
     Attributes:
         model: Model to train.
         cluster: Nodes and links to plan for.
-        profile: Durations of the model's layers on the nodes.
+        profile: Times of the model's layers on the nodes.
     """
 
     model: Model
@@ -233,15 +237,15 @@ class PlanInputs:
 
     @cached_property
     def layer_tables(self) -> dict[Any, Any]:
-        """Cache of ``layer_costs.layer_table`` for these inputs."""
+        """Cache of the tables that ``layer_costs.layer_table`` computes for these inputs."""
         return {}
 
     def action_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the seconds of an action in addition to its layers, on the slowest of nodes."""
+        """Returns the time of an action in addition to its layers, on the slowest of some nodes."""
         each = self.profile.launch_s
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
 
     def optimizer_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the optimizer's seconds per parameter on the slowest of nodes, 0 if unknown."""
+        """Returns the optimizer's seconds per parameter on the slowest node, 0 if not measured."""
         each = self.profile.optimizer_s_per_parameter
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)

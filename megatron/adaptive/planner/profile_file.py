@@ -1,17 +1,19 @@
-"""Reads, merges and writes profile files, and makes them from measurements per cut point.
+"""Reads, merges and writes profile files, and makes them from measurements between cut points.
 
-The schema of the file is ``profile`` in ``config.schema_files``; ``docs/planner.md`` describes it.
+The format of the file is the schema ``profile`` in ``config.schema_files``, which
+``docs/planner.md`` describes.
 
-Users who train other models through a pipeline know where they can be cut, and can time the pieces
-between two cut points. Such measurements are a CSV file with a header, or a JSON list of objects
-with the same keys. They have a row for each piece, GPU and microbatch size::
+Users may train a model that the planner does not know. They know the cut points at which it can be
+divided among stages, and can time the pieces between two cut points. Such measurements are a CSV
+file with a header, or a JSON list of objects with the same keys. They have one row per piece, GPU
+and microbatch size::
 
     cut_point,gpu,micro_batch,forward_s,backward_s,parameters,output_bytes,kept_bytes
     0,v100,4,0.0021,0.0043,31000000,2097152,8388608
     1,v100,4,0.0034,0.0069,12600000,2097152,14680064
 
-``cut_point`` numbers the pieces in pipeline order from 0. Bytes are those of the whole microbatch.
-``backward_weight_s``, ``tp`` and ``kept_bytes`` are optional.
+``cut_point`` numbers the pieces in pipeline order from 0. Sizes in bytes are those of the whole
+microbatch. ``backward_weight_s``, ``tp`` and ``kept_bytes`` are optional.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ from megatron.adaptive.planner.profile import LayerTimes, Profile
 
 FORMAT = 1
 _SAME = 0.02
-"""Relative difference up to which two counts of parameters or operations count as equal."""
+"""Relative difference up to which two counts of parameters or operations are treated as equal."""
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads and checks a profile file.
+    """Reads a profile file, and checks it against the schema.
 
     Raises:
-        ConfigError: The file cannot be read, or an entry breaks a rule.
+        ConfigError: The file cannot be read, or an entry is invalid.
     """
     content: dict[str, Any] = read_file(path, "profile")
     check_form(content, "profile", str(path))
@@ -52,7 +54,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def load_all(paths: Sequence[Path]) -> dict[str, Any]:
-    """Reads profile files and merges them, see :func:`merge`."""
+    """Reads profile files of one model, and merges their measurements into one profile."""
     return merge([(str(path), load(path)) for path in paths])
 
 
@@ -74,12 +76,12 @@ def document(
     """Makes the contents of a profile file from measurements.
 
     Args:
-        model: Entry ``model``: name, and arguments or layers.
-        layers: Entry ``layers``: rows with durations.
-        more: Other entries of the file.
+        model: Value of the key ``model``: the model's name, and its arguments or layers.
+        layers: Value of the key ``layers``: rows with the times of layers.
+        more: Values of other keys of the file.
 
     Raises:
-        ConfigError: An entry breaks a rule.
+        ConfigError: An entry is invalid.
     """
     content = {"format": FORMAT, "model": dict(model), "layers": list(layers), **more}
     check_form(content, "profile", "profile")
@@ -87,22 +89,22 @@ def document(
 
 
 def timestamp() -> str:
-    """Returns the present time, in the format of ``made`` in a profile file."""
+    """Returns the present time, in the format of the key ``made`` in a profile file."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def cut_kind(number: int) -> str:
-    """Returns the name of the layer kind for a piece between two cut points."""
+    """Returns the name of the layer kind for a model's piece between two cut points."""
     return f"cut-{number}"
 
 
 def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """Merges profiles of one model, for example from nodes of different types.
 
-    If two contain the same measurement, the later one counts.
+    If several profiles contain the same measurement, the last one is used.
 
     Args:
-        parts: Names and checked contents of the files.
+        parts: Names and checked contents of the profile files.
 
     Raises:
         ConfigError: The profiles are of different models.
@@ -131,7 +133,7 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
             rows = {key_of(row): row for row in merged.get(key, [])}
             rows.update({key_of(row): row for row in part.get(key, [])})
             merged[key] = list(rows.values())
-    # All nodes wait for the noisiest one.
+    # All nodes wait for the one with the most variation, so its value applies to the whole job.
     merged["action_sigma"] = max(part.get("action_sigma", 0.0) for _, part in parts)
     return merged
 
@@ -140,7 +142,7 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
     """Makes a profile from the contents of a profile file.
 
     Args:
-        content: Checked contents, see :func:`load`.
+        content: Contents of the file, checked by :func:`load`.
 
     Raises:
         ConfigError: The same layer was measured twice, or a link has no bandwidth.
@@ -197,18 +199,19 @@ def _gpu(name: str) -> str:
 
 
 def _by_gpu(values: Mapping[str, float]) -> dict[str, float]:
-    """Returns values with the names of GPUs as in the table of GPUs."""
+    """Returns values by GPU, with the names that the table of GPUs uses."""
     return {_gpu(name): value for name, value in values.items()}
 
 
 def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpeed:
-    """Makes a link from its measurements with different numbers of pairs.
+    """Makes a link from its measurements with different numbers of pairs of GPUs.
 
-    The file has the bandwidth of one pair; that of all pairs together is ``pairs`` times as high.
+    The file contains the bandwidth of one pair. The bandwidth of all pairs together is ``pairs``
+    times as high.
 
     Args:
-        by_pairs: Row of the file for each number of pairs.
-        shared: Whether pairs share the link.
+        by_pairs: Row of the file for each number of pairs that sent at the same time.
+        shared: Whether the pairs share the link's bandwidth.
     """
     links: list[tuple[int, LinkSpeed]] = []
     for pairs, row in sorted(by_pairs.items()):
@@ -222,11 +225,11 @@ def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpe
 
 
 def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
-    """Returns a value of the nodes of a profile by the name of their GPU.
+    """Returns a value that a profile contains for each node, by the name of the node's GPU.
 
     Args:
         content: Contents of a profile file.
-        fact: Name of the value, such as ``memory_bytes``.
+        fact: Key of the value, such as ``memory_bytes``.
     """
     return {
         _gpu(node["gpu"]): float(node[fact])
@@ -238,17 +241,18 @@ def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
 def renamed(
     content: Mapping[str, Any], gpus: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Renames the node types of a profile as in a cluster.
+    """Renames the node types of a profile to the names that a cluster uses.
 
-    If the cluster has no type of a name, but exactly one type with the same GPU, this one is meant.
-    The planner does not use links and all-reduces of types that are still unknown.
+    If the cluster has no node type with a profile's name, but exactly one type with the same GPU,
+    that type is used. For types that are still unknown, the planner ignores the measured links and
+    all-reduces.
 
     Args:
-        content: Checked contents of a profile file.
-        gpus: GPU of each node type of the cluster.
+        content: Contents of the profile file, checked by :func:`load`.
+        gpus: Name of the GPU of each node type in the cluster.
 
     Returns:
-        The contents, and the names of types with measured links that the cluster does not have.
+        Changed contents, and the names of types with measured links that the cluster does not have.
     """
     names: dict[str, str] = {}
     for name, facts in content.get("nodes", {}).items():
@@ -273,18 +277,18 @@ def renamed(
 
 
 def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dict[str, Any]:
-    """Reads measurements per cut point.
+    """Reads a file with measurements of a model's pieces between cut points.
 
     Args:
         path: Path of the file, which is JSON if its name ends with ``.json``, otherwise CSV.
         name: Name of the model.
-        precision: Precision of the messages between pieces.
+        precision: Number format of the messages between pieces.
 
     Returns:
-        Contents of a profile file, with the model's layers.
+        Contents of a profile file, with the pieces as the model's layers.
 
     Raises:
-        ConfigError: The file cannot be read, or a row breaks a rule. The message names the row.
+        ConfigError: The file cannot be read, or a row is invalid. The message names the row.
     """
     usual = {"tp": 1, "backward_weight_s": 0.0}
     rows = [
@@ -334,7 +338,7 @@ def _rows(path: Path) -> list[Any]:
 
 
 def _number(text: Any) -> Any:
-    """Returns a text as a number, or unchanged if it is none."""
+    """Converts a text to a number, or returns it unchanged if that is not possible."""
     for kind in (int, float):
         with suppress(ValueError, TypeError):
             return kind(text)
@@ -347,7 +351,7 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
     Args:
         content: Contents of the profile file.
         model: Model to plan for.
-        where: Name of the file, for messages.
+        where: Name of the profile file, for error messages.
 
     Raises:
         ConfigError: A kind of layer is missing in the profile, or its sizes or precision differ.
@@ -355,7 +359,8 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
     measured = content["model"]
     subject = f"{where} is of model {measured['name']}"
     advice = "measure the model that is planned, or leave --profile out"
-    # Part of a name behind "/" is the number of ranks of experts, which may differ.
+    # The part of a name after "/" is the number of ranks that experts are distributed over. It may
+    # differ, so ignore it.
     kinds = {row["kind"].partition("/")[0] for row in content["layers"]}
     missing = [kind for kind in model.kinds if kind.partition("/")[0] not in kinds]
     if missing:
@@ -387,7 +392,7 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
 
 
 def precision_of(model: Mapping[str, Any]) -> str:
-    """Returns the precision of a profile's model, from its entry or from its arguments."""
+    """Returns the precision of a profile's model, from its own key or from its arguments."""
     arguments = model.get("arguments", ())
     named = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")
     return str(model.get("precision", named))

@@ -1,8 +1,8 @@
 """Answers requests for plans: with the best plans, or with the reason why there is none.
 
-If there is no plan, the error names the stage that lacks memory or the limits that contradict each
-other, and changes that would help. Each of these changes was tried: fewer restrictions, more
-nodes, and more memory per GPU.
+If there is no plan, the error names the stage that lacks memory, or the limits that contradict each
+other. It also lists changes that would help. Each of these changes was tried: fewer restrictions,
+more nodes, and more memory per GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 
 SCHEDULES = selectable_names(lambda spec: spec.planned == "by default")
-"""Schedules to choose from if the user gives none."""
+"""Schedules to choose from if the user names none."""
 
 _COLOUR = "#1f77b4"
 _WORDS = {"micro_batch": "microbatch", "schedules": "schedule"}
@@ -58,13 +58,13 @@ _SPEED, _PRICE = "tokens per second", "price of a million tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request for plans.
+    """A user's request for plans.
 
     Attributes:
-        global_batch: Samples of a step.
-        objective: Quantity to minimise, and limits.
-        options: Choices that are open. Unlike in the search, its ``partition`` leaves out embedding
-            and head, as ``--partition`` does.
+        global_batch: Number of samples per step.
+        objective: Quantity to minimise, and limits that plans must keep.
+        options: Settings that the search may choose. Their ``partition`` omits embedding and head,
+            as ``--partition`` does, unlike in the search itself.
     """
 
     global_batch: int
@@ -74,12 +74,12 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Plans found for a request.
+    """Plans found for a user's request.
 
     Attributes:
         rows: Plans that the trainer accepts, best first.
-        result: Result of the search.
-        refused: Rules by which the trainer refused other plans that the search found.
+        result: Result of the search, with its lower bound.
+        refused: Reasons why the trainer refused other plans that the search found.
     """
 
     rows: tuple[PlanRow, ...]
@@ -88,15 +88,15 @@ class Proposal:
 
 
 def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) -> Profile:
-    """Returns a profile with durations for every GPU of a cluster, measured or estimated.
+    """Returns a profile with layer times for every GPU of a cluster, measured or estimated.
 
     Args:
-        profile: Measured profile, ``None`` if nothing was measured.
+        profile: Measured profile, or ``None`` if nothing was measured.
         model: Model to plan for.
         cluster: Cluster to plan for.
 
     Raises:
-        ConfigError: A GPU is neither in the profile nor in the table, or lacks the precision.
+        ConfigError: A GPU is unknown and not in the profile, or does not support the precision.
     """
     completed = profile or Profile()
     measured = {gpu for _, gpu, _, _ in completed.layers}
@@ -112,15 +112,15 @@ def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) ->
 
 
 def propose(inputs: PlanInputs, request: Request) -> Proposal:
-    """Finds the best plans for a request.
+    """Finds the best plans for a user's request.
 
     Args:
-        inputs: Model, cluster and profile.
-        request: The request.
+        inputs: Model, cluster and profile of layer times.
+        request: Batch size, objective and options of the user.
 
     Raises:
-        ConfigError: Nothing fits, limits contradict each other, or an option is wrong. The message
-            names it, and changes that would help.
+        ConfigError: Nothing fits in memory, limits contradict each other, or an option is wrong.
+            The message names the cause and changes that would help.
     """
     searcher = _searcher(inputs, request)
     goal = request.objective
@@ -150,16 +150,17 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
 def _runnable(
     rows: Sequence[PlanRow], inputs: PlanInputs
 ) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
-    """Returns the plans that the trainer accepts, and the rules that the others break."""
+    """Returns the plans that the trainer accepts, and the reasons against all others."""
     rules = [_refusal(row, inputs) for row in rows]
     accepted = tuple(row for row, rule in zip(rows, rules, strict=True) if not rule)
     return accepted, tuple(dict.fromkeys(rule for rule in rules if rule))
 
 
 def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns the rule by which the trainer's configuration refuses a plan, empty if it accepts.
+    """Returns why the trainer's configuration refuses a plan, or an empty text if it accepts.
 
-    A model that was not described by the trainer's arguments cannot be checked, and is accepted.
+    A model that was not described by the trainer's arguments cannot be checked, so its plans are
+    accepted.
     """
     model = inputs.model
     arguments = [
@@ -184,16 +185,17 @@ def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
 
 
 def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
-    """Compares a plan with its neighbours, and returns a line for each of them.
+    """Compares a plan with its neighbours, and returns a line of text for each neighbour.
 
-    A neighbour has one degree or the microbatch doubled or divided by its smallest divisor, or
-    another recompute or schedule. Everything else is chosen again within the request. The line says
-    how much slower the best such plan is, or how much memory it lacks.
+    A neighbour differs in one setting: a parallel size or the microbatch size is doubled or divided
+    by its smallest divisor, or the recompute or schedule is another. All other settings are chosen
+    again within the request. The line says how much slower the best such plan is, or how much
+    memory it lacks.
 
     Args:
-        inputs: Model, cluster and profile.
-        request: The request that the plan answers.
-        best: The plan.
+        inputs: Model, cluster and profile of layer times.
+        request: User's request that the plan answers.
+        best: Plan to compare with its neighbours.
     """
     plan = best.plan
     options = replace(request.options, top=1, most_cpu_s=_NEIGHBOUR_CPU_S)
@@ -230,7 +232,7 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
 
 
 def _brief(plan: Plan) -> str:
-    """Returns the most important settings of a plan as text."""
+    """Returns a plan's most important settings as text."""
     return (
         f"tp {plan.tp}, dp {plan.dp}, pp {plan.pp}, microbatch {plan.micro_batch},"
         f" {plan.schedule}, recompute {plan.recompute}"
@@ -238,13 +240,13 @@ def _brief(plan: Plan) -> str:
 
 
 def _rows(entries: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
-    """Predicts the plans of a search."""
+    """Predicts the time, memory and price of plans that a search found."""
     plans = [entry.plan for entry in entries]
     return tuple(PlanRow(plan=plan, prediction=predict(plan, inputs)) for plan in plans)
 
 
 def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
-    """Checks a request, and returns a searcher for it."""
+    """Checks a user's request, and returns a searcher for it."""
     partition = _whole_partition(request.options.partition, inputs.model)
     options = replace(request.options, partition=partition)
     _check_request(request, options, inputs)
@@ -252,7 +254,7 @@ def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
 
 
 def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Adds embedding and head to the layers of each stage, which ``--partition`` leaves out."""
+    """Adds embedding and head to the number of layers per stage, as ``--partition`` omits both."""
     if not partition:
         return ()
     try:
@@ -271,8 +273,8 @@ def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
     """Finds the plans that no other plan beats in both time and price of a step, fastest first.
 
     Args:
-        inputs: Model, cluster and profile.
-        request: The request. Its objective counts for its limits only.
+        inputs: Model, cluster and profile of layer times.
+        request: User's request. Only the limits of its objective are used.
 
     Raises:
         ConfigError: The cluster has no prices, or no plan keeps the limits.
@@ -294,11 +296,12 @@ def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
 def pareto(
     searcher: Searcher, objective: Objective | None = None
 ) -> tuple[tuple[Found, ...], float]:
-    """Finds the Pareto front of seconds and price of a step over all parts of a cluster.
+    """Finds the Pareto front of time and price per step over all parts of a cluster.
 
-    A part of the cluster is faster or cheaper than the whole, but no search of its own is needed
-    for it: each level of the search knows which nodes it uses, so one pass over the shapes covers
-    all parts. Levels that a known plan beats in both time and price are skipped. An example::
+    A part of the cluster can be faster or cheaper than the whole. A separate search per part is not
+    needed, because each level of the search contains the nodes that it uses. So one pass over the
+    shapes (combinations of parallel sizes) covers all parts. Levels that a known plan beats in both
+    time and price are skipped. An example::
 
         plan    nodes    step     price per step
         1       4        10 ms    8
@@ -307,13 +310,13 @@ def pareto(
 
     Args:
         searcher: Searcher for the model, the whole cluster and the options.
-        objective: Limits on time and price; ``None`` for none. The quantity to minimise does not
-            matter.
+        objective: Limits on time and price, or ``None`` for no limits. Its quantity to minimise is
+            ignored.
 
     Returns:
-        The plans, with rising time and falling price per step, which is their ``value``; and the
-        largest share of its time by which a plan that was not searched may be faster than the
-        front, 0 if all were searched.
+        Plans with rising time and falling price per step, where the price is their ``value``. Also
+        the largest fraction of time by which an unsearched plan may be faster than the front, 0 if
+        all were searched.
     """
     front = _Points(objective or Objective())
     shapes = searcher.shapes()
@@ -327,7 +330,7 @@ def pareto(
 
 
 class _Points(Best):
-    """Keeps the Pareto front, by rising time. Levels are ordered by the bounds of their seconds."""
+    """Keeps the Pareto front, by rising time. Levels are ordered by their time's lower bound."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__(0, objective)
@@ -340,7 +343,8 @@ class _Points(Best):
         most = self.objective.most_seconds(price, math.inf)
         hourly = price / 3600
         for point in self.points:
-            # This point beats a plan that takes at least as long and costs at least as much.
+            # This point beats any plan that takes at least as long and costs at least as much. So a
+            # useful plan must be below both.
             as_expensive_s = point.value / hourly if hourly else math.inf
             most = min(most, max(point.seconds, as_expensive_s))
         return most
@@ -354,17 +358,17 @@ class _Points(Best):
         self.points = sorted(kept, key=lambda point: point.seconds)
 
     def slack(self, seconds: float, price: float) -> float:
-        """Returns the share of time by which a bound is below the front, at least 0."""
+        """Returns the fraction of time by which a lower bound is below the front, at least 0."""
         most = self.most_seconds(price)
         return max(0.0, 1 - seconds / most) if math.isfinite(most) else 0.0
 
 
 def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> None:
-    """Writes a Pareto front as a page, a picture and plan files.
+    """Writes a Pareto front as an HTML page, a PNG picture and plan files.
 
     Args:
-        rows: Plans, fastest first.
-        inputs: Model, cluster and profile.
+        rows: Plans with their predictions, fastest first.
+        inputs: Model, cluster and profile of layer times.
         folder: Folder for ``front.html``, ``front.png``, ``front.json`` and ``plan-N.json``.
 
     Raises:
@@ -395,19 +399,20 @@ def _prices(rows: Sequence[PlanRow]) -> list[float]:
 
 
 def _title(rows: Sequence[PlanRow], inputs: PlanInputs) -> str:
-    """Returns the title of a chart of plans."""
+    """Returns the title of a chart of plans: model and number of samples per step."""
     return f"{inputs.model.name}, {rows[0].plan.global_batch} samples for a step"
 
 
 def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
-    """Writes a page with charts of plans, in one file without links to others.
+    """Writes an HTML page with charts of plans, as one file without links to other files.
 
-    It has a chart of all plans, by speed and price, or by speed and memory of the fullest GPU if
-    there are no prices. For the first plan, it has the memory of each rank and the simulated step.
+    The first chart has all plans, by speed and price. If there are no prices, it has speed and
+    memory of the fullest GPU. Two more charts describe the first plan: the memory of each rank, and
+    the simulated step.
 
     Args:
-        rows: Plans, best first.
-        inputs: Model, cluster and profile.
+        rows: Plans with their predictions, best first.
+        inputs: Model, cluster and profile of layer times.
         path: Path of the file to write.
 
     Raises:
@@ -437,7 +442,7 @@ def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
 
 
 def _add_plans(figure: Any, rows: Sequence[PlanRow], inputs: PlanInputs) -> None:
-    """Adds a point for each plan to the first chart of a page."""
+    """Adds a point for each plan to the first chart of a report page."""
     import plotly.graph_objects as go
 
     has_prices = all(row.prediction.price_per_hour for row in rows)
@@ -458,7 +463,7 @@ def _add_plans(figure: Any, rows: Sequence[PlanRow], inputs: PlanInputs) -> None
 
 
 def _add_memory(figure: Any, prediction: Prediction) -> None:
-    """Adds the memory of each rank, and its limit, to the second chart of a page."""
+    """Adds the memory of each rank, and its limit, to the second chart of a report page."""
     import plotly.graph_objects as go
 
     ranks = list(range(len(prediction.stages)))
@@ -474,7 +479,7 @@ def _add_memory(figure: Any, prediction: Prediction) -> None:
 
 
 def _add_timeline(figure: Any, step: SimResult) -> None:
-    """Adds a bar for each action to the third chart of a page, coloured as in trace views."""
+    """Adds a bar per action to the third chart of a report page, in the trace views' colours."""
     import plotly.graph_objects as go
 
     chunks = step.placement.num_chunks
@@ -516,12 +521,12 @@ def _write_picture(prices: list[float], speeds: list[float], title: str, path: P
 
 
 def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs) -> None:
-    """Refuses contradictory requests before anything is searched.
+    """Refuses contradictory requests before the search starts.
 
     Args:
-        request: The request.
-        options: Its options, with embedding and head in the partition.
-        inputs: Model, cluster and profile.
+        request: User's request, whose partition leaves out embedding and head.
+        options: Options of the request, with embedding and head in the partition.
+        inputs: Model, cluster and profile of layer times.
 
     Raises:
         ConfigError: The request contradicts itself, the model or the cluster.
@@ -553,10 +558,11 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
 
 
 def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None:
-    """Refuses numbers of ranks that a model cannot be divided among.
+    """Refuses numbers of ranks that a model or its nodes cannot be divided among.
 
     Raises:
-        ConfigError: Experts, sequences, heads or nodes do not divide by a number.
+        ConfigError: A number of ranks does not divide the experts, the sequence, the heads or a
+            node's GPUs.
     """
     spreads = options.expert_ranks
     if spreads and not set(spreads) & set(model.expert_ranks):
@@ -586,51 +592,52 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
 
 
 def _flags(options: Mapping[str, tuple[int, ...]]) -> str:
-    """Returns options as flags with their values."""
+    """Returns options as command-line flags with their values."""
     return " and ".join(f"--{name} {_list(values)}" for name, values in options.items() if values)
 
 
 def _list(values: Sequence[int]) -> str:
-    """Returns numbers as a list for a flag."""
+    """Returns numbers as the comma-separated value of a flag."""
     return ",".join(map(str, values))
 
 
 _GB = 1e9
 _TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-"""Factors on the number of nodes that are tried as a remedy."""
+"""Factors by which the number of nodes is multiplied to find a remedy."""
 _CLOSE = 1e-3
-"""Relative accuracy of the lowest price in a message."""
+"""Relative accuracy of the lowest price that an error message names."""
 _LIMITS = {
     "most_seconds_per_step": "--time-limit",
     "most_price_per_hour": "--max-price",
     "most_price_per_step": "--budget",
 }
 _NO_LIMIT = 1e15
-"""Bytes of memory that suffice for every model."""
+"""Memory size in bytes that suffices for every model."""
 _MORE = 16
-"""Number of further plans to search for if the trainer refuses some."""
+"""Number of additional plans to search for if the trainer refuses some."""
 _MOST_BARS = 20_000
-"""Maximum number of actions of a step that a page draws."""
+"""Maximum number of actions per step drawn on a report page."""
 _NEAR = 0.01
-"""Relative accuracy of the missing memory in a message."""
+"""Relative accuracy of the missing memory that an error message names."""
 _FEW_LEVELS = 500
-"""Maximum number of levels in a search for the nearest plan, see ``search.SearchOptions``."""
+"""Maximum number of levels (sets of nodes with a first stage) in a search for the nearest plan. The
+nearest plan is the one that lacks the least memory."""
 _MOST_CPU_S = 2.0
-"""CPU seconds of a search for the nearest plan, per type of node."""
+"""Limit on CPU seconds per node type, for the search for the plan that lacks the least memory."""
 _NEIGHBOUR_CPU_S = 0.5
-"""CPU seconds of the search for a neighbour of a plan, per type of node."""
+"""Limit on CPU seconds per node type, for the search for a neighbour of a plan."""
 
 
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:
-    """Returns a message that names the stage that lacks memory, and changes that would help.
+    """Returns an error message that names the stage that lacks memory, and changes that help.
 
-    The stage is that of the nearest plan: the one that would fit with the least further memory per
-    GPU. Halving finds it.
+    The stage belongs to the nearest plan, which is the plan that needs the least additional memory
+    per GPU. Bisection finds this plan.
 
     Args:
-        inputs: Model, cluster and profile.
-        global_batch: Samples of a step.
-        options: Options under which nothing fits.
+        inputs: Model, cluster and profile of layer times.
+        global_batch: Number of samples per step.
+        options: Options under which no plan fits in memory.
     """
     model, cluster = inputs.model, inputs.cluster
 
@@ -682,7 +689,7 @@ def _leanest_plan(inputs: PlanInputs, global_batch: int, options: SearchOptions)
 
 
 def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
-    """Returns the stage of a plan that lacks most memory, and its memory."""
+    """Returns the index of the stage that lacks most memory, and the stage's memory."""
     memories = [stage.memory for stage in predict(plan, inputs).stages]
     stage = max(range(len(memories)), key=lambda number: memories[number].missing_bytes)
     return stage, memories[stage]
@@ -691,12 +698,12 @@ def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
 def _remedies(
     find: Callable[[Cluster, SearchOptions], Plan | None], cluster: Cluster, options: SearchOptions
 ) -> Iterator[str]:
-    """Yields changes that make a plan fit, the smallest of each kind, as text.
+    """Yields changes that make a plan fit in memory, the smallest of each kind, as text.
 
     Args:
         find: Function that returns a plan that fits, or ``None``.
-        cluster: Cluster on which nothing fits.
-        options: Options under which nothing fits.
+        cluster: Cluster on which no plan fits.
+        options: Options under which no plan fits.
     """
     free = SearchOptions()
     names = {
@@ -721,14 +728,14 @@ def _remedies(
             try:
                 larger = replace(cluster, groups=tuple(groups))
             except ConfigError:
-                break  # a cluster with one node of a type may have no link between two of them
+                break  # a cluster with one node of a type may have no link between two such nodes
             if find(larger, options):
                 yield f"{group.count * times} nodes of {group.type.name} in place of {group.count}"
                 break
 
 
 def _explain_limits(searcher: Searcher, objective: Objective) -> str:
-    """Returns a message that names limits that no plan keeps, though plans without limits exist."""
+    """Returns a message with the limits that no plan keeps, though plans exist without limits."""
     limits: dict[str, Any] = {name: getattr(objective, name) for name in _LIMITS}
     active = {name: limit for name, limit in limits.items() if limit < math.inf}
     for names in (*combinations(active, 1), *combinations(active, 2)):
@@ -747,12 +754,12 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
-    """Returns a text with the lowest value of a limit that plans within other limits can keep.
+    """Returns a text with the lowest value of a limit that a plan can keep beside other limits.
 
     Args:
-        searcher: Searcher of the request.
+        searcher: Searcher for the user's request.
         name: Name of the limit, a field of ``Objective``.
-        others: Other limits, by name.
+        others: Values of the other limits, by name.
     """
     if name == "most_price_per_step":
         cheapest = searcher.search(replace(Objective(**others), least="cost")).plans[0]

@@ -2,26 +2,30 @@
 
 The search is a branch and bound over three levels of choices::
 
-    shape       tensor-parallel width, replicas, microbatch, recompute, optimizer, ...
+    shape       tensor-parallel size, replicas, microbatch, recompute, optimizer, ...
       level     nodes in use, number of stages, class of the first stage
         plan    class and layers of every stage
 
-1. Every shape gets a quick lower bound (:meth:`Searcher._work_s`): all work, divided evenly.
-2. Shapes are visited in the order of a guess of their time. Each visit bounds all levels of the
-   shape (``search_kernel``), and searches the most promising one. This finds good plans early.
-3. Shapes are then searched completely, lowest bound first. A shape or level whose bound is not
-   below the best plan so far is skipped; if all others were searched, the best plan is optimal.
+1. Every shape gets a quick lower bound (:meth:`Searcher._work_s`): its total work, divided evenly
+   over all GPUs.
+2. Shapes are visited in ascending order of their estimated step time. Each visit computes the
+   bounds of all levels of the shape (``search_kernel``), and searches the most promising level.
+   This finds good plans early.
+3. Shapes are then searched completely, lowest bound first. A shape or level is skipped if its bound
+   is not below the time of the best plan so far. If everything else was searched, the best plan is
+   optimal.
 
-The search has limits on timed pipelines and CPU seconds. If one of them ends it early, the result
-says how much better a plan that was left out can be at most: :attr:`SearchResult.gap` is 0.03 if
-the best plan takes 100 ms and the lowest bound left is 97 ms. If a cluster has too many orders of
-nodes, not all are searched, and a weaker bound over all of them counts
-(``stage_classes.capacity_bound``).
+The search is limited in the number of pipelines that it times and in CPU seconds. If a limit ends
+the search early, the result says by how much an unsearched plan can be better at most. For example,
+:attr:`SearchResult.gap` is 0.03 if the best plan takes 100 ms and the lowest bound of the
+unsearched plans is 97 ms. If a cluster has too many orders of nodes, only some are searched. A
+weaker bound over all orders then applies (``stage_classes.capacity_bound``).
 
-The search itself times 1F1B, because its order is fixed, so no plan gets slower when a duration
-shrinks, and bounds hold. If other schedules are allowed, the fastest 1F1B pipeline of each shape
-and set of nodes is timed under every other schedule too, with layers divided again if the schedule
-has chunks. The best of these counts. Its bound is then one that no schedule can beat
+The search itself times only the 1F1B schedule. Its order of actions is fixed, so a plan never gets
+slower when a duration shrinks, and lower bounds are valid. If other schedules are allowed, the
+fastest 1F1B pipeline of each shape and set of nodes is also timed under every other schedule. For
+schedules with several chunks per rank, its layers are partitioned again. The fastest of these
+results is kept. With other schedules, the search uses a bound that holds for every schedule
 (:meth:`Searcher._work_s`).
 """
 
@@ -71,9 +75,9 @@ from megatron.adaptive.planner.stage_classes import (
 )
 
 _FEW_LEVELS = 2000
-"""Maximum number of levels of a shape on its first visit."""
+"""Maximum number of levels (sets of nodes with a first stage) per shape on its first visit."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels of a small shape, which is searched fully on its first visit."""
+"""Maximum number of levels of a small shape. A small shape is searched fully on its first visit."""
 _CHUNKED = {
     "zb-v": ((2,), ("zb-v", "adaptive", "hinted")),
     "v-half": ((2,), ("v-half",)),
@@ -81,36 +85,38 @@ _CHUNKED = {
     "interleaved": ((2, 3, 4, 6, 8), ("interleaved", "combined-1f1b")),
     "breadth-first": ((2, 3, 4, 6, 8), ("breadth-first",)),
 }
-"""Static schedules for which layers are divided among chunks, by name: numbers of chunks to try,
-and all schedules with the same placement of stages."""
+"""Static schedules with several chunks per rank, by name. Each has the numbers of chunks per rank
+to try, and the names of all schedules with the same placement of stages on ranks."""
 SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values() for n in names))))
-"""All schedules that the search can choose."""
+"""Names of all schedules that the search can choose."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
 _ROW_STEPS = 500_000
-"""Maximum number of actions to time for one shape, set of nodes and length of pipeline."""
+"""Maximum number of actions to simulate per shape, set of nodes and number of stages."""
 _FORWARD_BACK = 2.5
-"""Factor on the best seconds so far, above which a 1F1B pipeline is not timed under other
-schedules. 1F1B takes at most the time of one microbatch through all stages plus the work of the
-busiest rank, and each of these two is a lower bound for every schedule."""
+"""Factor on the best step time so far. A 1F1B pipeline that is slower than this is not timed under
+other schedules. A 1F1B step takes at most the time of one microbatch through all stages plus the
+work of the busiest rank. Both are lower bounds for every schedule, so no other schedule takes less
+than half as long."""
 _NO_HOPE = 1.08
-"""Factor on the best seconds so far, above which a first division among chunks is not improved."""
+"""Factor on the best step time so far. If a first partition into chunks is slower than this, it is
+not improved further."""
 _HAND_OVERS = 30
-"""Maximum number of pipelines to time while layers are handed over."""
+"""Maximum number of pipelines to time while layers are moved between stages."""
 
 
 @dataclass(kw_only=True, eq=False)
 class SearchShape:
-    """One choice of widths, microbatch, recompute and optimizer, with bounds of its pipelines.
+    """A combination of parallel sizes, microbatch size and memory settings, with its bounds.
 
     Attributes:
-        classes: Classes of its stages.
+        classes: Classes of nodes on which its stages can run.
         choice: Settings that all stages share.
-        bound_s: Lower bound of the seconds of a step, before any visit.
-        least_s: Lower bound of the seconds of a step, after a complete visit.
-        least_value: Lower bound of the objective's value, after the first visit.
-        partial: Whether some orders of nodes were left out of the visit.
+        bound_s: Lower bound of the step time in seconds, before any visit.
+        least_s: Lower bound of the step time in seconds, after a complete visit.
+        least_value: Lower bound of the step time or price to minimise, after the first visit.
+        partial: Whether the visit skipped some orders of nodes.
     """
 
     classes: tuple[StageClass, ...]
@@ -121,21 +127,21 @@ class SearchShape:
     partial: bool = False
 
     def key(self, used: tuple[int, ...], stages: int) -> Any:
-        """Returns a key that is equal for plans which differ only in how they save memory."""
+        """Returns a key that is equal for plans that differ only in how they save memory."""
         widths = tuple(stage_class.widths for stage_class in self.classes)
         return widths, self.choice.context_ranks, used, stages
 
 
 class _Goal(NamedTuple):
-    """A level whose pipelines can be among the best.
+    """A level (set of nodes and first stage) whose pipelines can be among the best.
 
     Attributes:
-        value: Lower bound of the objective's value.
-        seconds: Lower bound of the seconds of a step.
-        level: Number of the level.
-        price: Price of its nodes per hour.
-        likely_s: Guess of the seconds of a step, below its bound under 1F1B if other schedules are
-            allowed.
+        value: Lower bound of the objective's value (step time or price).
+        seconds: Lower bound of the step time in seconds.
+        level: Index of the level in ``DpStates``.
+        price: Price per hour of the nodes that the level uses.
+        likely_s: Estimated step time in seconds. It is below the lower bound for 1F1B if other
+            schedules than 1F1B are allowed.
     """
 
     value: float
@@ -146,14 +152,14 @@ class _Goal(NamedTuple):
 
 
 class _Bounded(NamedTuple):
-    """A shape and the bounds of all its levels.
+    """A shape (combination of parallel sizes) and the bounds of all its levels.
 
     Attributes:
-        shape: Shape of the pipelines.
-        levels: Levels of the shape.
-        arrays: A ``search_kernel.ShapeArrays``.
-        bounds: Bounds of every level, which ``search_kernel.bound_levels`` filled.
-        goals: Levels that are worth a search, lowest bound first.
+        shape: Combination of parallel sizes and settings that all its pipelines share.
+        levels: Levels of the shape, each a set of nodes with the class of its first stage.
+        arrays: Costs and graph of levels, a ``search_kernel.ShapeArrays``.
+        bounds: Lower bounds of every level, computed by ``search_kernel.bound_levels``.
+        goals: Levels that are worth searching, lowest bound first.
     """
 
     shape: SearchShape
@@ -164,13 +170,13 @@ class _Bounded(NamedTuple):
 
 
 class _Widths(NamedTuple):
-    """Widths of a stage.
+    """Parallel sizes of a stage, and its microbatch size.
 
     Attributes:
-        tp: Tensor-parallel width.
-        dp: Number of replicas.
-        micro_batch: Samples of a microbatch.
-        context_ranks: Number of ranks that share a sequence.
+        tp: Tensor-parallel size, in GPUs per replica.
+        dp: Number of data-parallel replicas.
+        micro_batch: Number of samples per microbatch.
+        context_ranks: Number of ranks that share a sequence (context parallelism).
     """
 
     tp: int
@@ -180,12 +186,12 @@ class _Widths(NamedTuple):
 
 
 class Searcher:
-    """Searches for plans on one cluster; several searches share their tables.
+    """Searches for plans on one cluster. Several searches share the cached tables of costs.
 
     Args:
-        inputs: Model, cluster and profile.
-        global_batch: Samples of a step.
-        options: Choices that are open, and limits.
+        inputs: Model, cluster and profile of layer times.
+        global_batch: Number of samples per step.
+        options: Settings that the search may choose, and its limits.
     """
 
     def __init__(
@@ -201,7 +207,7 @@ class Searcher:
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._islands = any(group.type.islands for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
-        # Other schedules have about a third of the idle time of 1F1B.
+        # Step times of other schedules are estimated with about a third of 1F1B's idle time.
         self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
@@ -214,7 +220,7 @@ class Searcher:
         """Finds the best plans for an objective.
 
         Args:
-            objective: Quantity to minimise, and limits; by default least time without limits.
+            objective: Quantity to minimise, and limits. By default, the step time without limits.
         """
         goal = objective or Objective()
         best = Best(self.options.top, goal)
@@ -246,9 +252,9 @@ class Searcher:
         )
 
     def _handed_over(self, entry: Found) -> Found:
-        """Divides the layers of a plan again, for the schedule that was chosen.
+        """Moves layers between stages to speed up a plan under its chosen schedule.
 
-        The search itself has found the best partition if 1F1B is the only schedule.
+        If 1F1B is the only schedule, the search itself has already found the best partition.
         """
         plan = entry.plan
         if self._exact or self.options.partition or not plan.uniform or self.model.splits:
@@ -258,7 +264,7 @@ class Searcher:
         return replace(entry, plan=plan, seconds=seconds, value=value)
 
     def shapes(self) -> list[SearchShape]:
-        """Returns all shapes, those with the lowest guess of their seconds first."""
+        """Returns all shapes (combinations of parallel sizes), lowest estimated step time first."""
         options = self.options
         shapes = []
         for classes, microbatches, shared in self._class_sets():
@@ -295,7 +301,7 @@ class Searcher:
         return sorted(shapes, key=self._guess_s)
 
     def _sequence_parallel(self, classes: Sequence[StageClass], shared: int) -> tuple[bool, ...]:
-        """Returns the choices for sequence parallelism: off, on or both."""
+        """Returns the settings of sequence parallelism to try: off, on or both."""
         widest = max((stage_class.tp for stage_class in classes), default=1)
         if widest == 1:
             return (False,)
@@ -304,14 +310,15 @@ class Searcher:
         return tuple(is_on for is_on in choices if divided or not is_on)
 
     def _guess_s(self, shape: SearchShape) -> float:
-        """Returns a guess of the seconds of a step on all GPUs, as if all stages were equal."""
+        """Returns an estimated step time in seconds on all GPUs, as if all stages were equal."""
         stages = min(self._most_stages((stage_class,)) for stage_class in shape.classes)
         return shape.bound_s * (1 + (stages - 1) * self._idle / shape.choice.microbatches)
 
     def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int, int]]:
-        """Yields sets of classes that a pipeline may combine.
+        """Yields sets of stage classes that a pipeline may combine.
 
-        Each comes with the number of microbatches and the number of ranks that share a sequence.
+        Each set comes with the number of microbatches per step and the number of ranks that share a
+        sequence.
         """
         waves: dict[int, list[StageClass]] = {}
         for tp, dp, micro_batch, shared in self._widths():
@@ -324,7 +331,7 @@ class Searcher:
             yield tuple(wave_classes), self.global_batch // wave, 1
 
     def _widths(self) -> Iterator[_Widths]:
-        """Yields the widths of stages that the options, model, cluster and batch allow."""
+        """Yields the parallel sizes of stages that options, model, cluster and batch allow."""
         options, batch, model = self.options, self.global_batch, self.model
         most = max(model.sequence // LEAST_TOKENS, 1)
         shares = [
@@ -350,7 +357,7 @@ class Searcher:
                         yield _Widths(tp, dp, micro_batch, shared)
 
     def _known(self, stage_class: StageClass) -> bool:
-        """Returns whether the profile has times of every layer on every node of a class."""
+        """Returns whether the profile has every layer's times on every node type of a class."""
         return all(
             self.profile.knows(kind, node.gpu, stage_class.tp)
             for node in self._tables.types(stage_class)
@@ -366,22 +373,22 @@ class Searcher:
         *,
         exactly: bool = False,
     ) -> float:
-        """Returns a lower bound of the seconds of a step that holds for every schedule.
+        """Returns a lower bound of the step time in seconds that holds for every schedule.
 
-        It is the largest of three bounds:
+        The bound is the largest of three:
 
-        - Work, reductions and optimizer, divided evenly over the nodes. Rank r is idle at first,
-          for the forwards of r stages of at least one layer.
-        - The way of one microbatch through all layers and back.
-        - Memory: a microbatch keeps activations on its way, and only as many microbatches are in
-          flight as fit next to the weights.
+        - Work, gradient reductions and optimizer, divided evenly over the nodes. Rank r is idle at
+          first, while r stages of at least one layer each run their first forward pass.
+        - Time of one microbatch forward through all layers and back.
+        - Memory: a microbatch's activations stay in memory between its forward and backward pass.
+          Only as many microbatches are in flight as fit beside the weights.
 
         Args:
-            classes: Classes of stages.
-            choice: Settings of the shape.
-            nodes: Number of nodes of each type.
+            classes: Classes of nodes on which stages can run.
+            choice: Settings that all stages share.
+            nodes: Number of nodes of each type that may be used.
             most_stages: Maximum number of pipeline ranks.
-            exactly: Whether there are exactly ``most_stages`` ranks.
+            exactly: Whether the pipeline has exactly ``most_stages`` ranks.
         """
         rates, totals, memories = [], [], []
         microbatches = choice.microbatches
@@ -410,7 +417,8 @@ class Searcher:
             whole_s *= 1 + float(lost[0]) / microbatches
         whole_s = max(whole_s, float(each_s.min()))
         if self.options.unequal:
-            # The trainer may run smaller microbatches, to which the other bounds do not apply.
+            # The other two bounds do not apply here, because the trainer may run smaller
+            # microbatches.
             return whole_s
         free = most_rate(memories, most_stages) - min(sums.held_bytes for sums in totals)
         if free < min(sums.kept_bytes for sums in totals):
@@ -419,14 +427,14 @@ class Searcher:
         return max(whole_s, min(sums.way_s for sums in totals), stay / max(free, 1.0))
 
     def _most_stages(self, classes: Sequence[StageClass]) -> int:
-        """Returns the number of stages of the longest pipeline that is allowed."""
+        """Returns the maximum number of stages of a pipeline."""
         if self.options.pp:
             return max(self.options.pp)
         narrow = min(stage_class.tp * stage_class.dp for stage_class in classes)
         return max(1, min(self.cluster.num_gpus // narrow, self.model.num_layers))
 
     def _bounded(self, shape: SearchShape, best: Best, most_levels: int) -> _Bounded:
-        """Computes the bounds of all levels of a shape, and lists those that are worth a search."""
+        """Computes a lower bound for each node set of a shape, and lists those worth searching."""
         most = self._most_stages(shape.classes)
         blocks = tuple((stage_class.nodes, stage_class.block) for stage_class in shape.classes)
         key = (blocks, most, most_levels)
@@ -471,7 +479,8 @@ class Searcher:
             if not self._exact:
                 seconds = self._work_s(shape.classes, shape.choice, used, stages, exactly=True)
             if seconds < best.most_seconds(price):
-                # The best schedule probably has only a part of the idle time of 1F1B.
+                # The best schedule probably has only a part of 1F1B's idle time, so the estimate
+                # contains only that part.
                 idle = (stages - 1) / shape.choice.microbatches
                 likely_s = ordered_s * (1 + self._idle * idle) / (1 + idle)
                 goals.append(_Goal(best.value(seconds, price), seconds, level, price, likely_s))
@@ -480,16 +489,17 @@ class Searcher:
     def visit(
         self, shape: SearchShape, best: Best, most_leaves: int, *, finish: bool = True
     ) -> list[tuple[float, float]]:
-        """Searches all levels of a shape whose bound is below the best plans so far.
+        """Searches all node sets of a shape whose bound is below the time of the best plans so far.
 
         Args:
-            shape: Shape from :meth:`shapes`.
-            best: Best plans so far; receives new ones.
-            most_leaves: Maximum number of pipelines to time for each level.
-            finish: Whether to time other schedules than 1F1B too.
+            shape: Combination of parallel sizes to search, from the list of :meth:`shapes`.
+            best: Best plans so far. Faster plans are added to it.
+            most_leaves: Maximum number of pipelines to time per set of nodes (level).
+            finish: Whether to also time the pipelines under other schedules than 1F1B.
 
         Returns:
-            Bound in seconds, and price per hour, of each level that was not searched completely.
+            Lower bound in seconds, and price per hour, of each set of nodes (level) that was not
+            searched completely.
         """
         if max(shape.bound_s, shape.least_s) >= best.most_seconds(self._least_price):
             return []
@@ -504,15 +514,16 @@ class Searcher:
                 missed.append((goal.seconds, goal.price))
                 continue
             bound = self._search_goal(bounded, goal, best, most_leaves, finish)
-            # The search covers all pipelines only under 1F1B; for other schedules, only the bound
-            # of the level holds.
+            # If only 1F1B is allowed, the search covers all pipelines of the level. For other
+            # schedules, only the level's own bound is valid.
             missed.append((bound if self._exact else goal.seconds, goal.price))
         return [(seconds, price) for seconds, price in missed if seconds < best.most_seconds(price)]
 
     def _visit_first(self, shape: SearchShape, best: Best) -> None:
-        """Bounds all levels of a shape, and searches the most promising one.
+        """Computes the bounds of all node sets of a shape, and searches the most promising set.
 
-        If there are many orders of nodes, only those with nodes of one type side by side count.
+        If there are many orders of nodes, only those with nodes of one type side by side are
+        searched.
         """
         bounded = self._bounded(shape, best, min(_FEW_LEVELS, self.options.most_levels))
         shape.least_value = bounded.goals[0][0] if bounded.goals else math.inf
@@ -522,19 +533,22 @@ class Searcher:
             shape.least_value = max(bound, least)
         is_small = len(bounded.levels.used) <= _SMALL_LEVELS
         for goal in sorted(bounded.goals, key=lambda goal: goal.likely_s)[:1]:
-            # A small shape is searched like in its second visit, so that the result does not depend
-            # on the order of first visits.
+            # A small shape is searched with the same limit as in its second visit. Otherwise the
+            # result would depend on the order of the first visits.
             most_leaves = self.options.most_leaves if is_small else 10
             self._search_goal(bounded, goal, best, most_leaves, finish=True)
 
     def _capacity_s(self, shape: SearchShape) -> float:
-        """Raises a shape's bound to ``stage_classes.capacity_bound``, and returns it."""
+        """Returns a lower bound of a shape's step time, and stores it in the shape.
+
+        It is the larger one of the present bound and ``stage_classes.capacity_bound``.
+        """
         least_s = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
         shape.bound_s = max(shape.bound_s, least_s)
         return shape.bound_s
 
     def _exhaust(self, shape: SearchShape, best: Best) -> float:
-        """Searches all of a shape; returns a lower bound of the value of what was left out."""
+        """Searches a shape completely. Returns a lower bound of the value of all skipped plans."""
         if shape.least_value >= best.worst_value():
             return math.inf
         missed = self.visit(shape, best, self.options.most_leaves)
@@ -545,10 +559,10 @@ class Searcher:
     def _search_goal(
         self, bounded: _Bounded, goal: _Goal, best: Best, most_leaves: int, finish: bool
     ) -> float:
-        """Searches the pipelines of one level.
+        """Searches the pipelines of one level (set of nodes and first stage).
 
         Returns:
-            Lower bound of the seconds of the pipelines that were left out, infinity if none were.
+            Lower bound in seconds of the pipelines that were not searched, or infinity if all were.
         """
         shape, arrays = bounded.shape, bounded.arrays
         level, price = goal.level, goal.price
@@ -581,7 +595,8 @@ class Searcher:
             plan = self._plan(classes, shape.choice, cuts.tolist())
             key = shape.key(bounded.levels.used[level], stages)
             if self._islands:
-                # The kernel times each message as if neighbours were always in one island.
+                # The kernel times messages as if neighbours always shared an island (a group of
+                # GPUs with fast links), so the plan is timed again here.
                 seconds = predict(plan, self.inputs).seconds
             allowed = "1f1b" in self.options.schedules and plan.uniform
             if allowed and seconds < best.most_seconds(price):
@@ -603,15 +618,15 @@ class Searcher:
         price: float,
         least_s: float,
     ) -> Iterator[tuple[Plan, float]]:
-        """Yields a pipeline under other schedules than 1F1B, with its seconds, if it fits.
+        """Yields a pipeline with its step time under other schedules than 1F1B, if memory suffices.
 
         Args:
-            plan: The pipeline under 1F1B.
-            classes: Classes of its ranks.
-            bounded: Its shape.
+            plan: Pipeline with the 1F1B schedule.
+            classes: Stage class of each of its ranks.
+            bounded: Shape of the pipeline, with its bounds.
             best: Best plans so far.
-            price: Price of its nodes per hour.
-            least_s: Seconds under 1F1B, infinity if they are not known.
+            price: Price per hour of the pipeline's nodes.
+            least_s: Step time in seconds under 1F1B, or infinity if it is not known.
         """
         names = [name for name in self.options.schedules if name != "1f1b" or least_s == math.inf]
         row = scheduled(plan, self.inputs, names)
@@ -631,7 +646,8 @@ class Searcher:
             for chunks in counts if chosen else ():
                 if chunks * plan.pp > self.model.num_layers:
                     continue
-                # Equal work in every chunk is the best case, up to rounding.
+                # The best case is equal work in every chunk, up to rounding. Its time is a lower
+                # bound.
                 waits = (plan.pp - 1) / chunks if order in _WHOLE_BACKWARD else 0.0
                 even_s = work_s * (microbatches + waits)
                 known_s = best.most_seconds(price) if len(used) > _SMALL_LEVELS else math.inf
@@ -643,7 +659,7 @@ class Searcher:
                     )
                     cuts = pipeline.best(_HAND_OVERS, _NO_HOPE * least_s)
                 except ScheduleError:
-                    continue  # the schedule needs more microbatches
+                    continue  # the schedule needs more microbatches than the step has
                 self.timed += 1
                 for name in chosen if cuts else ():
                     chunked = self._plan(classes, shape.choice, list(cuts), chunks, name)
@@ -659,14 +675,14 @@ class Searcher:
         chunks: int = 1,
         schedule: str = "1f1b",
     ) -> Plan:
-        """Makes a plan; each rank gets the first free nodes of its class that share an island.
+        """Makes a plan. Each rank gets free nodes of its class, if possible with fast links.
 
         Args:
-            classes: Class of each rank.
-            choice: Settings of the shape.
-            cuts: First layer of each stage, and the number of layers.
-            chunks: Number of stages of each rank.
-            schedule: Name of the schedule.
+            classes: Stage class of each rank.
+            choice: Settings that all stages share.
+            cuts: Index of the first layer of each stage, followed by the number of layers.
+            chunks: Number of stages (model chunks) per rank.
+            schedule: Name of the pipeline schedule.
         """
         numbers = itertools.count()
         free = [list(itertools.islice(numbers, group.count)) for group in self.cluster.groups]

@@ -1,18 +1,18 @@
 """Finds the fastest 1F1B pipeline by branch and bound, in code that numba compiles.
 
-A pipeline is a chain of stages. The search decides, for each stage, on which class of nodes it
-runs and which layers it holds. It works in two passes:
+A pipeline is a chain of stages. For each stage, the search decides on which class of nodes the
+stage runs and which layers it holds. The search has two passes:
 
-1. From the last stage to the first, dynamic programming computes lower bounds: how fast can the
-   rest of a pipeline be at best, if it starts with this stage and this layer?
-2. From the first stage to the last, a depth-first search adds stage after stage, those with the
-   lowest bound first. It skips every beginning whose bound is not below the best time so far. A
-   complete pipeline is timed exactly, action by action.
+1. From the last stage to the first, dynamic programming computes lower bounds: how long does the
+   rest of a pipeline take at least, if it starts with this stage and this layer?
+2. From the first stage to the last, a depth-first search adds one stage at a time, choices with the
+   lowest bound first. It skips every partial pipeline whose bound is not below the best time so
+   far. A complete pipeline is simulated exactly, action by action.
 
-A *level* (a state of ``search_levels.DpStates``) says which nodes the last stages of a pipeline
-use, and the class of the first of them; it does not say which layers they hold. An *edge* leads
-from a level to the level of the next stage. An example: 4 layers and 4 microbatches on a node A,
-where a layer takes 1 s forward and 1 s backward, and a node B, which takes twice as long::
+A *level* (a state of ``search_levels.DpStates``) describes the last stages of a pipeline: the nodes
+that they use, and the class of the first of these stages. It does not contain their layers. An
+*edge* leads from a level to the level of the next stage. An example: 4 layers and 4 microbatches on
+two nodes. On node A, a layer takes 1 s forward and 1 s backward; node B takes twice as long::
 
     level   stages     edge to   bound of all 4 layers (Z)
     0       B                    64 s   4 microbatches x 4 layers x 4 s
@@ -20,28 +20,30 @@ where a layer takes 1 s forward and 1 s backward, and a node B, which takes twic
     2       A -> B     0         26 s   A holds layers 0 to 2, B holds layer 3
     3       B -> A     1         28 s   B holds layer 0, A holds layers 1 to 3
 
-The second pass begins with level 2, whose bound is the lowest. Timed exactly, its pipeline takes
-26 s, which no other level can beat, so it is the best one.
+The second pass begins with level 2, because its bound is the lowest. Simulated exactly, its
+pipeline takes 26 s. No other level has a lower bound, so this pipeline is the best.
 
 One table of bounds serves pipelines of every length and every part of a cluster, because under 1F1B
-a stage depends only on the stages behind it: if ``j`` stages follow, a stage keeps ``min(j + 1,
-m)`` microbatches and runs ``w = min(j, m - 1)`` forwards before its first backward.
+a stage depends only on the stages behind it. If ``j`` stages follow, a stage keeps
+``min(j + 1, m)`` microbatches in flight. It runs ``w = min(j, m - 1)`` forward passes (warm-up)
+before its first backward pass.
 
-The bounds of a stage with ``f`` seconds forward, ``b`` seconds backward and ``m`` microbatches;
-``r`` are the seconds from the end of a forward to the start of the same microbatch's backward::
+Below are the bounds of a stage. A forward pass takes ``f`` seconds, a backward pass ``b`` seconds,
+and a step has ``m`` microbatches. ``r`` is the round trip: the time from the end of a forward pass
+to the start of the same microbatch's backward pass::
 
     span   = m (f + b) + max(0, r - w f) + max(0, r - w b)        idle at both ends
-    rounds = (1 + (m - 1) // (w + 1)) (f + b + r) + rest b        a forward waits for a backward
-    D      = max(span, rounds, f + b + transfers + D of the next) end of its last backward
+    rounds = (1 + (m - 1) // (w + 1)) (f + b + r) + rest b        forward waits for backward pass
+    D      = max(span, rounds, f + b + transfers + D of the next) end of last backward pass
     Z      = max(D + reduction, f + transfer + Z of the next)     end of the step, from here on
 
-Here ``rest`` is ``(m - 1) % (w + 1)``, and transfers are the message to the next stage and the one
-back. If ``m = w + 1``, the two idle times of ``span`` are the same time, and only the larger one
-counts. A rank can launch an action while it waits for its input, so launch times count in no path
-through other ranks. ``r``, ``D`` and ``Z`` are minimised separately over all ways to continue, so
-each of them is a lower bound for every way.
+Here ``rest`` is ``(m - 1) % (w + 1)``, and transfers are the messages to and from the next stage.
+If ``m = w + 1``, both idle times of ``span`` are the same interval, and only the larger one is
+added. A rank can launch an action's kernels while it waits for the input. Launch times are
+therefore left out of every path through other ranks. ``r``, ``D`` and ``Z`` are minimised
+separately over all continuations, so each of them is a lower bound for every continuation.
 
-Importing this module imports numba, which takes half a second. Numba keeps the compiled code on
+Importing this module imports numba, which takes half a second. Numba caches the compiled code on
 disk.
 """
 
@@ -65,10 +67,10 @@ _events.register("numba:compile", _compiling)
 
 
 def search_s() -> float:
-    """Returns the CPU seconds of this process, without those that numba spent on compiling.
+    """Returns the CPU seconds of this process, without the time that numba spent compiling.
 
-    Limits on the time of a search count these seconds. Code is compiled once per machine;
-    otherwise the first search on a machine would find less than the next one.
+    Time limits of a search use these seconds. Code is compiled only once per machine. If compile
+    time were included, the first search on a machine would find less than later ones.
     """
     compiled_s: float = _compiling.duration if _compiling.done else 0.0
     return time.process_time() - compiled_s
@@ -80,33 +82,37 @@ def _compiled(function: _Function) -> _Function:
 
 
 class ShapeArrays(NamedTuple):
-    """Costs of every possible stage of one shape, and the graph of its levels.
+    """Costs of every possible stage of a shape (set of parallel sizes), and graph of levels.
 
-    There are ``c`` classes of stages and ``n`` layers. An array that ends with ``[n + 1, n + 1]``
-    is indexed by the first layer of a stage and the layer behind its last one.
+    There are ``c`` classes of stages and ``n`` layers. An array whose shape ends with
+    ``[n + 1, n + 1]`` is indexed by the first layer of a stage and by the layer after its last one.
 
     Attributes:
-        forward: Seconds of a forward of one microbatch, ``[c, n + 1, n + 1]``.
-        backward: Seconds of a backward, weight gradients included, ``[c, n + 1, n + 1]``.
-        weight: Seconds of the weight gradients alone, ``[c, n + 1, n + 1]``.
-        launch: Seconds of forward and backward that need no input, ``[2, c, n + 1, n + 1]``.
-        after: Seconds of gradient reduction and optimizer, ``[c, n + 1, n + 1]``.
-        base: Bytes that do not depend on microbatches, minus the memory limit, for each type of
-            node of a class, ``[c, tables, n + 1, n + 1]``.
-        kept: Bytes of one microbatch in flight, ``[c, tables, n + 1, n + 1]``.
-        latency: Seconds of latency of a message, ``[2, 2, c, c, n + 1]``, by its direction (0 after
-            a forward, 1 after a backward), kind of the edge, class of the sender, class of the
-            receiver, and number of layers in front of the boundary.
-        occupancy: Seconds that a message keeps its link busy, indexed like ``latency``.
-        tied: Seconds of the all-reduce of tied embeddings between first and last stage, in two
-            blocks (0) or one (1), ``[2, c, c]``.
-        level_class: Class of a level's first stage, ``[levels]``.
-        level_follow: Number of stages that follow a level's first stage, ``[levels]``.
-        level_edges: Index of each level's first edge, and the number of edges, ``[levels + 1]``.
-        edge_from: Level that begins with the next stage, ``[edges]``.
-        edge_kind: 1 if both stages share a node, 0 if they are in different blocks, ``[edges]``.
-        held: Microbatches that a stage keeps in flight, by the number of stages that follow it.
-        microbatches: Number of microbatches of a step.
+        forward: Time in seconds of one microbatch's forward pass, ``[c, n + 1, n + 1]``.
+        backward: Time in seconds of a backward pass with weight gradients, ``[c, n + 1, n + 1]``.
+        weight: Time in seconds of the weight gradients alone, ``[c, n + 1, n + 1]``.
+        launch: Time of launching the kernels of forward and backward pass, in seconds. Kernels can
+            be launched before their input arrives, ``[2, c, n + 1, n + 1]``.
+        after: Time in seconds of gradient reduction and optimizer, ``[c, n + 1, n + 1]``.
+        base: Memory that does not depend on microbatches, minus the memory limit, in bytes. There
+            is one entry per node type of a class, ``[c, tables, n + 1, n + 1]``.
+        kept: Size of one microbatch's activations in bytes, ``[c, tables, n + 1, n + 1]``.
+        latency: Latency of a message in seconds, ``[2, 2, c, c, n + 1]``. The indices are its
+            direction (0 after a forward pass, 1 after a backward pass), the kind of the edge, the
+            sender's class, the receiver's class, and the number of layers before the boundary.
+        occupancy: Time in seconds for which a message keeps its link busy. It is indexed like
+            ``latency``.
+        tied: Time of the all-reduce of tied embeddings in seconds, ``[2, c, c]``. The first index
+            is 0 if the first and last stage are in two blocks of nodes, and 1 if they are in one.
+            The others are the classes of these two stages.
+        level_class: Index of the stage class with which each level begins, ``[levels]``.
+        level_follow: Number of stages that follow each level's first stage, ``[levels]``.
+        level_edges: Index of each level's first edge, then the number of edges, ``[levels + 1]``.
+        edge_from: Level of the next stage, to which each edge leads, ``[edges]``.
+        edge_kind: 1 if both stages of an edge are in one block of nodes, else 0, ``[edges]``.
+        held: Number of microbatches that a stage keeps in flight. The index is the number of stages
+            that follow the stage.
+        microbatches: Number of microbatches per step.
     """
 
     forward: Any
@@ -129,17 +135,18 @@ class ShapeArrays(NamedTuple):
 
 
 class LevelBounds(NamedTuple):
-    """Lower bounds of every level, in seconds, ``[levels, n + 1]`` by level and first layer.
+    """Lower bounds in seconds, ``[levels, n + 1]``, by level (set of nodes in use) and first layer.
 
-    An entry is infinite if the layers from there on do not fit, or take too long.
+    An entry is infinite if the layers from the first layer on do not fit in memory or take too
+    long.
 
     Attributes:
-        ends: ``D`` of the module's docstring: from the start of the level's first stage to the end
-            of its last backward.
-        done: ``Z`` of the module's docstring: to the end of all stages of the level, with their
-            reductions and optimizers.
-        trips: Time from the start of a forward of the level's first stage to the end of the same
-            microbatch's backward there.
+        ends: Lower bound of the time until the last backward pass of the level's first stage ends.
+            It is ``D`` of the module's docstring, and counts from the start of this stage.
+        done: Lower bound of the time until all stages of the level end, with the optimizer. It is
+            ``Z`` of the module's docstring, and includes the gradient reductions.
+        trips: Time from the start of a forward pass in the level's first stage to the end of the
+            same microbatch's backward pass in that stage.
     """
 
     ends: Any
@@ -148,12 +155,13 @@ class LevelBounds(NamedTuple):
 
 
 class BestPipeline(NamedTuple):
-    """Room for the fastest pipeline that :func:`search_level` finds.
+    """Output arrays for the fastest pipeline that :func:`search_level` finds.
 
     Attributes:
-        cuts: First layer of each stage, and the number of layers, ``[stages + 1]``.
-        levels: Level that begins with each stage, ``[stages]``.
-        kinds: Kind of the edge behind each stage, see ``ShapeArrays.edge_kind``, ``[stages]``.
+        cuts: Index of the first layer of each stage, then the number of layers, ``[stages + 1]``.
+        levels: Level (set of nodes in use) at each stage of the pipeline, ``[stages]``. It
+            describes this stage and all later ones.
+        kinds: 1 if a stage and the next one are in the same block of nodes, else 0, ``[stages]``.
     """
 
     cuts: Any
@@ -162,30 +170,33 @@ class BestPipeline(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """State of the depth-first search: the stages chosen so far, and the choices for each of them.
+    """State of the depth-first search: the stages chosen so far, and the choices for each stage.
 
-    The depth of the search is the number of a stage. A *child* of a stage is one choice of its last
+    The depth of the search is the index of a stage. A *child* of a stage is one choice of its last
     layer and of the edge to the next stage.
 
     Attributes:
-        bounds: Lower bound of each child, in seconds, ``[stages, children]``.
-        edges: Edge that each child takes, ``[stages, children]``.
-        nexts: First layer of the next stage under each child, ``[stages, children]``.
-        order: Children by ascending bound, ``[stages, children]``.
+        bounds: Lower bound of the step time with each child, in seconds, ``[stages, children]``.
+        edges: Index of the edge that each child takes, ``[stages, children]``.
+        nexts: Index of the next stage's first layer under each child, ``[stages, children]``.
+        order: Indices of the children by ascending bound, ``[stages, children]``.
         count: Number of children of each stage, ``[stages]``.
-        taken: Number of them that were followed already, ``[stages]``.
-        levels: Level that begins with each stage, ``[stages]``.
-        cuts: First layer of each stage, and the number of layers, ``[stages + 1]``.
-        kinds: Kind of the edge behind each stage, ``[stages]``.
-        head: Earliest second at which each stage can start, ``[stages + 1]``.
-        reach: Seconds from the end of each stage's last backward to the latest end of the stages
-            before it, plus ``head``, ``[stages + 1]``.
-        bound: Lower bound that the stages before each stage give, in seconds, ``[stages + 1]``.
-        seconds: Forward, backward and end of each stage of a complete pipeline, ``[3, stages]``.
-        launch: Launch times of forward and backward, ``[2, stages]``.
-        messages: Latencies after forward and backward, then both occupancies, ``[4, stages]``.
-        counters: Forwards and backwards done, ``[2, stages]``.
-        arrive: Second at which an input arrives, forward and backward, ``[2, stages, m]``.
+        taken: Number of children of each stage that the search has already followed, ``[stages]``.
+        levels: Level (set of nodes in use) at each stage of the pipeline, ``[stages]``.
+        cuts: Index of the first layer of each stage, then the number of layers, ``[stages + 1]``.
+        kinds: 1 if a stage and the next one are in the same block of nodes, else 0, ``[stages]``.
+        head: Earliest time in seconds at which each stage can start, ``[stages + 1]``.
+        reach: Time from each stage's last backward pass to the end of all earlier stages, in
+            seconds. The value of ``head`` is added, ``[stages + 1]``.
+        bound: Lower bound of the step time in seconds, from all earlier stages, ``[stages + 1]``.
+        seconds: Times of forward pass and backward pass, and end time, in seconds, ``[3, stages]``.
+            The end time is that of the stage's last backward pass.
+        launch: Kernel launch times of forward and backward pass in seconds, ``[2, stages]``.
+        messages: Message times in seconds, ``[4, stages]``. The rows are latency after a forward
+            and after a backward pass, then link occupancy after each.
+        counters: Number of forward and of backward passes done, ``[2, stages]``.
+        arrive: Time in seconds at which each input arrives, ``[2, stages, m]``. The first index is
+            0 for forward and 1 for backward passes.
     """
 
     bounds: Any
@@ -217,10 +228,10 @@ def _fits(shape: Any, c: int, low: int, high: int, held: float) -> bool:
 
 @_compiled
 def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, link: float) -> float:
-    """Bounds the time from a stage's first input to the end of its last backward.
+    """Bounds the time from a stage's first input to the end of its last backward pass.
 
-    This is the larger of ``span`` and ``rounds`` of the module's docstring. A link that every
-    microbatch keeps busy for ``link`` seconds is a third bound.
+    The bound is the larger of ``span`` and ``rounds`` of the module's docstring, and of the time on
+    a link that each microbatch keeps busy for ``link`` seconds.
     """
     m = shape.microbatches
     f, b = shape.forward[c, low, high], shape.backward[c, low, high]
@@ -236,7 +247,7 @@ def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, li
 
 @_compiled
 def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, float, float]:
-    """Returns the seconds of a message forward and of one back, and the longer use of a link."""
+    """Returns the seconds of a message forward and of one back, and the longer link occupancy."""
     out = shape.occupancy[0, kind, c, d, cut]
     back = shape.occupancy[1, kind, d, c, cut]
     latency = shape.latency
@@ -245,9 +256,10 @@ def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, f
 
 @_compiled
 def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> None:
-    """Lowers the bounds of a level by all pipelines that take one of its edges.
+    """Lowers a level's bounds, so that they also hold for pipelines that take one of its edges.
 
-    Puts a stage with every range of layers in front of the bounded rest of the pipeline.
+    Each range of layers is tried as a stage in front of the rest of the pipeline, whose bounds are
+    known.
     """
     n = shape.forward.shape[1] - 1
     m = shape.microbatches
@@ -259,7 +271,8 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
     for low in range(n - j):
         for high in range(low + 1, n - j + 1):
             f, b = shape.forward[c, low, high], shape.backward[c, low, high]
-            # A stage that is too slow or too large stays so with more layers.
+            # Larger ranges are skipped, because a stage that is too slow or too large stays so with
+            # more layers.
             if m * (f + b) >= cap or not _fits(shape, c, low, high, held):
                 break
             if bounds.ends[after, high] == _INF:
@@ -280,12 +293,12 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
 
 @_compiled
 def bound_levels(shape: Any, cap: float, bounds: Any) -> None:
-    """Fills the bounds of every level, from the ends of pipelines to their beginnings.
+    """Computes the lower bounds of every level, from the last stage of pipelines to the first.
 
     Args:
-        shape: A ``ShapeArrays``.
-        cap: Limit in seconds; entries of pipelines that take as long stay infinite.
-        bounds: A ``LevelBounds`` to fill, infinite at first.
+        shape: Costs and graph of levels, a ``ShapeArrays``.
+        cap: Time limit in seconds. Entries of slower pipelines stay infinite.
+        bounds: A ``LevelBounds`` to fill. All entries are infinite at first.
     """
     n = shape.forward.shape[1] - 1
     m = shape.microbatches
@@ -306,10 +319,10 @@ def bound_levels(shape: Any, cap: float, bounds: Any) -> None:
 
 @_compiled
 def _time_1f1b(walk: Any, p: int, m: int) -> None:
-    """Simulates 1F1B on ``p`` stages with ``m`` microbatches; writes ends into ``seconds[2]``.
+    """Simulates 1F1B on ``p`` stages with ``m`` microbatches, and writes ends to ``seconds[2]``.
 
-    An end is that of a stage's last backward. Launching needs no input. A message leaves as soon
-    as its action has ended and the message before it has left the link.
+    An end is the time of a stage's last backward pass. Kernels can be launched before the input
+    arrives. A message leaves when its action has ended and the previous message has left the link.
     """
     arrive = walk.arrive
     ends = walk.seconds[2]
@@ -324,7 +337,8 @@ def _time_1f1b(walk: Any, p: int, m: int) -> None:
             ahead = min(p - 1 - i, m)
             while True:
                 forwards, backwards = walk.counters[0, i], walk.counters[1, i]
-                # A stage prefers a forward until ``ahead`` + 1 microbatches wait for a backward.
+                # A stage prefers a forward pass until ``ahead`` + 1 microbatches wait for their
+                # backward pass.
                 kind = 0 if forwards < m and forwards - backwards <= ahead else 1
                 number = walk.counters[kind, i]
                 if number == m or arrive[kind, i, number] == _INF:
@@ -345,7 +359,7 @@ def _time_1f1b(walk: Any, p: int, m: int) -> None:
 
 @_compiled
 def leaf_s(shape: Any, walk: Any, p: int) -> float:
-    """Returns the seconds of the ``p`` stages in a walk, or infinity if they do not fit."""
+    """Returns the step time of a walk's ``p`` stages, or infinity if they exceed memory."""
     n = shape.forward.shape[1] - 1
     walk.cuts[p] = n
     for i in range(p):
@@ -378,7 +392,7 @@ def leaf_s(shape: Any, walk: Any, p: int) -> float:
 def _list_children(
     shape: Any, walk: Any, depth: int, best: float, bounds: Any, tied: float
 ) -> None:
-    """Lists a stage's children whose bound is below ``best`` seconds, lowest bound first."""
+    """Lists a stage's children with a bound below ``best`` seconds, lowest bound first."""
     n = shape.forward.shape[1] - 1
     m = shape.microbatches
     level, low = walk.levels[depth], walk.cuts[depth]
@@ -416,7 +430,7 @@ def _list_children(
 
 @_compiled
 def _follow_child(shape: Any, walk: Any, depth: int, child: int, trips: Any, tied: float) -> None:
-    """Fixes a stage's layers as a child has them, and opens the next stage."""
+    """Assigns a child's layers to its stage, and continues the search with the next stage."""
     edge, high = walk.edges[depth, child], walk.nexts[depth, child]
     low, level = walk.cuts[depth], walk.levels[depth]
     after, kind = shape.edge_from[edge], shape.edge_kind[edge]
@@ -437,7 +451,7 @@ def _follow_child(shape: Any, walk: Any, depth: int, child: int, trips: Any, tie
 
 @_compiled
 def _begin(walk: Any, goal: int) -> None:
-    """Opens the first stage of a level."""
+    """Starts the search at the first stage of a level."""
     walk.levels[0] = goal
     walk.reach[0] = -_INF
     walk.bound[0] = 0.0
@@ -452,17 +466,18 @@ def search_level(
     """Finds the fastest pipeline that begins with a level and holds all layers.
 
     Args:
-        shape: A ``ShapeArrays``.
-        walk: A ``Walk`` to work in, for as many stages as the level has.
-        goal: Number of the level.
-        bounds: ``LevelBounds`` that :func:`bound_levels` filled.
-        cap: Limit in seconds; slower pipelines do not count.
-        most_leaves: Maximum number of pipelines to time, and of stages to open per stage.
-        best: A ``BestPipeline``, which receives the fastest pipeline, if any is below ``cap``.
+        shape: Costs and graph of levels, a ``ShapeArrays``.
+        walk: Search state to overwrite, a ``Walk`` with space for all stages of the level.
+        goal: Index of the level.
+        bounds: Lower bounds of all levels, filled by :func:`bound_levels`.
+        cap: Time limit in seconds. Slower pipelines are ignored.
+        most_leaves: Maximum number of pipelines to time. This number times the number of stages is
+            the maximum number of partial pipelines to extend.
+        best: A ``BestPipeline`` that receives the fastest pipeline, if there is one below ``cap``.
 
     Returns:
-        Seconds of the fastest pipeline, or ``cap``; lowest bound of those that ``most_leaves`` left
-        out, or infinity; number of pipelines timed.
+        Step time of the fastest pipeline in seconds, or ``cap`` if there is none. Lowest bound of
+        the pipelines skipped because of ``most_leaves``, or infinity. Number of pipelines timed.
     """
     p = shape.level_follow[goal] + 1
     first = shape.level_class[goal]
@@ -496,7 +511,7 @@ def search_level(
             is_over = leaves >= most_leaves or opened >= most_leaves * p
             is_spent = bound >= best_s or is_over
             if bound < best_s and is_over:
-                # Children are sorted, so this is the lowest bound that the stage leaves out.
+                # Children are sorted by bound, so this is the lowest bound that the stage skips.
                 left_out = min(left_out, bound)
         if is_spent:
             depth -= 1
@@ -510,7 +525,7 @@ def search_level(
 
 
 def make_walk(shape: ShapeArrays, stages: int) -> Walk:
-    """Allocates the arrays of a search through pipelines of up to ``stages`` stages."""
+    """Allocates the arrays for searching pipelines of up to ``stages`` stages."""
     layers = shape.forward.shape[1] - 1
     width = layers * max(1, int(np.diff(shape.level_edges).max(initial=1)))
     return Walk(

@@ -1,9 +1,9 @@
-"""Enumerates the orders of nodes in a pipeline, as the graph that the search walks through.
+"""Enumerates the orders of nodes in a pipeline, as the graph that the search traverses.
 
 The search builds pipelines from their end (``search_kernel``). A *level* is one way in which the
-last stages of a pipeline can use the cluster's nodes. It knows the nodes in use and the class of
+last stages of a pipeline can use the cluster's nodes. It contains the nodes in use and the class of
 its first stage, but not the layers. An example: two nodes of type a and one of type b, with one
-stage on each node. The class of a level's first stage is written in front, and an arrow points to
+stage on each node. The class of a level's first stage is written in brackets. An arrow points to
 the level of the next stage::
 
     1 stage        2 stages           3 stages
@@ -12,10 +12,10 @@ the level of the next stage::
     [b] b      <-  [a] a + b      <-  [a] 2a + b
 
 Orders that use the same nodes and begin with the same class share a level: ``a a b`` and ``a b a``
-both lead to the level "[a] 2a + b". So there are few levels for many orders.
+both lead to the level "[a] 2a + b". So a few levels represent many orders.
 
-If a node has room for several stages, these form a block. A level then also knows how many stages
-of its block are still missing; no other node may be used before.
+If several stages fit on a node, they form a block. A level then also contains the number of stages
+that its block still needs. Until the block is complete, no other node may be used.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ import numpy as np
 from megatron.adaptive.planner.stage_classes import StageClass
 
 _FEW = 2000
-"""Maximum number of levels if the search cannot go through all orders of nodes anyway."""
+"""Maximum number of levels if some orders of nodes are skipped because there are too many."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DpStates:
-    """Levels and edges of the search; each level comes after the levels that its edges lead to.
+    """Levels and edges of the search. Each level comes after the levels that its edges lead to.
 
     Attributes:
         arrays: Fields of ``search_kernel.ShapeArrays`` that describe levels and edges, by name.
-        used: Number of nodes of each type that each level uses.
-        complete: Numbers of the levels that leave no node half used.
-        placements: Number of orders of nodes that the complete levels stand for.
+        used: For each level, the number of nodes of each type in use.
+        complete: Indices of the levels that use each of their nodes fully.
+        placements: Number of orders of nodes that the complete levels represent.
         whole: Whether the levels cover every order of nodes.
     """
 
@@ -59,16 +59,17 @@ def make_dp_states(
     most_stages: int,
     most_levels: int = 20_000,
 ) -> DpStates:
-    """Finds the levels of all orders of nodes, or of few orders if there are too many levels.
+    """Finds the levels of all orders of nodes, or of some orders if there are too many levels.
 
-    In the second case, nodes of one type stand side by side in runs. Runs of 2 blocks are tried
-    first, then of 4, 8 and so on, until the number of levels is small.
+    If there are too many levels, blocks of stages on nodes of one type stand side by side in runs.
+    Runs of 2 blocks are tried first, then of 4, 8 and so on, until the number of levels is small
+    enough.
 
     Args:
-        classes: Classes of stages.
-        counts: Number of nodes of each type.
-        most_stages: Number of stages of the longest pipeline.
-        most_levels: Maximum number of levels for which all orders are kept.
+        classes: Classes of nodes on which stages can run.
+        counts: Number of nodes of each type in the cluster.
+        most_stages: Maximum number of stages of a pipeline.
+        most_levels: Maximum number of levels. If all orders of nodes need more, some are skipped.
     """
     run = 1
     most = most_levels
@@ -76,21 +77,21 @@ def make_dp_states(
         states = _states_of_runs(classes, counts, most_stages, most, run)
         if states is not None:
             return states
-        # Some orders are left out, so nothing can be proven, and more levels cost more than they
-        # are worth.
+        # If some orders are skipped, the search cannot prove optimality. More levels would then
+        # take more time than they are worth.
         run *= 2
         most = min(most, _FEW)
 
 
 class _Level(NamedTuple):
-    """One way in which the last stages of a pipeline use the nodes of a cluster.
+    """One way in which the last stages of a pipeline use a cluster's nodes (a level of the search).
 
     Attributes:
-        follow: Number of stages behind its first stage.
+        follow: Number of stages after its first stage.
         used: Number of nodes of each type in use.
         stage_class: Index of the class of its first stage.
-        left: Number of stages that its block still lacks.
-        more: Number of blocks that its run still lacks.
+        left: Number of stages that are still missing in its block.
+        more: Number of blocks that are still missing in its run (blocks of one class side by side).
     """
 
     follow: int
@@ -101,8 +102,8 @@ class _Level(NamedTuple):
 
 
 _Edges = dict[_Level, list[tuple[_Level | None, int]]]
-"""Edges of each level: the level of the next stage, or None at the end of the pipeline, and the
-kind of the edge."""
+"""Edges of each level, as a list of pairs: the level of the next stage, or None at the end of the
+pipeline, and the kind of the edge (1 within a block of nodes, otherwise 0)."""
 
 
 def _states_of_runs(
@@ -112,9 +113,9 @@ def _states_of_runs(
     most_levels: int,
     run: int,
 ) -> DpStates | None:
-    """Finds the levels in which blocks of a class come in runs; ``None`` if they are too many.
+    """Finds the levels in which blocks of a class come in runs. Returns ``None`` if too many.
 
-    A run has ``run`` blocks, or fewer if the nodes are used up before.
+    A run is ``run`` blocks of one class side by side, or fewer if no more nodes are free.
     """
     edges: _Edges = {}
     wave: dict[_Level, None] = {}
@@ -151,7 +152,7 @@ def _opened(
     follow: int,
     run: int,
 ) -> list[_Level]:
-    """Returns the levels that begin with a stage on nodes that are not in use yet."""
+    """Returns the levels whose first stage is on nodes that are not used yet."""
     levels = []
     for c, stage_class in enumerate(classes):
         room = min(
@@ -164,7 +165,7 @@ def _opened(
 
 
 def _count_orders(used: tuple[int, ...]) -> int:
-    """Returns the number of distinct orders of nodes, by their number of each type."""
+    """Returns the number of distinct orders of nodes, from each type's number of nodes."""
     orders = math.factorial(sum(used))
     for count in used:
         orders //= math.factorial(count)
@@ -172,7 +173,7 @@ def _count_orders(used: tuple[int, ...]) -> int:
 
 
 def _pack(edges: _Edges, whole: bool) -> DpStates:
-    """Numbers the levels, and writes them and their edges into arrays."""
+    """Numbers the levels, and stores levels and edges in arrays."""
     numbers = {level: number for number, level in enumerate(edges)}
     first, sources, kinds = [0], [], []
     for level in edges:

@@ -1,4 +1,4 @@
-"""Defines the options and the objective of a search, its result, and a store of its best plans."""
+"""Defines a search's options, objective and result, and the collection of its best plans."""
 
 from __future__ import annotations
 
@@ -10,37 +10,39 @@ from megatron.adaptive.planner.model_description import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan
 
 LEAST_TOKENS = 4096
-"""Minimum number of tokens of a sequence on each rank, if the user does not choose how many ranks
-share it."""
+"""Minimum number of tokens per rank when a sequence is split across ranks (context parallelism). It
+applies only if the user does not choose the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Choices that are open to the search, and its limits.
+    """Settings that the search may choose, and its limits.
 
     Attributes:
-        tp: Tensor-parallel widths to choose from; empty for all that fit into a node.
-        dp: Numbers of replicas to choose from; empty for all.
-        pp: Numbers of pipeline ranks to choose from; empty for all.
-        micro_batch: Samples of a microbatch to choose from; empty for all.
-        recompute: Kinds of recompute to choose from, see ``model_description.RECOMPUTE``.
-        distributed_optimizer: Whether the optimizer may be off and on.
-        overlap_reduce: Whether the run overlaps the gradient reduction.
-        sequence_parallel: Whether sequence parallelism may be off and on, if ``tp`` is above 1.
-            With experts it is always on.
-        context_ranks: Numbers of ranks that share a sequence; empty for all that leave
-            ``LEAST_TOKENS`` on each rank.
-        expert_ranks: Numbers of replicas that experts are spread over; empty for all possible ones.
-        partition: Layers of each stage, embedding and head included; empty to choose them.
-        schedules: Schedules to choose from, out of ``SEARCHED``.
-        all_nodes: Whether every node has to be used.
-        unequal: Whether stages may have different widths. The trainer runs such plans only if
-            ``tp`` is 1.
+        tp: Tensor-parallel sizes to choose from. If empty, all that fit into a node.
+        dp: Data-parallel sizes (numbers of replicas) to choose from. If empty, all.
+        pp: Numbers of pipeline ranks to choose from. If empty, all.
+        micro_batch: Microbatch sizes in samples to choose from. If empty, all.
+        recompute: Kinds of activation recompute to choose from, a subset of ``RECOMPUTE``.
+        distributed_optimizer: Settings of the distributed optimizer to try: off, on or both.
+        overlap_reduce: Whether the training run overlaps gradient reduction with backward passes.
+        sequence_parallel: Settings of sequence parallelism to choose from, if ``tp`` is above 1.
+            For a model with experts, it is always on.
+        context_ranks: Numbers of ranks that share a sequence (context parallelism) to choose from.
+            If empty, all that leave at least ``LEAST_TOKENS`` tokens on each rank.
+        expert_ranks: Numbers of replicas over which experts may be distributed. If empty, all.
+        partition: Number of layers of each stage, embedding and head included. Empty to choose it.
+        schedules: Names of the pipeline schedules to choose from, out of ``search.SEARCHED``.
+        all_nodes: Whether a plan must use every node.
+        unequal: Whether stages may have different parallel sizes. The trainer can run such plans
+            only if ``tp`` is 1.
         top: Number of plans to return.
-        most_leaves: Maximum number of pipelines to time for one shape and set of nodes.
-        most_levels: Maximum number of levels of a shape, see ``search_levels.make_dp_states``.
-        most_cpu_s: CPU seconds per type of node. Shapes that are not searched by then only count
-            in the gap.
+        most_leaves: Maximum number of pipelines to time per shape and set of nodes. A shape is a
+            combination of parallel sizes.
+        most_levels: Maximum number of levels (sets of nodes with a first stage) per shape. If more
+            are needed, some orders of nodes are skipped.
+        most_cpu_s: CPU seconds per node type. Later, the search skips combinations of parallel
+            sizes, which enlarges the reported gap.
     """
 
     tp: tuple[int, ...] = ()
@@ -65,14 +67,14 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Quantity to minimise, and limits that plans have to keep.
+    """Quantity to minimise, and limits that plans must keep.
 
     Attributes:
-        least: Quantity: ``time`` for seconds per step, ``cost`` for the price of a step.
-        most_seconds_per_step: Limit on the seconds of a step.
-        most_price_per_hour: Limit on the price of the nodes per hour.
-        most_price_per_step: Limit on the price of a step: the budget of a run, divided by its
-            number of steps.
+        least: Quantity to minimise: ``time`` for seconds per step, ``cost`` for price per step.
+        most_seconds_per_step: Maximum time per step, in seconds.
+        most_price_per_hour: Maximum price per hour of the nodes in use.
+        most_price_per_step: Maximum price per step. It is a run's budget divided by its number of
+            steps.
     """
 
     least: Literal["time", "cost"] = "time"
@@ -81,19 +83,20 @@ class Objective:
     most_price_per_step: float = math.inf
 
     def value(self, seconds: float, price_per_hour: float) -> float:
-        """Returns the seconds or the price of a step, whichever is minimised."""
+        """Returns the quantity to minimise: seconds per step, or price per step."""
         return seconds if self.least == "time" else seconds * price_per_hour / 3600
 
     def most_seconds(self, price_per_hour: float, worst_value: float) -> float:
-        """Returns the seconds that a plan has to stay below to keep the limits and be of use.
+        """Returns the step time below which a plan keeps the limits and beats ``worst_value``.
 
         Args:
-            price_per_hour: Price of the plan's nodes.
-            worst_value: Value that the plan has to beat.
+            price_per_hour: Price per hour of the plan's nodes.
+            worst_value: Value (step time or price) that the plan has to beat.
         """
         if price_per_hour > self.most_price_per_hour:
             return 0.0
-        # A plan that meets a limit exactly keeps it, so the seconds are the next larger number.
+        # A plan exactly at a limit keeps it, but the result is an exclusive bound. So the next
+        # larger number is returned.
         most = math.nextafter(self.most_seconds_per_step, math.inf)
         hourly = price_per_hour / 3600
         if hourly:
@@ -105,13 +108,13 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A plan that the search found.
+    """A plan that the search found, with its time and price.
 
     Attributes:
-        plan: The plan.
-        seconds: Predicted seconds of a step.
-        price_per_hour: Price of its nodes per hour.
-        value: Quantity that the objective minimises.
+        plan: Sizes, settings, layers and nodes of the plan.
+        seconds: Predicted step time in seconds.
+        price_per_hour: Price per hour of the nodes in use.
+        value: Value of the objective: step time in seconds or price per step.
     """
 
     plan: Plan
@@ -122,14 +125,14 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Result of a search.
+    """Best plans of a search, and how far from optimal they may be.
 
     Attributes:
         plans: Best plans, best first; empty if none fits.
-        bound: Lower bound of the value of every plan in the search space. If there are too many
-            mixtures of node types, it holds for those that were searched.
-        timed: Number of pipelines timed exactly.
-        configurations: Number of levels (shape, length of pipeline and set of nodes) with a bound.
+        bound: Lower bound of the objective's value for every plan in the search space. If stages
+            can mix node types in too many ways, it holds only for the mixtures that were searched.
+        timed: Number of pipelines that were simulated exactly.
+        configurations: Number of levels (shape, number of stages and set of nodes) with a bound.
     """
 
     plans: tuple[Found, ...]
@@ -139,18 +142,18 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Share of its value by which the best plan could be improved at most, 0 if optimal."""
+        """Maximum fraction by which the best plan's value could be reduced; 0 if optimal."""
         if not self.plans or self.plans[0].value <= 0:
             return 0.0
         return max(0.0, 1 - self.bound / self.plans[0].value)
 
 
 class Best:
-    """Keeps the best plans so far, one per shape and set of nodes.
+    """Keeps the best plans so far, at most one per shape and set of nodes.
 
     Args:
-        top: Number of plans to keep.
-        objective: Quantity to minimise, and limits.
+        top: Maximum number of plans to keep.
+        objective: Quantity to minimise, and limits that plans must keep.
     """
 
     def __init__(self, top: int, objective: Objective) -> None:
@@ -159,21 +162,21 @@ class Best:
         self._found: dict[Any, Found] = {}
 
     def worst_value(self) -> float:
-        """Returns the value that another plan has to beat to be kept."""
+        """Returns the value (step time or price) that another plan has to beat to be kept."""
         if len(self._found) < self._top:
             return math.inf
         return max(entry.value for entry in self._found.values())
 
     def value(self, seconds: float, price: float) -> float:
-        """Returns the value of a plan, which orders plans and levels."""
+        """Returns the value by which plans are ordered: step time or price, lowest first."""
         return self.objective.value(seconds, price)
 
     def most_seconds(self, price: float) -> float:
-        """Returns the seconds that a plan of a price per hour has to stay below to be kept."""
+        """Returns the step time below which a plan with this price per hour is kept."""
         return self.objective.most_seconds(price, self.worst_value())
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Keeps a plan if it is good enough. Of plans with the same key, only the best is kept."""
+        """Keeps a plan if it is among the best. For equal keys, only the best is kept."""
         value = self.value(seconds, price)
         old = self._found.get(key)
         if old is not None and old.value <= value:
@@ -183,5 +186,5 @@ class Best:
             del self._found[max(self._found, key=lambda kept: self._found[kept].value)]
 
     def sorted(self) -> list[Found]:
-        """Returns the plans, best first."""
+        """Returns the kept plans, lowest value first."""
         return sorted(self._found.values(), key=lambda entry: entry.value)

@@ -1,14 +1,16 @@
 """Prepares the search: classes of equivalent stages, and their costs for every range of layers.
 
-The number of plans of a cluster is huge, but most of them are equivalent, because nodes of one type
-are interchangeable. This module exploits this in two steps:
+The number of plans of a cluster is huge, but most plans are equivalent, because nodes of one type
+are interchangeable. This module uses this in two steps:
 
-1. *Classes* (:func:`stage_classes`). A class says what one stage runs on: how many nodes of each
-   type and how wide it is, not which nodes. If a stage needs only a part of a node, the stages of
-   a class come in *blocks* that fill a node: a node of 4 GPUs holds a block of 2 stages of width 2.
-2. *Arrays* (:class:`Tables`). For one *shape*, a choice of widths, microbatch, recompute and
-   optimizer, they contain seconds and bytes of a stage of every class for every range of layers.
-   They come from the same functions as a prediction, so both agree on every plan.
+1. *Classes* (:func:`stage_classes`). A class describes the nodes of one stage: how many nodes of
+   each type, and the stage's parallel sizes, but not which nodes. If a stage needs only a part of a
+   node, the stages of a class come in *blocks* that fill a node: a node of 4 GPUs holds a block of
+   2 stages with 2 GPUs each.
+2. *Arrays* (:class:`Tables`). A *shape* is a combination of parallel sizes, microbatch size,
+   recompute and optimizer. For one shape, the arrays contain the time and memory of a stage of
+   every class for every range of layers. They are computed by the same functions as a prediction,
+   so search and prediction agree on every plan.
 
 ``search_levels`` enumerates the orders in which stages of these classes may follow each other.
 """
@@ -45,19 +47,19 @@ from megatron.adaptive.planner.plan import StagePlace, StageSettings, place_stag
 from megatron.adaptive.planner.profile import PlanInputs
 
 _MOST_MIXED = 8
-"""Maximum number of classes whose stages need several nodes."""
+"""Maximum number of stage classes that need several nodes per stage."""
 
 
 @dataclass(frozen=True)
 class StageClass:
-    """Stages that are interchangeable: they have the same widths, on nodes of the same types.
+    """A set of interchangeable stages: they have equal parallel sizes, on nodes of equal types.
 
     Attributes:
-        nodes: Number of nodes of each type in a block, in the order of the cluster's types.
-        tp: Tensor-parallel width.
-        dp: Number of replicas; each of those that share a sequence counts.
-        micro_batch: Samples of a microbatch of each replica.
-        block: Number of stages in a block.
+        nodes: Number of nodes of each type per block of stages, in the cluster's order of types.
+        tp: Tensor-parallel size, in GPUs per replica.
+        dp: Number of replicas. Ranks that share a sequence are each counted as a replica.
+        micro_batch: Number of samples per microbatch on each replica.
+        block: Number of stages in a block, which fill its nodes.
     """
 
     nodes: tuple[int, ...]
@@ -68,17 +70,17 @@ class StageClass:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Tensor-parallel width, replicas and samples of a microbatch."""
+        """Tensor-parallel size, number of replicas and samples per microbatch of a stage."""
         return self.tp, self.dp, self.micro_batch
 
 
 def stage_classes(
     cluster: Cluster, *, tp: int, dp: int, micro_batch: int
 ) -> tuple[StageClass, ...]:
-    """Returns the classes of stages with one width.
+    """Returns the classes of stages with given parallel sizes.
 
     A stage takes an equal part of one node, or several whole nodes, which may differ in type. If
-    there are many mixtures of types, those of the fewest types are returned.
+    node types can be mixed in many ways, only the mixtures with the fewest types are returned.
     """
     counts = [group.count for group in cluster.groups]
     gpus = [group.type.gpus for group in cluster.groups]
@@ -104,14 +106,16 @@ def stage_classes(
 def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[int]:
     """Takes nodes of one type out of a list, from one island if an island is large enough.
 
+    An island is a group of GPUs that are connected by faster links than the others.
+
     Args:
-        free: Numbers of the free nodes of the type, ascending. Those taken are removed.
-        first: Number of the first node of the type.
+        free: Indices of the type's free nodes, ascending. The nodes taken are removed.
+        first: Index of the first node of the type in the cluster.
         count: Number of nodes to take.
-        kind: The type.
+        kind: Type of the nodes.
 
     Returns:
-        Numbers of the nodes, ascending.
+        Indices of the nodes taken, ascending.
     """
     taken = free[:count]
     if island := kind.island(count * kind.gpus) if count else None:
@@ -126,7 +130,7 @@ def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[
 
 
 def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields the ways to have ``size`` GPUs together, as numbers of nodes of each type."""
+    """Yields every way to get exactly ``size`` GPUs, as the number of nodes of each type."""
     if not gpus:
         if size == 0:
             yield ()
@@ -142,32 +146,34 @@ def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeChoice(StageSettings):
-    """Settings that all stages of a shape share, and the number of microbatches of a step.
+    """Settings that all stages of a shape share, and the number of microbatches per step.
 
     Attributes:
-        microbatches: Number of microbatches of a step.
+        microbatches: Number of microbatches per step.
     """
 
     microbatches: int
 
     @property
     def of_plan(self) -> dict[str, Any]:
-        """Settings that a plan has under the same names."""
+        """Settings of a plan, by the names that they have in a plan."""
         return {item.name: getattr(self, item.name) for item in fields(StageSettings)}
 
 
 class Totals(NamedTuple):
-    """Sums over all layers, as if one stage on one type of node held all of them.
+    """Times and sizes summed over all layers, as if one stage on one node type held all layers.
 
     Attributes:
-        work_s: Seconds of forward and backward of a microbatch.
-        least_s: Seconds of the shortest forward of a layer, without the first and the last layer.
-        way_s: Seconds from the start of a microbatch to the end of its backward, without weight
-            gradients if the schedule splits them off.
-        after_s: Lower bound of the seconds of reduction and optimizer.
-        held_bytes: Bytes of weights, gradients and optimizer state.
-        kept_bytes: Bytes that a microbatch keeps from forward to backward.
-        stay: Lower bound of byte-seconds per microbatch: bytes kept, times seconds they are kept.
+        work_s: Time of a microbatch's forward and backward pass, in seconds.
+        least_s: Time of the shortest forward pass of an inner layer, in seconds. The first and the
+            last layer are ignored.
+        way_s: Time from the start of a microbatch to the end of its backward pass, in seconds.
+            Weight gradients are left out if the schedule runs them as a separate pass.
+        after_s: Lower bound of the time of gradient reduction and optimizer, in seconds.
+        held_bytes: Size in bytes of weights, gradients and optimizer state.
+        kept_bytes: Size in bytes of the activations that a microbatch keeps for its backward pass.
+        stay: Lower bound of memory times duration per microbatch, in byte-seconds. It is the size
+            of the activations kept, multiplied by the time that they are kept.
     """
 
     work_s: float
@@ -180,20 +186,22 @@ class Totals(NamedTuple):
 
 
 class LayerRanges(NamedTuple):
-    """Costs of every range of layers on one type of node.
+    """Times and sizes of a stage with any range of layers, on one node type.
 
-    Each array is ``[n + 1, n + 1]``, indexed by the first layer and the layer behind the last.
+    Each array has the shape ``[n + 1, n + 1]``, indexed by the first layer of a range and the layer
+    after its last one.
 
     Attributes:
-        forward: Seconds of a forward.
-        backward: Seconds of a backward by inputs.
-        weight: Seconds of a backward by weights.
-        launch: Seconds of launching within ``forward``, and as many within ``backward``.
-        parameters: Number of parameters on a GPU.
-        experts: Number of parameters of experts among them.
-        base: Bytes that do not depend on microbatches, minus the memory limit; infinite if the
-            layers may not share a stage.
-        kept: Bytes of one microbatch.
+        forward: Time of a forward pass in seconds.
+        backward: Time of a backward pass without weight gradients, in seconds.
+        weight: Time of computing the weight gradients, in seconds.
+        launch: Time of kernel launches within ``forward``, in seconds. It is the same within
+            ``backward``.
+        parameters: Number of parameters per GPU, experts included.
+        experts: Number of parameters per GPU that belong to experts.
+        base: Memory that does not depend on microbatches, minus the memory limit, in bytes. It is
+            infinite if the layers may not share a stage.
+        kept: Size in bytes of the activations that one microbatch keeps.
     """
 
     forward: Any
@@ -207,10 +215,10 @@ class LayerRanges(NamedTuple):
 
 
 class Tables:
-    """Computes the arrays of shapes, and caches the parts that several shapes share.
+    """Computes the cost arrays of shapes, and caches the parts that several shapes share.
 
     Args:
-        inputs: Model, cluster and profile.
+        inputs: Model, cluster and profile of layer times.
     """
 
     def __init__(self, inputs: PlanInputs) -> None:
@@ -236,14 +244,14 @@ class Tables:
         return self._kept[key]
 
     def place(self, stage_class: StageClass, skip: tuple[int, ...] = ()) -> StagePlace | None:
-        """Places a stage of a class on the first nodes of its types.
+        """Places a stage of a class on the first nodes of the class's node types.
 
         Args:
             stage_class: Class of the stage.
-            skip: Number of nodes of each type to leave out; empty for none.
+            skip: Number of nodes of each type to skip. If empty, none are skipped.
 
         Returns:
-            The place, or ``None`` if too few nodes are left.
+            GPUs of the stage, or ``None`` if too few nodes are left.
         """
         nodes: list[int] = []
         for index, count in enumerate(stage_class.nodes):
@@ -257,7 +265,7 @@ class Tables:
         return stage_place
 
     def types(self, stage_class: StageClass) -> list[NodeType]:
-        """Returns the node types of a class."""
+        """Returns the node types on which stages of a class run."""
         return [
             group.type
             for group, count in zip(self.cluster.groups, stage_class.nodes, strict=True)
@@ -265,10 +273,10 @@ class Tables:
         ]
 
     def layers(self, node: NodeType, stage_class: StageClass, choice: ShapeChoice) -> LayerTable:
-        """Returns the durations and bytes of every layer on one type of node.
+        """Returns the times and memory sizes of every layer on one node type.
 
         Raises:
-            ConfigError: The profile lacks a duration.
+            ConfigError: The profile lacks the time of a layer.
         """
         others = self.types(stage_class) if stage_class.nodes else ()
         return layer_table(
@@ -283,13 +291,14 @@ class Tables:
     def totals(
         self, node: NodeType, stage_class: StageClass, choice: ShapeChoice, whole: bool = True
     ) -> Totals:
-        """Returns sums over all layers, as if one stage held all of them.
+        """Returns sums of time and memory over all layers, as if one stage held all layers.
 
         Args:
-            node: Type of the nodes.
+            node: Type of the stage's nodes.
             stage_class: Class of the stage.
             choice: Settings of the stage.
-            whole: Whether backwards compute weight gradients too, instead of splitting them off.
+            whole: Whether the backward pass also computes weight gradients. Otherwise, they are a
+                separate pass.
         """
         table = self.layers(node, stage_class, choice)
         key = (
@@ -343,13 +352,14 @@ class Tables:
         )
 
     def _least_reduce_s(self, stage_class: StageClass, size: float) -> float:
-        """Returns a lower bound of the seconds in which a stage of a class reduces gradients."""
+        """Returns a lower bound of the time of a class's gradient reduction, in seconds."""
         if stage_class.block > 1 or sum(stage_class.nodes) == 1:
             stage_place = self.place(stage_class)
             if stage_place is None:
                 return 0.0
             return reduction((stage_place,), 0, self.inputs)(size)
-        # A ring over several nodes crosses a link into each node and a link out of it.
+        # A ring over several nodes enters and leaves each node over a link between nodes. The
+        # slowest of these links limits the ring.
         types = self.types(stage_class)
         if len(types) == 1:
             link = link_within(self.inputs, types[0], sum(stage_class.nodes) * types[0].gpus)
@@ -360,7 +370,7 @@ class Tables:
     def fits_split(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
         """Returns whether sequence parallelism never needs more memory than ``choice`` does.
 
-        If so, ``choice`` need not be searched, because sequence parallelism is never slower.
+        If so, the search skips ``choice``, because sequence parallelism is never slower.
         """
         parallel = replace(choice, sequence_parallel=True)
         for stage_class in classes:
@@ -373,34 +383,35 @@ class Tables:
         return True
 
     def pipeline_s(self, stage_class: StageClass, choice: ShapeChoice) -> float:
-        """Returns the seconds of a microbatch through all layers on a class's slowest node."""
+        """Returns the time of a microbatch through all layers on a class's slowest node type."""
         return max(
             self.totals(node, stage_class, choice).work_s for node in self.types(stage_class)
         )
 
     def arrays(self, classes: Sequence[StageClass], choice: ShapeChoice) -> dict[str, Any]:
-        """Returns the fields of ``search_kernel.ShapeArrays`` with costs of classes, by name."""
+        """Returns the fields of ``search_kernel.ShapeArrays`` that contain costs, by name."""
         rows = [self._class(stage_class, choice) for stage_class in classes]
         tables = max(len(row["base"]) for row in rows)
         for row in rows:
             for name in ("base", "kept"):
-                # All classes need equally many tables, so one with fewer repeats its first.
+                # All classes need the same number of tables in the array. A class with fewer
+                # repeats its first table, which changes nothing.
                 row[name] += row[name][:1] * (tables - len(row[name]))
         arrays = {name: np.array([row[name] for row in rows]) for name in rows[0]}
         arrays["launch"] = arrays["launch"].swapaxes(0, 1)
         arrays["latency"], arrays["occupancy"], arrays["tied"] = self._between(classes, choice)
-        # Numba compiles the kernel again for every memory layout.
+        # Numba compiles the kernel again for every memory layout, so make all arrays contiguous.
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
     def _class(self, stage_class: StageClass, choice: ShapeChoice) -> dict[str, Any]:
-        """Returns the costs of one class, as ``search_kernel.ShapeArrays`` has them, by name."""
+        """Returns the costs of one class as fields of ``search_kernel.ShapeArrays``, by name."""
         nodes = self.types(stage_class)
         rows = [self.ranges(node, stage_class, choice) for node in nodes]
         action = self.inputs.action_s(nodes)
         forward = np.maximum.reduce([row.forward for row in rows])
         inputs = np.maximum.reduce([row.backward for row in rows])
         weight = np.maximum.reduce([row.weight for row in rows])
-        # A prediction computes launch times like this too: the slowest node type with its
+        # Launch time is computed as in a prediction, so that both agree: the slowest node type with
         # launching, minus the slowest without.
         forward_work = np.maximum.reduce([row.forward - row.launch for row in rows])
         inputs_work = np.maximum.reduce([row.backward - row.launch for row in rows])
@@ -419,7 +430,7 @@ class Tables:
         }
 
     def ranges(self, node: NodeType, stage_class: StageClass, choice: ShapeChoice) -> LayerRanges:
-        """Computes the costs of every range of layers on one type of node."""
+        """Computes the times and sizes of every range of layers on one node type."""
         table = self.layers(node, stage_class, choice)
         names = (
             "forward_s",
@@ -455,7 +466,7 @@ class Tables:
         experts: Any,
         backward: Any,
     ) -> Any:
-        """Returns the seconds of reduction and optimizer of every range, ``[n + 1, n + 1]``."""
+        """Returns the seconds of reduction and optimizer per layer range, ``[n + 1, n + 1]``."""
         ranks = choice.expert_ranks
 
         def reduced() -> Any:
@@ -464,7 +475,8 @@ class Tables:
             shared = parameters - experts if ranks > 1 else parameters
             whole = np.zeros_like(parameters)
             for part, stride in ((shared, 1), (experts, ranks))[: 1 + (ranks > 1)]:
-                # Many ranges have equal sums, up to rounding; each sum is timed once.
+                # Many ranges of layers have equal sums, up to rounding. Each distinct sum is timed
+                # only once.
                 values, where = np.unique(np.round(part, 3), return_inverse=True)
                 sizes = np.maximum(values, 0.0) * self.model.precision.reduce_bytes
                 times = list(map(reduction((stage_place,), 0, self.inputs, stride), sizes.tolist()))
@@ -482,7 +494,7 @@ class Tables:
         return whole + np.maximum(updated, 0.0) * self.inputs.optimizer_s(self.types(stage_class))
 
     def _between(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any, Any]:
-        """Returns ``latency``, ``occupancy`` and ``tied`` of ``search_kernel.ShapeArrays``."""
+        """Returns message latency, link occupancy and tied-embedding time between all classes."""
         number = len(classes)
         sliced = choice.sequence_parallel
         latency, occupancy = np.zeros((2, 2, 2, number, number, len(self._sizes)))
@@ -493,9 +505,9 @@ class Tables:
             first = self.place(sender)
             second = first if kind else self.place(receiver, skip=sender.nodes)
             if first is None or second is None or (kind and a != b):
-                continue  # two stages of these classes are never neighbours in this way
+                continue  # stages of these two classes are never neighbours in this way
             if not kind or sender.block > 1:
-                # Each rank that shares a sequence sends its part of the sequence.
+                # Each rank that shares a sequence sends only its part of the sequence.
                 parts = [float(size) / choice.context_ranks for size in sizes]
                 rows = [
                     self._once(
@@ -504,10 +516,12 @@ class Tables:
                     )
                     for size in parts
                 ]
-                # A message takes equally long in both directions of the pipeline.
+                # A message takes equally long forward and backward, so both directions get the same
+                # values.
                 latency[:, kind, a, b], occupancy[:, kind, a, b] = np.array(rows)[where].T
             if self.model.tied_parameters:
-                # The key has no microbatch, because the embedding's size does not depend on it.
+                # The cache key omits the microbatch size, because the embedding's size does not
+                # depend on it.
                 widths = (sender.tp, sender.dp, receiver.tp, receiver.dp)
                 tied[kind, a, b] = self._once(
                     ("tied", sender.nodes, receiver.nodes, widths, kind),
@@ -517,11 +531,11 @@ class Tables:
 
 
 def only_partition(after: Any, partition: Sequence[int]) -> Any:
-    """Returns ``after`` with infinity for every range that is not a stage of ``partition``.
+    """Returns ``after`` with infinity for every range of layers that is not a stage.
 
     Args:
-        after: Seconds of reduction and optimizer, ``[..., n + 1, n + 1]``.
-        partition: Layers of each stage.
+        after: Time of reduction and optimizer in seconds, ``[..., n + 1, n + 1]``.
+        partition: Number of layers of each stage.
     """
     cuts = np.concatenate([[0], np.cumsum(partition)])
     allowed = np.zeros(after.shape[-2:], dtype=bool)
@@ -532,19 +546,19 @@ def only_partition(after: Any, partition: Sequence[int]) -> Any:
 def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
     """Returns an upper bound of the total rate of a pipeline's stages.
 
-    Takes the fastest types of nodes first, as if a stage could be divided freely among nodes of
-    its type. A rate may also be another quantity that adds up, such as bytes of memory.
+    Takes the fastest node types first, as if a stage could be divided freely among nodes of its
+    type. A rate may also be another quantity that adds up, such as memory in bytes.
 
     Args:
-        rates: Tuples of index of the node type, rate of one stage (microbatches per second or
-            bytes), and number of stages that the nodes of the type suffice for. A type comes
-            several times if widths differ.
-        most_stages: Number of stages of the longest pipeline.
+        rates: Index of the node type, rate of one stage, and number of stages on all nodes of the
+            type. A rate is in microbatches per second or bytes. A type may have several entries,
+            for different parallel sizes.
+        most_stages: Maximum number of stages of a pipeline.
     """
     by_type: dict[int, tuple[float, float]] = {}
     for index, rate, stages in rates:
         fastest, most = by_type.get(index, (0.0, 0.0))
-        # One width may have the fastest stage, and another the highest total rate.
+        # The fastest stage and the highest total rate may come from different parallel sizes.
         fastest, most = max(fastest, rate), max(most, rate * stages)
         by_type[index] = (fastest, most)
     left = float(most_stages)
@@ -559,31 +573,32 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
 def capacity_bound(
     tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
 ) -> float:
-    """Returns a lower bound of the seconds of a step on all nodes of a cluster.
+    """Returns a lower bound of the step time in seconds on all nodes of a cluster.
 
-    Asks, for a number of seconds T: how many layers can all stages together process within T? If
-    these are fewer than the model has, no plan takes T or less. Halving finds the largest such T.
-    An example with 10 layers on two stages of type a, 1 s per layer for the whole step, and one of
-    type b, 2 s per layer::
+    For a time T in seconds, the function computes how many layers all stages together can process
+    within T. If there are fewer than the model has, no plan takes T or less. Bisection finds the
+    largest such T. An example has 10 layers. Two stages of type a need 1 s per layer for the whole
+    step, and one stage of type b needs 2 s per layer::
 
         T = 3 s    3 + 3 + 1 =  7 layers   too few
         T = 4 s    4 + 4 + 2 = 10 layers   enough, so the bound is 4 s
 
-    A stage holds no more layers than fit into memory together with one microbatch. Its seconds
-    contain reduction and optimizer. Of the stages of a type, each starts one forward of a layer
-    after the one before, and has less time by as much. A stage on several types of nodes counts as
-    one on its slowest type. If stages have several widths, there is no bound.
+    A stage holds at most the layers that fit into memory together with one microbatch. Its time
+    includes gradient reduction and optimizer. Each further stage of a node type starts later, by
+    one layer's forward pass, and has that much less time. A stage on several node types is counted
+    as a stage of its slowest type. If stages have different parallel sizes, there is no bound.
 
     Args:
-        tables: Durations and bytes of the layers.
-        cluster: The nodes.
-        classes: Classes of the shape.
-        choice: Settings of the shape.
+        tables: Times and memory sizes of the layers.
+        cluster: Node types of the cluster, with the number of nodes.
+        classes: Stage classes of the shape.
+        choice: Settings that all stages share.
 
     Returns:
-        Seconds; 0 if there is no bound, infinity if the layers do not fit at all.
+        Time in seconds, 0 if there is no bound, or infinity if the layers do not fit in memory at
+        all.
     """
-    n = tables.model.num_layers - 2  # the first and the last layer may cost next to nothing
+    n = tables.model.num_layers - 2  # the first and the last layer may take almost no time
     if n < 1 or len({stage_class.widths for stage_class in classes}) != 1:
         return 0.0
     types = list[tuple[float, Any]]()
@@ -613,24 +628,24 @@ def capacity_bound(
 
 
 def _most_layers(seconds: float, types: Sequence[tuple[float, Any]], waits: float) -> int:
-    """Returns the most layers that all stages together can process within some seconds.
+    """Returns the maximum number of layers that all stages can process within a time limit.
 
-    A stage counts for its slowest type of node, so a slow type may get stages whose nodes are
-    partly of faster types, but not the other way round: the k fastest types together have no more
-    stages than their nodes suffice for. Under such nested limits, it is best to take the stages in
-    order of the layers that they process, the most first (the sets of stages are a matroid).
+    A stage is counted for its slowest node type. So a slow type may get stages whose nodes are
+    partly of faster types, but not the other way round: the k fastest types together have at most
+    as many stages as fit on their nodes. Under such nested limits, a greedy choice is optimal: take
+    the stages that process the most layers first (the sets of stages are a matroid).
 
     Args:
-        seconds: Time limit of a step.
-        types: For each type of node, its number of stages, and ``_least_s`` of it.
-        waits: Seconds by which each stage of a type starts after the one before.
+        seconds: Time limit per step, in seconds.
+        types: For each node type, the number of its stages and the result of ``_least_s``.
+        waits: Delay in seconds between the starts of successive stages of a node type.
     """
     order = sorted(types, key=lambda entry: float(entry[1].min(initial=np.inf)))
     rooms = [int(each + 1e-9) for each in itertools.accumulate(stages for stages, _ in order)]
     gains = []
     for index, (_, row) in enumerate(order):
-        # The first stage may hold the first layer alone, so the second need not wait for any layer
-        # that is counted here.
+        # The first stage may hold the model's first layer alone, which is ignored here. So the
+        # second stage need not wait for any layer.
         left = seconds - waits * np.maximum(np.arange(min(rooms[index], len(row) + 2)) - 1, 0)
         gains += [(int(each), index) for each in np.searchsorted(row, left, side="right")]
     total = 0
@@ -648,19 +663,20 @@ def _least_s(
     choice: ShapeChoice,
     sums: Sequence[Totals],
 ) -> Any:
-    """Returns the least seconds of a step for a stage of 1, 2, ... layers.
+    """Returns the minimum step time in seconds for a stage of 1, 2, ... layers.
 
-    The first and the last layer of the model do not count.
+    The first and the last layer of the model are ignored.
 
     Args:
-        tables: Durations and bytes of the layers.
+        tables: Times and memory sizes of the layers.
         node: Type of the stage's nodes.
-        stage_class: Widths of the stage.
+        stage_class: Parallel sizes of the stage.
         choice: Settings of the stage.
-        sums: Totals of the classes with such nodes, for the seconds after the pipeline.
+        sums: Totals of the classes with this node type, for the time of reduction and optimizer.
 
     Returns:
-        Seconds, ascending, ``[n - 2]``; infinity if no stage of so many layers fits into memory.
+        Time in seconds by number of layers, ascending, ``[n - 2]``. Infinite if no stage with this
+        number of layers fits into memory.
     """
     ranges = tables.ranges(node, stage_class, choice)
     after_s = min(totals.after_s for totals in sums)

@@ -1,19 +1,21 @@
-"""Computes parameters, operations and bytes of the layers of transformers from their sizes.
+"""Computes the parameters, operations and memory of transformer layers from their sizes.
 
-:func:`build_model` makes a model from a :class:`TransformerShape`: a GPT, a BERT or a T5, with or
-without experts, attention windows, latent attention and layers that predict further tokens.
+:func:`build_model` makes a model from a :class:`TransformerShape`: a GPT, a BERT or a T5. The model
+may have experts, attention windows, latent attention, and layers that predict further tokens
+(multi-token prediction).
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473), appendix, for operations; Korthikanti et al. 2022
 (arXiv:2205.05198), section 4, for activations. Grouped queries and gated feed-forward blocks are
 added, and each element is counted with its own size. DeepSeek-AI 2024 (arXiv:2412.19437), section
 2, for latent attention and layers that predict further tokens.
 
-Attention without a fused kernel computes and keeps all scores. A fused kernel skips the masked half
-of a causal model and all scores outside of a window, and keeps one number for each row of scores.
+Attention without a fused kernel computes and keeps all scores. A fused kernel skips all scores
+outside of a window, and the masked half of a causal model. It keeps one number per row of scores.
 
-Operations of experts are those of the experts that a token goes to. If experts are spread over
-ranks, the busiest rank has ``imbalance`` times the average work. Therefore, layers with experts
-have one kind for each number of ranks; ``experts/8`` is the kind for 8 ranks.
+A token's operations in expert layers are those of the experts that the token is routed to. If
+experts are distributed over ranks, the busiest rank has ``imbalance`` times the average work.
+Therefore, layers with experts have one kind for each number of ranks: ``experts/8`` is the kind for
+8 ranks.
 """
 
 from __future__ import annotations
@@ -33,49 +35,50 @@ _TOKEN_TYPES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """Sizes of a transformer.
+    """Sizes and options of a transformer model.
 
     Attributes:
         name: Name of the model.
-        family: ``gpt`` for a decoder, ``bert`` for an encoder, ``t5`` for both.
-        layers: Number of layers of the decoder; for ``bert`` and ``t5``, of the encoder.
-        decoder_layers: Number of layers of T5's decoder.
-        hidden: Width of the hidden state between layers.
+        family: Type of the model: ``gpt`` for a decoder, ``bert`` for an encoder, ``t5`` for both.
+        layers: Number of layers in the decoder, or in the encoder for ``bert`` and ``t5``.
+        decoder_layers: Number of layers in T5's decoder.
+        hidden: Number of elements of a token's hidden state between layers.
         heads: Number of attention heads.
-        query_groups: Number of key and value heads; equal to ``heads`` without grouped queries.
-        head_width: Width of a head's queries and keys.
+        query_groups: Number of key and value heads. Without grouped queries, equal to ``heads``.
+        head_width: Number of elements of a head's queries and keys.
         ffn: Inner width of the feed-forward block.
-        sequence: Tokens of a sample; for ``t5``, those of the encoder.
-        decoder_sequence: Tokens of a sample in T5's decoder.
-        positions: Rows of the learned position table; 0 if there is none.
-        vocabulary: Rows of the embedding, padded as in Megatron.
+        sequence: Number of tokens per sample. For ``t5``, in the encoder.
+        decoder_sequence: Number of tokens per sample in T5's decoder.
+        positions: Number of rows in the table of learned positions, 0 if there is none.
+        vocabulary: Number of rows in the embedding, padded as in Megatron.
         gated: Whether the feed-forward block has a gate (SwiGLU).
         biases: Whether linear layers have biases.
         norm_biases: Whether normalizations have biases (LayerNorm has, RMSNorm has not).
         tied: Whether embedding and head share their weights.
-        dropout: Whether there is dropout, whose masks are kept.
-        fused_attention: Whether attention keeps no scores (FlashAttention and similar kernels).
-        own_attention: Whether the trainer's own layers compute attention, by torch's kernels.
-        precision: Bytes of numbers.
-        arguments: Megatron arguments of the same model; may be empty.
-        query_biases: Whether queries, keys and values have biases though other layers have none.
+        dropout: Whether there is dropout. Its masks are kept for the backward pass.
+        fused_attention: Whether attention keeps no scores in memory, as FlashAttention.
+        own_attention: Whether the trainer's own layers compute attention. They use torch's kernels,
+            rather than Transformer Engine.
+        precision: Size in bytes of each kind of number.
+        arguments: Megatron's command-line arguments for the same model. May be empty.
+        query_biases: Whether queries, keys and values have biases even if other layers have none.
         query_norms: Whether queries and keys are normalized.
-        latent_rank: Width of the latent vector of keys and values; 0 without latent attention.
-        query_rank: Width of the latent vector of queries; 0 if they come from the hidden state.
-        rotary_width: Width of the part of a head that has rotary positions, in latent attention.
+        latent_rank: Width of the latent vector of keys and values, 0 without latent attention.
+        query_rank: Width of the latent vector of queries, 0 without such a vector.
+        rotary_width: Width of the part of a head with rotary positions, in latent attention.
         value_width: Width of a head's values, in latent attention.
-        window: Number of tokens that a token attends to; 0 for all before it.
-        window_layers: Whether each layer has the window; empty if all have it.
-        experts: Number of experts of a layer; 0 without experts.
-        expert_layers: Whether each layer has experts; empty if all have them.
-        top_k: Number of experts that a token goes to.
+        window: Number of tokens that a token attends to, 0 for all previous tokens.
+        window_layers: Whether each layer has the attention window. Empty if all layers have it.
+        experts: Number of experts per layer, 0 without experts.
+        expert_layers: Whether each layer has experts. Empty if all layers have them.
+        top_k: Number of experts that each token is routed to.
         expert_ffn: Inner width of an expert.
-        shared_ffn: Inner width of the expert that all tokens go to.
-        capacity: Maximum number of tokens of an expert, divided by the average; 0 for no limit.
-        padded: Whether experts always compute as many tokens as ``capacity`` allows.
-        imbalance: Tokens of the busiest rank, divided by the average, if experts are spread over
-            ranks.
-        predictions: Number of layers that predict further tokens, on the last stage.
+        shared_ffn: Inner width of the shared expert, which processes all tokens.
+        capacity: Maximum number of tokens per expert divided by the average, 0 for no limit.
+        padded: Whether each expert's input is padded to ``capacity``. Its work is then always the
+            same.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
+        predictions: Number of multi-token prediction layers, which are on the last stage.
     """
 
     name: str
@@ -131,24 +134,24 @@ class TransformerShape:
 
     @property
     def queries(self) -> int:
-        """Width of all queries of a token."""
+        """Number of elements of a token's queries in all heads."""
         return self.heads * self.head_width
 
     @property
     def outputs(self) -> int:
-        """Width of the outputs of all heads of a token."""
+        """Number of elements of a token's outputs in all heads."""
         return self.heads * (self.value_width or self.head_width)
 
     @property
     def keys_values(self) -> int:
-        """Width of all keys and values of a token."""
+        """Number of elements of a token's keys and values in all heads."""
         if self.latent_rank:
             return self.queries + self.outputs
         return 2 * self.query_groups * self.head_width
 
     @property
     def attention_weights(self) -> tuple[int, int]:
-        """Weights of the attention that ranks divide, and weights that each rank has whole."""
+        """Number of attention weights that ranks divide, and number that each rank holds."""
         if not self.latent_rank:
             return self.hidden * (self.queries + self.keys_values + self.outputs), 0
         unrotated = self.heads * (self.head_width - self.rotary_width)
@@ -158,10 +161,10 @@ class TransformerShape:
         return split, self.hidden * down
 
     def load(self, spread: int) -> float:
-        """Returns the work of the rank with the busiest experts, divided by the average.
+        """Returns the expert work of the busiest rank, divided by the average.
 
         Args:
-            spread: Number of ranks that the experts are spread over.
+            spread: Number of ranks that the experts are distributed over.
         """
         if self.padded:
             return self.capacity
@@ -171,9 +174,10 @@ class TransformerShape:
 def build_model(shape: TransformerShape) -> Model:
     """Makes a model from the sizes of a transformer.
 
-    Its kinds are ``embedding``, ``transformer`` (``experts`` for layers with experts) and
-    ``head``; those of T5 are ``embedding``, ``encoder``, ``decoder_embedding``, ``decoder`` and
-    ``head``. If only some layers have a window, the names of their kinds end with ``-window``.
+    Its kinds of layers are ``embedding``, ``transformer`` (``experts`` for layers with experts) and
+    ``head``. For T5, they are ``embedding``, ``encoder``, ``decoder_embedding``, ``decoder`` and
+    ``head``. If only some layers have an attention window, the names of their kinds end with
+    ``-window``.
     """
     windowed = shape.window_layers or (False,) * shape.layers
     with_experts = shape.expert_layers or (shape.experts > 0,) * shape.layers
@@ -206,7 +210,8 @@ def build_model(shape: TransformerShape) -> Model:
         tokens_per_sample=tokens,
         tied_parameters=float(shape.vocabulary * shape.hidden) if tied else 0.0,
         tied_layers=tuple(shared) if tied else (),
-        # Tensor parallelism divides heads and feed-forward widths.
+        # Tensor parallelism divides heads and feed-forward widths, so its size must divide all of
+        # them.
         max_tp=math.gcd(shape.heads, *widths),
         precision=shape.precision,
         arguments=shape.arguments,
@@ -219,7 +224,7 @@ def build_model(shape: TransformerShape) -> Model:
 def _t5_kinds(shape: TransformerShape) -> list[tuple[LayerKind, int]]:
     """Returns the kinds of layers of a T5 in order, with the number of layers of each.
 
-    The decoder's layers also pass on the encoder's output.
+    The decoder's layers also pass the encoder's output on to the next layer.
     """
     encoder_tokens, tokens = shape.sequence, shape.decoder_sequence
     decoder_embedding = _embedding(
@@ -238,13 +243,14 @@ def _t5_kinds(shape: TransformerShape) -> list[tuple[LayerKind, int]]:
 def _add_kinds(
     kinds: dict[str, LayerKind], shape: TransformerShape, names: Sequence[str], spread: int
 ) -> None:
-    """Adds the kinds of layers for experts that are spread over a number of ranks, and the head.
+    """Adds kinds of layers whose experts are distributed over a number of ranks, and the head.
 
     Args:
-        kinds: Kinds by name; receives the new ones.
+        kinds: Kinds of layers by name. The new kinds are added to it.
         shape: Sizes of the model.
-        names: Name of the kind of each layer, without the number of ranks.
-        spread: Number of ranks; 1 also adds the kinds without experts.
+        names: Name of each layer's kind, without the number of ranks.
+        spread: Number of ranks that the experts are distributed over. With 1, the kinds without
+            experts are added too.
     """
     tokens = shape.sequence
     causal = shape.family == "gpt"
@@ -269,14 +275,14 @@ def _add_kinds(
 def _embedding(
     shape: TransformerShape, name: str, tokens: int, *, group: str = "", carried: int = 0
 ) -> LayerKind:
-    """Returns an embedding.
+    """Returns a layer kind with the costs of an embedding layer.
 
     Args:
         shape: Sizes of the model.
-        name: Name of the kind.
-        tokens: Tokens of a sample.
-        group: Group of the kind.
-        carried: Tokens of the encoder's output, which are passed on with the embeddings.
+        name: Name of the kind of layer.
+        tokens: Number of tokens per sample.
+        group: Group of the kind, ``encoder`` or ``decoder`` in a T5.
+        carried: Number of tokens of the encoder's output, which is passed on with the embeddings.
     """
     element = shape.precision.element_bytes
     width = tokens * shape.hidden
@@ -289,7 +295,8 @@ def _embedding(
         replicated_activation_bytes=tokens * 8.0 + (width if shape.dropout else 0),
         input_bytes=tokens * 8.0,
         workspace_bytes=0.0,
-        # Only the forward has an all-reduce, and ``tp_bytes`` counts for both directions.
+        # Only the forward pass has an all-reduce, but ``tp_bytes`` is counted for both directions,
+        # so halve it.
         tp_bytes=width * element / 2,
         group=group,
         counted=False,
@@ -306,16 +313,16 @@ def _layer(
     crossed: int = 0,
     spread: int = 1,
 ) -> LayerKind:
-    """Returns a transformer layer.
+    """Returns a layer kind with the costs of a transformer layer.
 
     Args:
         shape: Sizes of the model, with experts only if the layer has them.
-        name: Name of the kind.
-        tokens: Tokens of a sample.
-        causal: Whether tokens attend only to tokens before them.
-        group: Group of the kind.
-        crossed: Tokens of the encoder's output that a decoder layer also attends to; 0 for none.
-        spread: Number of ranks that its experts are spread over.
+        name: Name of the kind of layer.
+        tokens: Number of tokens per sample.
+        causal: Whether tokens attend only to previous tokens.
+        group: Group of the kind, ``encoder`` or ``decoder`` in a T5.
+        crossed: Number of tokens of the encoder's output for cross-attention, 0 for none.
+        spread: Number of ranks that the layer's experts are distributed over.
     """
     element = shape.precision.element_bytes
     mask = 1 if shape.dropout else 0
@@ -325,13 +332,14 @@ def _layer(
     gates = 3 if shape.gated else 2
     inner = ffn + routed * shape.expert_ffn
     scores = _all_scores(shape, tokens, crossed, causal=causal)
-    blocks = 3 if crossed else 2  # blocks that add to the residual: attentions and feed-forward
+    blocks = 3 if crossed else 2  # attention and feed-forward, which add to the residual
     width = tokens * hidden
     score_area = 0 if shape.fused_attention else shape.heads * tokens * (tokens + crossed)
-    # Dropout keeps probabilities before and after it, and its mask.
+    # Dropout keeps the probabilities before and after it, and its mask, for the backward pass.
     attention_bytes = float(score_area * ((2 if mask else 1) * element + mask))
-    # The backward has the gradients of scores before and after the softmax in memory. In 16 bits,
-    # the softmax kernel applies the causal mask; in 32 bits, a separate mask needs a third copy.
+    # The backward pass needs the gradients of scores before and after the softmax in memory. In 16
+    # bits, the softmax kernel applies the causal mask. In 32 bits, a separate mask needs a third
+    # copy.
     is_masked = causal and not shape.fused_attention and element > 2
     attention_work = tokens * (queries + pairs) + (3 if is_masked else 2) * score_area
     weights = _layer_weights(shape, crossed, spread)
@@ -359,9 +367,10 @@ def _layer(
 
 
 def _products(shape: TransformerShape, tokens: int, crossed: int, inner: float) -> float:
-    """Returns the multiply-adds of a layer's matrix products, without those of scores.
+    """Returns the number of multiply-adds in a layer's matrix products, without attention scores.
 
-    See :func:`_divided_bytes` for the arguments.
+    The arguments are those of :func:`_divided_bytes`: tokens of the layer and of the encoder's
+    output, and inner width.
     """
     hidden, (attention, latent) = shape.hidden, shape.attention_weights
     gates = 3 if shape.gated else 2
@@ -372,19 +381,19 @@ def _products(shape: TransformerShape, tokens: int, crossed: int, inner: float) 
 
 
 def _divides_tokens(shape: TransformerShape, causal: bool) -> bool:
-    """Returns whether ranks can share the sequences of a layer."""
+    """Returns whether ranks can share the sequences of a layer (context parallelism)."""
     is_engine = shape.fused_attention and not shape.own_attention
-    # The trainer's own attention does not support windows in a part of a sequence.
+    # The trainer's own attention does not support windows if a rank has only a part of a sequence.
     return causal and not shape.experts and (not shape.window or is_engine)
 
 
 class _LayerWeights(NamedTuple):
-    """Numbers of parameters of a transformer layer.
+    """Numbers of parameters in a transformer layer.
 
     Attributes:
-        divided: Parameters that tensor parallelism divides.
-        replicated: Parameters that every tensor-parallel rank has.
-        experts: Part of ``divided`` that belongs to experts.
+        divided: Number of parameters that tensor parallelism divides.
+        replicated: Number of parameters that every tensor-parallel rank holds.
+        experts: Number of parameters in ``divided`` that belong to experts.
     """
 
     divided: float
@@ -393,13 +402,14 @@ class _LayerWeights(NamedTuple):
 
 
 def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _LayerWeights:
-    """Returns the numbers of parameters of a layer, see :func:`_layer` for the arguments."""
+    """Returns the numbers of parameters in a layer. The arguments are those of :func:`_layer`."""
     hidden, queries, pairs = shape.hidden, shape.queries, shape.keys_values
     attention, latent = shape.attention_weights
     ffn = shape.shared_ffn if shape.experts else shape.ffn
     gates = 3 if shape.gated else 2
     norms = (3 if crossed else 2) * hidden * (2 if shape.norm_biases else 1)
-    # Latent attention normalizes the latent vectors instead of queries and keys.
+    # Latent attention normalizes the latent vectors instead of queries and keys, so count those
+    # below.
     norms += 2 * shape.head_width * shape.query_norms if not latent else 0
     norms += shape.query_rank + shape.latent_rank
     weights: float = attention + gates * hidden * ffn
@@ -427,9 +437,9 @@ def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: fl
 
     Args:
         shape: Sizes of the model.
-        tokens: Tokens of a sample.
-        crossed: Tokens of the encoder's output that the layer also attends to.
-        inner: Inner width of the feed-forward block and of the experts that a token goes to.
+        tokens: Number of tokens per sample.
+        crossed: Number of tokens of the encoder's output that the layer also attends to.
+        inner: Inner width of the feed-forward block, plus that of each token's experts.
     """
     element = shape.precision.element_bytes
     pairs = shape.keys_values
@@ -438,13 +448,14 @@ def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: fl
     kept: float = attentions * tokens * query_width * element + tokens * pairs * element
     kept += crossed * pairs * element + (3 if shape.gated else 2) * tokens * inner * element
     if shape.fused_attention:
-        # The kernel keeps one number per row of scores: the logarithm of their sum.
+        # The kernel keeps one number per row of scores for the backward pass: the logarithm of the
+        # row's sum.
         kept += attentions * shape.heads * tokens * _FLOAT_BYTES
     return kept
 
 
 def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name: str) -> LayerKind:
-    """Returns the head together with layers that predict further tokens.
+    """Returns a layer kind for the head together with layers that predict further tokens.
 
     Each of these layers takes the hidden state and the next token's embedding, and computes logits
     of its own. The last stage therefore has a copy of the embedding.
@@ -452,8 +463,8 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
     Args:
         shape: Sizes of the model.
         head: Costs of the head without these layers.
-        layer: Kind of the layers.
-        name: Name of the kind.
+        layer: Costs of one of these layers.
+        name: Name of the new kind.
     """
     count, hidden, tokens = shape.predictions, shape.hidden, shape.sequence
     element = shape.precision.element_bytes
@@ -483,7 +494,7 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
 
 
 def _all_scores(shape: TransformerShape, tokens: int, crossed: int, *, causal: bool) -> float:
-    """Returns the operations of all attention scores of a layer, see :func:`_scores`."""
+    """Returns the number of operations for a layer's attention scores, self and cross."""
     scores = _scores(shape, tokens, tokens, causal=causal)
     if crossed:
         scores += _scores(shape, tokens, crossed, causal=False)
@@ -491,24 +502,25 @@ def _all_scores(shape: TransformerShape, tokens: int, crossed: int, *, causal: b
 
 
 def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) -> float:
-    """Returns the operations of queries times keys, and of scores times values.
+    """Returns the number of operations for queries times keys, and for scores times values.
 
     Args:
         shape: Sizes of the model.
         tokens: Number of tokens that attend.
-        others: Number of tokens that they attend to.
-        causal: Whether tokens attend only to tokens before them.
+        others: Number of tokens that can be attended to.
+        causal: Whether tokens attend only to previous tokens.
     """
     whole = float(_MULTIPLY_ADD * tokens * others * (shape.queries + shape.outputs))
     if not (causal and shape.fused_attention):
         return whole
-    # A row has as many scores as the window is wide; the first rows have fewer, by a triangle.
+    # A row has as many scores as the window is wide. The first rows have fewer, which cuts off a
+    # triangle.
     window_share = min(shape.window or others, others) / others
     return whole * window_share * (1 - window_share / 2)
 
 
 def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind:
-    """Returns the last normalization, logits and loss."""
+    """Returns a layer kind with the costs of the head: last normalization, logits and loss."""
     element = shape.precision.element_bytes
     width, logits = tokens * shape.hidden, tokens * shape.vocabulary
     extra = shape.hidden * (shape.hidden + 3) if shape.family == "bert" else 0
@@ -522,7 +534,8 @@ def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind
         replicated_activation_bytes=2.0 * width * element,
         input_bytes=2.0 * width * element,
         workspace_bytes=logits * float(element + _FLOAT_BYTES),
-        # Only the backward has an all-reduce, and ``tp_bytes`` counts for both directions.
+        # Only the backward pass has an all-reduce, but ``tp_bytes`` is counted for both directions,
+        # so halve it.
         tp_bytes=width * element / 2,
         group=group,
         counted=False,
