@@ -255,3 +255,26 @@ def test_a_secret_comes_from_a_variable_or_a_file(
     assert job_secret() == SECRET
     monkeypatch.delenv("MEGATRON_ADAPTIVE_SECRET_FILE")
     assert job_secret() is None  # no process that is started later has it
+
+
+def test_a_visitor_at_the_moment_of_the_end_leaves_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    door = Door()
+    is_held = threading.Event()
+    go = threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        go.wait(WATCHDOG_S)
+
+    # While its loop is held, a visitor comes and the gate is closed: it sees both at once.
+    door.gate._loop.call_soon_threadsafe(hold)
+    assert is_held.wait(WATCHDOG_S)
+    with socket.create_connection(door.place, WATCHDOG_S):
+        closing_gate = threading.Thread(target=door.gate.close)
+        closing_gate.start()
+        go.set()
+        closing_gate.join(WATCHDOG_S)
+    assert not closing_gate.is_alive()
+    assert [record.getMessage() for record in caplog.records] == []

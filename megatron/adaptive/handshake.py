@@ -443,7 +443,7 @@ class Gate:
         try:
             while True:
                 try:
-                    connection, peer = await self._loop.sock_accept(self._listening)
+                    connection, peer = await self._next_visitor()
                 except ConnectionError:
                     continue  # the visitor has closed the connection already
                 except OSError:  # most likely, too many files are open
@@ -460,6 +460,30 @@ class Gate:
             for task in list(self._waiting):
                 task.cancel()
             await asyncio.gather(*self._waiting, return_exceptions=True)
+
+    async def _next_visitor(self) -> tuple[socket.socket, Any]:
+        """Returns the next connection and its peer's address.
+
+        ``sock_accept`` of asyncio fails with a traceback in the log if it is cancelled at the
+        moment at which a connection arrives.
+        """
+        while True:
+            try:
+                connection, peer = self._listening.accept()
+            except BlockingIOError:
+                await self._wait_until_readable()
+            else:
+                connection.setblocking(False)
+                return connection, peer
+
+    async def _wait_until_readable(self) -> None:
+        """Waits until the listening socket has a connection."""
+        is_readable = asyncio.Event()
+        self._loop.add_reader(self._listening, is_readable.set)
+        try:
+            await is_readable.wait()
+        finally:
+            self._loop.remove_reader(self._listening)
 
     async def _attend(self, connection: socket.socket, address: str) -> Session | None:
         """Returns the session of a visitor, or ``None`` if it fails to prove the secret in time."""
