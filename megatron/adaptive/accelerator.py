@@ -177,7 +177,7 @@ class CudaClock:
 
     def mark(self) -> CudaMark:
         """Records an event in the current stream and returns it as a mark."""
-        # With blocking=True a waiting thread sleeps, so that receiving threads can use its core.
+        # A thread that waits for a blocking event sleeps, so that receiving threads get its core.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         host_ns = time.monotonic_ns()
         event.record()
@@ -238,7 +238,7 @@ class _LockedMemory(mmap.mmap):
 
     def __del__(self) -> None:
         if self.address:
-            with contextlib.suppress(Exception):  # at exit, CUDA may be shut down already
+            with contextlib.suppress(Exception):  # CUDA may be shut down already if Python exits
                 torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
