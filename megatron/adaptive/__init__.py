@@ -4,9 +4,9 @@
 engine, and :func:`add_arguments` adds the engine's flags; see ``docs/plugin.md``.
 :class:`Pipeline` trains any module in which :class:`CutPoint` marks where the module may be split
 into stages, and :class:`Profiler` measures such a module; see ``docs/cutpoint.md``.
-:func:`record_trace` records a user's own training loop, so that ``trace diagnose`` can estimate
-what a change would gain; see ``docs/traces.md``. Importing this module is cheap, because each name
-is loaded at its first use.
+:func:`record_trace` records a user's own training loop, so that the what-if analysis can estimate
+how much time a change would save; see ``docs/traces.md``. Importing this module is cheap, because
+each name is loaded at its first use.
 """
 
 from __future__ import annotations

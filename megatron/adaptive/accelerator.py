@@ -1,8 +1,8 @@
 """Chooses the device that this process computes on.
 
-:class:`Accelerator` is the device of this process, with the few helpers that differ between CUDA
-and CPU (memory, synchronization, backend). :func:`install`, which lets megatron-core run without
-CUDA, comes from :mod:`~megatron.adaptive.without_cuda`.
+:class:`Accelerator` is the device of this process, with methods that hide the differences between
+CUDA and CPU (memory, synchronization, backend). :func:`install`, which lets megatron-core run
+without CUDA, is defined in :mod:`~megatron.adaptive.without_cuda`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Accelerator:
         return int(psutil.Process().memory_info().rss)
 
     def peak_memory_bytes(self) -> int:
-        """Returns the largest value of :meth:`memory_in_use_bytes` so far."""
+        """Returns the largest memory use of this process so far, in bytes."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
         # Linux updates the peak later than the current size, so the peak can be out of date.
@@ -201,7 +201,7 @@ class CudaClock:
         return time_ns
 
     def is_passed(self, mark: CudaMark) -> bool:
-        """Returns whether the device has done all work that was queued before ``mark``."""
+        """Returns whether the GPU has done all work that was queued before ``mark``."""
         return mark.event.query()
 
     def wait(self, mark: CudaMark) -> None:
@@ -353,7 +353,7 @@ def agree_on_sharing(
     if not accelerator.is_cuda:
         return accelerator
     owners: dict[str, list[int]] = {}
-    for other, gpu in enumerate(store.multi_get(keys)):  # waits for all ranks
+    for other, gpu in enumerate(store.multi_get(keys)):  # waits until all keys are set
         owners.setdefault(gpu.decode(), []).append(other)
     shared = next((ranks for ranks in owners.values() if len(ranks) > 1), None)
     if shared is not None and accelerator.asked_backend == "nccl":
@@ -473,7 +473,7 @@ def quiet_libraries() -> None:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Silences the warnings of :func:`quiet_libraries`, but only within the block."""
+    """Silences the same warnings as :func:`quiet_libraries`, but only during the block."""
     logger = logging.getLogger("megatron.core")
     level = logger.level
     with warnings.catch_warnings():

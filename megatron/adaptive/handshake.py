@@ -462,10 +462,10 @@ class Gate:
             await asyncio.gather(*self._waiting, return_exceptions=True)
 
     async def _next_visitor(self) -> tuple[socket.socket, Any]:
-        """Returns the next connection and its peer's address.
+        """Waits for the next connection; returns its socket and the address of the peer.
 
-        ``sock_accept`` of asyncio fails with a traceback in the log if it is cancelled at the
-        moment at which a connection arrives.
+        This does not use asyncio's ``sock_accept``, which writes a traceback to the log if it is
+        cancelled just when a connection arrives.
         """
         while True:
             try:
@@ -477,7 +477,7 @@ class Gate:
                 return connection, peer
 
     async def _wait_until_readable(self) -> None:
-        """Waits until the listening socket has a connection."""
+        """Waits until a peer has connected to the listening socket."""
         is_readable = asyncio.Event()
         self._loop.add_reader(self._listening, is_readable.set)
         try:
@@ -506,7 +506,10 @@ class Gate:
             self._admit(SealedSocket(connection, session))
 
     async def _prove(self, connection: socket.socket) -> Session | None:
-        """Returns a visitor's session, or ``None`` if it only probed whether the port is open."""
+        """Completes the handshake with a visitor and returns the session.
+
+        Returns ``None`` if the visitor only tested whether the port is open, and sent nothing.
+        """
         shake = Handshake(self._secret(), self._purpose, visiting=False)
         while shake.wanted:
             data = b""
@@ -546,5 +549,5 @@ class Gate:
 
 
 def to_log(log: Any) -> Callable[[str], None]:
-    """Returns a ``report`` function for :class:`Gate` that writes to a logger."""
+    """Returns a function that writes warnings to a logger; for ``report`` of :class:`Gate`."""
     return lambda text: log.warning("%s", text.removeprefix("warning: "))

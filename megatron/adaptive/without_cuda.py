@@ -283,7 +283,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return replaced
 
     def _modules_of_program(self) -> list[dict[str, Any]]:
-        """Returns the global names of all modules that may belong to a program."""
+        """Returns the global names of each module that may belong to the user's program."""
         if not self._programs:
             return []
         files = [program.get("__file__") for program in self._programs]
@@ -332,7 +332,7 @@ class _Loader(SourceFileLoader):
         return None if code is None else _with_constants(code, self._finder.constants)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        """Returns a new module that has the substituted built-in names."""
+        """Returns a new module whose ``__import__`` returns stand-ins for torch's modules."""
         module = types.ModuleType(spec.name)
         module.__dict__["__builtins__"] = self._finder.builtins
         return module

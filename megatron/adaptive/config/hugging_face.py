@@ -379,7 +379,7 @@ def _arguments(
 
 
 def _remove(flags: list[str], name: str) -> None:
-    """Removes a flag and its value."""
+    """Removes a flag and its value from a list of flags."""
     index = flags.index(name)
     del flags[index : index + 2]
 

@@ -18,8 +18,8 @@ class FamilyNames(NamedTuple):
         predicts: Whether layers for multi-token prediction may follow the other layers.
         turned: Whether matrices of linear layers are transposed, that is, stored as
             ``[inputs, outputs]``.
-        grouped: Whether the rows of queries, keys and values alternate head by head, as in
-            megatron-core.
+        grouped: Whether the rows of queries, keys and values alternate by groups of heads, as in
+            megatron-core's matrix.
     """
 
     inside: Mapping[str, list[str]]

@@ -133,7 +133,7 @@ class PrecisionConfig:
             assign(self, "attention_softmax_in_fp32", True)
         if self.bf16:
             assign(self, "accumulate_allreduce_grads_in_fp32", not self.grad_reduce_in_bf16)
-        # A dynamic loss scale handles overflows, so that they must not end the run.
+        # A dynamic loss scale handles overflows, so an overflow must not end the run.
         if self.fp16 and self.loss_scale is None:
             assign(self, "check_for_nan_in_loss_and_grad", False)
 

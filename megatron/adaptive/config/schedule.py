@@ -23,7 +23,7 @@ from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 from megatron.adaptive.errors import ConfigError
 
 BALANCED = ("off", "lengths", "speed", "both")
-"""Values of ``--balance-replicas``."""
+"""Allowed values of ``--balance-replicas``."""
 
 
 def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
