@@ -1,4 +1,4 @@
-"""Runs ``python -m megatron.adaptive <subcommand>``."""
+"""Runs the subcommands of ``python -m megatron.adaptive``, such as ``plan`` and ``train``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _print_help(_arguments: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """Runs the subcommand that the first argument names and returns its exit status."""
+    """Runs the subcommand that the first command line argument names; returns the exit status."""
     open_streams()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):

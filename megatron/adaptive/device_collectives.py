@@ -1,9 +1,10 @@
 """Makes collectives over gloo accept GPU tensors.
 
-Ranks that share a GPU communicate over gloo, because NCCL refuses two ranks on one device. Some
-of gloo's collectives copy device tensors through the host, and some refuse them. The others pass
-the tensors' device addresses to sockets, which then read host memory at those addresses.
-:data:`TREATMENTS` lists the kind of each; :func:`install` replaces the last two kinds.
+Ranks that share a GPU communicate over gloo, because NCCL refuses two ranks on one device. gloo has
+three kinds of collectives. Some copy GPU tensors through host memory, which works. Some refuse GPU
+tensors. The others pass the tensors' GPU addresses to sockets, which wrongly read host memory at
+those addresses. :data:`TREATMENTS` lists all of them; :func:`install` replaces those of the last
+two kinds.
 
 The replaced functions are methods of ``torch.distributed.ProcessGroup``, because all functions of
 ``torch.distributed`` call these, no matter how megatron-core has imported them.
@@ -23,33 +24,33 @@ _Method = Callable[..., Any]
 
 
 class _AllWorks:
-    """Waits for several collectives that together replace one.
+    """Handle of several collectives that together replace a single one.
 
     Args:
-        works: Handles of these collectives.
+        works: ``torch.distributed`` handles of the collectives to wait for.
     """
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
     def wait(self, *limit: datetime.timedelta) -> bool:
-        """Waits for all collectives. The limit applies to each of them separately."""
+        """Waits for all collectives. The time limit applies to each collective separately."""
         for work in self._works:
             work.wait(*limit)
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether all collectives have ended."""
+        """Returns whether all of the collectives have ended."""
         return all(work.is_completed() for work in self._works)
 
 
 class _Receive:
-    """Waits for a message in the host's memory and copies it to the device.
+    """Handle of a receive into host memory; :meth:`wait` copies the message to the GPU.
 
     Args:
-        work: Handle of the receive.
-        host: Tensors on the host that receive the message.
-        tensors: The caller's tensors on the device.
+        work: ``torch.distributed`` handle of the receive into ``host``.
+        host: Tensors in host memory that receive the message.
+        tensors: The caller's GPU tensors, to which the message is copied.
     """
 
     def __init__(self, work: Any, host: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
@@ -58,21 +59,21 @@ class _Receive:
         self._tensors = tensors
 
     def wait(self, *limit: datetime.timedelta) -> bool:
-        """Waits for the message and copies it to the device in the current stream."""
+        """Waits for the message and copies it to the GPU in the current CUDA stream."""
         answer = bool(self._work.wait(*limit))
         for tensor, host in zip(self._tensors, self._host, strict=True):
             tensor.copy_(host)
-        # a second call copies nothing
+        # Forget the tensors, so that a second call does not copy the message again.
         self._host = []
         self._tensors = []
         return answer
 
     def is_completed(self) -> bool:
-        """Returns whether the message has been copied, which only :meth:`wait` does."""
+        """Returns whether :meth:`wait` has copied the message to the GPU."""
         return not self._tensors
 
     def _source_rank(self) -> int:
-        """Returns the sender's rank in the group, for a receive from any rank."""
+        """Returns the sender's rank in the group; needed if any rank could be the sender."""
         return int(self._work._source_rank())
 
 
@@ -82,7 +83,7 @@ def _reduce_one_by_one(
     single = dist.AllreduceOptions()
     if options is not None:
         single.reduceOp = options.reduceOp
-        if hasattr(options, "timeout"):  # not in every release of torch
+        if hasattr(options, "timeout"):  # older releases of torch have no timeout here
             single.timeout = options.timeout
     return _AllWorks([group.allreduce([tensor], single) for tensor in tensors])
 
@@ -105,13 +106,13 @@ def _gather_lists_one_by_one(
     inputs: Sequence[torch.Tensor],
     *options: Any,
 ) -> _AllWorks:
-    lists = zip(*outputs, strict=True)  # for each input, the outputs from all ranks
+    lists = zip(*outputs, strict=True)  # one list per input: its output tensors, by rank
     pairs = zip(lists, inputs, strict=True)
     return _AllWorks([group.allgather([list(parts)], [part], *options) for parts, part in pairs])
 
 
 def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any) -> Any:
-    """Gathers parts of different sizes, which gloo refuses: each rank broadcasts its part."""
+    """Gathers parts of different sizes by one broadcast per rank, because gloo refuses them."""
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(outputs[0]):
         return original(group, outputs, inputs, *options)
     parts = outputs[0]
@@ -128,7 +129,7 @@ def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *o
 def _scatter_unequal_sums(
     group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any
 ) -> Any:
-    """Adds up parts of different sizes, which gloo refuses: one reduction for each rank."""
+    """Reduces parts of different sizes by one reduction per rank, because gloo refuses them."""
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(inputs[0]):
         return original(group, outputs, inputs, *options)
     works = []
@@ -162,7 +163,7 @@ def _differ(parts: Sequence[torch.Tensor]) -> bool:
 
 
 TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
-    # gloo itself copies these through pinned memory of the host.
+    # gloo itself copies the tensors of these methods through pinned host memory.
     "allreduce": None,
     "broadcast": None,
     "reduce": None,
@@ -171,40 +172,42 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "alltoall": None,
     "alltoall_base": None,
     "all_to_all_single": None,
-    # gloo copies these too if all parts have one size.
+    # gloo also copies the tensors of these, but only if all parts have the same size.
     "allgather": _gather_unequal,
     "_allgather_base": None,
     "all_gather_single": None,
-    # gloo implements these by all-reductions, which it copies.
+    # gloo implements these by all-reductions, whose tensors it copies.
     "reduce_scatter": _scatter_unequal_sums,
     "_reduce_scatter_base": None,
     "reduce_scatter_single": None,
     "reduce_scatter_tensor_coalesced": None,
     "reduce_scatter_single_coalesced": None,
-    # gloo refuses this one: "unsupported device type cuda".
+    # gloo refuses GPU tensors here: "unsupported device type cuda".
     "allreduce_coalesced": _reduce_one_by_one,
-    # gloo reads and writes the host's memory at the addresses of these.
+    # gloo takes the GPU addresses of these tensors for addresses in host memory.
     "allgather_coalesced": _gather_lists_one_by_one,
     "allgather_into_tensor_coalesced": _gather_one_by_one,
     "all_gather_single_coalesced": _gather_one_by_one,
     "send": _send_from_host,
     "recv": _receive_on_host,
     "recv_anysource": _receive_on_host,
-    # These take no tensors.
+    # These methods take no tensors.
     "barrier": None,
     "monitored_barrier": None,
 }
-"""Replacement of each process group method, for gloo with GPU tensors.
+"""Replacement of each method of a process group, used if a gloo group gets GPU tensors.
 
-``None`` leaves the method unchanged. The list follows ``ProcessGroupGloo.cpp`` of torch 2.6 to
-2.11, and has the further names that torch 2.13 gives to the same methods.
+``None`` means that the method works and stays unchanged. The methods are those of
+``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and the additional names that torch 2.13 gives to
+the same methods.
 """
 
 
 def install() -> None:
-    """Replaces the methods that gloo cannot run with GPU tensors. Process-wide, idempotent.
+    """Replaces the process group methods that gloo cannot run with GPU tensors.
 
-    Other tensors and groups of other backends are not affected.
+    The change applies to the whole process; a second call does nothing. CPU tensors and groups of
+    other backends work as before.
     """
     for name, treatment in TREATMENTS.items():
         original = getattr(dist.ProcessGroup, name, None)

@@ -3,41 +3,41 @@
 ::
 
     AdaptiveError
-    ├── ConfigError          a flag, file or combination of settings breaks a rule
+    ├── ConfigError          a flag, a file or a combination of settings is invalid
     ├── SetupError           the machine lacks something (device, port, permission, package)
-    ├── DataError            corpus, vocabulary or indexed dataset is missing, broken or foreign
+    ├── DataError            corpus, vocabulary or token files are missing, broken or mismatched
     ├── CheckpointError      a checkpoint is missing, incomplete, newer or of another model
-    │   └── DamagedCheckpointError   its content differs from what was written
-    ├── ScheduleError        a schedule or a policy breaks the rules of the pipeline
-    ├── TraceError           trace files are missing, mixed or of a newer format
+    │   └── DamagedCheckpointError   a checkpoint differs from what was written
+    ├── ScheduleError        a pipeline schedule is invalid (for example, it would deadlock)
+    ├── TraceError           trace files are missing, of several runs, or of a newer format
     ├── DeviceMemoryError    the accelerator ran out of memory
     └── TransportError       a channel between two ranks failed
         ├── PeerLostError    the process at the other end is gone
         └── DeadlineError    nothing arrived within the time limit
 
-A message is one line: what was given, which rule it breaks, what to change. Errors of a
-distributed run also carry rank, peer, stage, microbatch, elapsed time and limit. Command line
-programs print such an error on one line and exit with status 2; anything else is a bug and keeps
-its traceback.
+A message is one line: what the user gave, what is wrong with it, and what to change. Messages from
+a distributed run also name rank, peer, stage, microbatch, elapsed time and time limit. Command line
+programs print such an error on one line and exit with status 2. Any other exception is a bug, and
+its traceback is printed.
 """
 
 from __future__ import annotations
 
 
 class AdaptiveError(Exception):
-    """Base of all expected errors; its text is one complete line for the user."""
+    """Base class of all expected errors; the message is one complete line for the user."""
 
 
 class ConfigError(AdaptiveError):
-    """A flag, a file or a combination of settings breaks a rule."""
+    """A flag, a file or a combination of settings is invalid."""
 
 
 class SetupError(AdaptiveError):
-    """The machine lacks something the run needs."""
+    """The machine lacks something that the run needs: a device, port, permission or package."""
 
 
 class DataError(AdaptiveError):
-    """A corpus, vocabulary or indexed dataset is missing, broken or does not fit."""
+    """A corpus, a vocabulary or a token file is missing or broken, or does not fit the others."""
 
 
 class CheckpointError(AdaptiveError):
@@ -49,24 +49,24 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class ScheduleError(AdaptiveError):
-    """A schedule or a policy breaks the rules of the pipeline."""
+    """A pipeline schedule is invalid, or a run-time rule chose an action that cannot start."""
 
 
 class TraceError(AdaptiveError):
-    """Trace files are missing, mixed, truncated beyond use or of a newer format."""
+    """Trace files are missing, of several runs, truncated beyond use or of a newer format."""
 
 
 class DeviceMemoryError(AdaptiveError):
-    """The accelerator ran out of memory."""
+    """The GPU (or other compute device) ran out of memory."""
 
 
 class TransportError(AdaptiveError):
-    """A channel between two ranks failed."""
+    """A communication channel between two ranks failed."""
 
 
 class PeerLostError(TransportError):
-    """The process at the other end of a channel is gone."""
+    """The process at the other end of a channel has ended or cannot be reached."""
 
 
 class DeadlineError(TransportError):
-    """A wait passed its time limit."""
+    """An expected message or event did not arrive within the time limit."""

@@ -1,7 +1,7 @@
 """Gives access to the optional C++ extension ``megatron.adaptive._C``.
 
-Only this module imports ``_C``, and only when a caller asks for it, so that all Python code works
-without the extension. If the import fails, this module keeps the reason.
+Only this module imports ``_C``, and only when a caller requests the extension, so that all Python
+code also works without it. If the import fails, this module remembers why.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ from types import ModuleType
 from megatron.adaptive.errors import SetupError
 
 _NAME = "megatron.adaptive._C"
-# csrc/bindings/module.cc has the same number. Raise both if Python code needs a new build.
+# Version of the interface between Python and C++; must equal the number in csrc/bindings/module.cc.
+# Raise both numbers if the Python code no longer works with an older build of the extension.
 _INTERFACE = 6
 _REMEDY = "build it with `python setup.py build_ext --inplace` in the checkout"
 
 
 def load() -> ModuleType | None:
-    """Returns the extension, or ``None`` if it cannot be used; see :func:`why_missing`."""
+    """Returns the extension, or ``None`` if it cannot be used (:func:`why_missing` says why)."""
     return _attempt()[0]
 
 
 def why_missing() -> str | None:
-    """Returns one line that says why :func:`load` returns ``None``; ``None`` if it loads."""
+    """Returns one line that says why the extension cannot be used; ``None`` if it can."""
     return _attempt()[1]
 
 
 def require(purpose: str) -> ModuleType:
-    """Returns the extension.
+    """Returns the extension, or raises an error if it cannot be used.
 
     Args:
-        purpose: Name of the feature that needs the extension; it begins the error message.
+        purpose: Name of the feature that needs the extension; the error message begins with it.
 
     Raises:
-        SetupError: The extension is missing; the message says why and how to get it.
+        SetupError: The extension cannot be used; the message says why and how to build it.
     """
     module, reason = _attempt()
     if module is None:
@@ -45,7 +46,7 @@ def require(purpose: str) -> ModuleType:
 
 @functools.cache
 def _attempt() -> tuple[ModuleType | None, str | None]:
-    # The result is cached: a module that failed to load fails again, and callers ask often.
+    # The result is cached, because callers ask often and a failed import would fail again.
     try:
         module = importlib.import_module(_NAME)
     except ModuleNotFoundError as error:

@@ -1,6 +1,7 @@
 """Lets two processes of a job prove to each other that both know the job's secret.
 
-Neither side reads a message before it has checked the other side's proof::
+The visitor is the side that connects, the listener the side that accepts. Neither side reads a
+message before it has checked the other side's proof::
 
     visitor                                     listener
       magic, nonce a         ────────────────────>
@@ -8,13 +9,15 @@ Neither side reads a message before it has checked the other side's proof::
       the visitor's proof    ────────────────────>
       length, MAC, payload   <───────────────────>  length, MAC, payload
 
-Proofs and keys are HMAC-SHA256 under the secret over the purpose of the connection and both nonces.
-A proof is therefore useless in another connection, and sending the other side's proof back proves
-nothing. The MAC of a message also covers its number, so that no message can be repeated, dropped or
-reordered. Nothing is encrypted, so messages must not contain secrets.
+Proofs and keys are computed by HMAC-SHA256 with the secret as key, from the purpose of the
+connection and both nonces. A proof is therefore useless in another connection, and sending the
+other side's proof back proves nothing. The MAC (message authentication code) of a message also
+covers the number of the message, so that no message can be repeated, dropped or reordered. Nothing
+is encrypted, so messages must not contain secrets.
 
-:class:`Handshake` and :class:`Session` do no input or output. :class:`Gate` is the only place where
-this package's Python code accepts TCP connections; it returns only peers that proved the secret.
+:class:`Handshake` and :class:`Session` only compute bytes; their callers send and receive them.
+:class:`Gate` is the only part of this package's Python code that accepts TCP connections. It hands
+out only connections whose peer proved the secret.
 """
 
 from __future__ import annotations
@@ -45,23 +48,23 @@ _HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
 _LENGTH = struct.Struct("!I")
 _COUNT = struct.Struct("!Q")
 HEAD_BYTES = _LENGTH.size + _MAC_BYTES
-"""Size in bytes of the length and MAC before each payload."""
+"""Size in bytes of the header (length and MAC) that precedes each payload."""
 LONGEST = 1 << 22
-"""Size in bytes of the longest payload."""
+"""Largest allowed size of a payload in bytes."""
 _Payload = TypeVar("_Payload", bytes, memoryview)
 
 
 class StrangerError(ConnectionError):
-    """The other side did not prove the secret; the text says how the proof failed."""
+    """The other side did not prove that it knows the secret; the message says what failed."""
 
 
 def new_secret() -> str:
-    """Returns a new random secret, 256 bits as hexadecimal text."""
+    """Returns a new random secret of 256 bits, as hexadecimal text."""
     return secrets.token_hex(32)
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file atomically; only this user may read it, from its creation on.
+    """Writes a file atomically, so that at no time another user can read it.
 
     Raises:
         OSError: The file cannot be written.
@@ -75,13 +78,13 @@ def write_private(path: Path, text: str) -> None:
 
 
 class Session:
-    """Signs and checks the messages of a connection whose sides have proved the secret.
+    """Signs and checks the messages of a connection after both sides have proved the secret.
 
     One thread may send while another receives.
 
     Args:
-        sending: Key of messages to the other side.
-        receiving: Key of messages from the other side.
+        sending: HMAC key that signs messages to the other side.
+        receiving: HMAC key that checks messages from the other side.
     """
 
     def __init__(self, sending: bytes, receiving: bytes) -> None:
@@ -90,7 +93,7 @@ class Session:
         self._sent = self._received = 0
 
     def head(self, payload: bytes | memoryview) -> bytes:
-        """Returns the length and MAC to send before a payload.
+        """Returns the header (length and MAC) to send before a payload.
 
         Raises:
             ValueError: The payload is longer than :data:`LONGEST`.
@@ -101,15 +104,15 @@ class Session:
         return _LENGTH.pack(len(payload)) + _mac(self._sending, self._sent, payload)
 
     def seal(self, payload: bytes) -> bytes:
-        """Returns a payload with its :meth:`head` in front; raises like that method."""
+        """Returns a header followed by its payload; raises ``ValueError`` like :meth:`head`."""
         return self.head(payload) + payload
 
     @staticmethod
     def length(head: bytes) -> int:
-        """Returns the size in bytes of the payload that follows ``head``.
+        """Returns the size in bytes of the payload that follows a header.
 
         Raises:
-            StrangerError: The size is above :data:`LONGEST`.
+            StrangerError: The payload would be longer than :data:`LONGEST`.
         """
         (length,) = _LENGTH.unpack_from(head)
         if length > LONGEST:
@@ -117,7 +120,7 @@ class Session:
         return int(length)
 
     def open(self, head: bytes, payload: _Payload) -> _Payload:
-        """Checks that a payload is the next message of the other side, and returns it.
+        """Checks that a payload is the other side's next message, and returns the payload.
 
         Raises:
             StrangerError: The message was changed, repeated or reordered.
@@ -136,20 +139,21 @@ def _mac(key: bytes, number: int, payload: bytes | memoryview) -> bytes:
 
 
 class Handshake:
-    """Proves the secret to the other side and checks the other side's proof; used once.
+    """Proves the secret to the other side and checks the other side's proof.
 
-    Send :attr:`first`. While :attr:`wanted` is not 0, read that number of bytes, pass them to
-    :meth:`advance` and send the bytes that it returns. Then :attr:`session` is set.
+    Each connection needs its own handshake object. Send :attr:`first`. While :attr:`wanted` is not
+    0, read that number of bytes, pass them to :meth:`advance` and send the bytes that it returns.
+    Then :attr:`session` is set.
 
     Args:
-        secret: The job's secret. An empty one is never accepted.
-        purpose: Purpose of the connection, the same on both sides.
-        visiting: Whether this side connected to the other.
+        secret: The job's secret. With an empty secret every handshake fails.
+        purpose: Text that names the purpose of the connection, the same on both sides.
+        visiting: Whether this side opened the connection.
 
     Attributes:
-        first: Bytes to send first; empty for the listener.
-        wanted: Number of bytes that the next :meth:`advance` takes; 0 after the handshake.
-        session: Keys of the connection, ``None`` until the handshake is complete.
+        first: Bytes to send at the start; empty on the listener's side.
+        wanted: Number of bytes to read and pass to the next :meth:`advance`; 0 after the handshake.
+        session: Signs and checks later messages; ``None`` until the handshake is complete.
     """
 
     def __init__(self, secret: str, purpose: str, *, visiting: bool) -> None:
@@ -163,7 +167,7 @@ class Handshake:
         self.session: Session | None = None
 
     def advance(self, data: bytes) -> bytes:
-        """Takes the :attr:`wanted` bytes from the other side and returns the bytes to send.
+        """Takes the next :attr:`wanted` bytes that were received, and returns the bytes to send.
 
         Raises:
             StrangerError: The other side did not prove the job's secret.
@@ -204,8 +208,8 @@ class SealedSocket:
     """Sends and receives messages over a blocking socket whose peer has proved the secret.
 
     Args:
-        connection: The connected socket.
-        session: Session of the finished handshake on this socket.
+        connection: Connected socket on which the handshake is complete.
+        session: Keys and message counts, from the handshake on this socket.
     """
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
@@ -214,21 +218,22 @@ class SealedSocket:
         self.session = session
 
     def send(self, payload: bytes) -> None:
-        """Sends a message.
+        """Sends a payload as one message.
 
         Raises:
-            OSError: The message cannot be sent.
+            OSError: The connection failed, or the socket's timeout passed.
         """
         self.socket.sendall(self.session.seal(payload))
 
     def receive(self, most: int = LONGEST) -> bytes:
-        """Waits for the next message, as long as the socket's timeout allows.
+        """Waits for the next message and returns its payload.
 
         Args:
-            most: Largest size of the message in bytes.
+            most: Largest accepted size of the payload in bytes.
 
         Raises:
-            OSError: The connection ended, or the message is too long or was not sent by the peer.
+            OSError: The connection ended, the socket's timeout passed, or the message is too long
+                or was not sent by the peer.
         """
         head = read_exactly(self.socket, HEAD_BYTES)
         length = self.session.length(head)
@@ -237,7 +242,7 @@ class SealedSocket:
         return self.session.open(head, read_exactly(self.socket, length))
 
     def send_memory(self, *parts: memoryview) -> None:
-        """Sends memory whose size both sides know, in messages of at most :data:`LONGEST`."""
+        """Sends memory whose size the receiver knows, in messages of up to :data:`LONGEST`."""
         for piece in _pieces(parts):
             self.socket.sendall(self.session.head(piece))
             self.socket.sendall(piece)
@@ -245,7 +250,7 @@ class SealedSocket:
     def receive_memory(self, *parts: memoryview) -> None:
         """Fills memory with the bytes that the peer's :meth:`send_memory` sent.
 
-        The memory's content is only verified once this method has returned.
+        Do not use the bytes before this method has returned, because some may not be verified yet.
 
         Raises:
             OSError: The connection ended, or a message was not sent by the peer.
@@ -262,10 +267,10 @@ def _pieces(parts: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """Reads exactly ``size`` bytes.
+    """Reads exactly ``size`` bytes from a blocking socket.
 
     Raises:
-        OSError: The connection ended first.
+        OSError: The connection ended before that number of bytes arrived.
     """
     data = bytearray(size)
     _fill(connection, memoryview(data))
@@ -285,19 +290,21 @@ def dial(
 ) -> SealedSocket:
     """Connects to a listener of the job and completes the handshake.
 
-    Tries again if the connection is lost, because a listener with too many visitors drops some.
+    Retries if the connection is lost during the handshake, because a listener with too many
+    visitors drops some of them.
 
     Args:
         address: Host and port of the listener.
         secret: The job's secret.
-        purpose: Purpose of the connection, the same on both sides.
-        within_s: Time limit in seconds of the whole call; afterwards the socket's timeout.
-        is_early: Whether the listener may not know the secret yet; if so, also tries again if it
-            does not prove the secret.
+        purpose: Text that names the purpose of the connection, the same on both sides.
+        within_s: Time limit in seconds for connection and handshake, and afterwards the timeout
+            of the returned socket.
+        is_early: Whether the listener may not know the secret yet. If so, this function also
+            retries if the listener's proof is wrong.
 
     Raises:
-        StrangerError: The listener did not prove the secret.
-        OSError: Nobody listens at this address.
+        StrangerError: The listener did not prove that it knows the secret.
+        OSError: No process listens at this address.
     """
     end_s = time.monotonic() + within_s
     while True:
@@ -324,12 +331,13 @@ _NO_PROOF = "the listener there did not prove the job's secret"
 
 
 def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
-    """Listens at one address of this machine, or at all if ``host`` is no address of it.
+    """Returns a socket that listens at one address of this machine, or at all its addresses.
 
     Args:
-        host: Address or host name. If empty, listens at all IPv4 and IPv6 addresses.
-        port: Port; 0 lets the kernel choose one.
-        backlog: Number of connections that the kernel queues until they are accepted.
+        host: Address or host name of this machine to listen at. If empty, or not of this machine,
+            the socket listens at all IPv4 and IPv6 addresses.
+        port: Port number; 0 lets the kernel choose a free port.
+        backlog: Largest number of connections that wait in the kernel until they are accepted.
 
     Raises:
         OSError: The port cannot be used.
@@ -346,13 +354,17 @@ def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
 
 
 def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
-    """Returns family and address of a host if it is this machine and has one address."""
+    """Returns address family and address of a host, or ``None``.
+
+    ``None`` means that the host is not this machine, or that its name has several addresses.
+    """
     with contextlib.suppress(OSError):
         entries = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
         resolved = {(entry[0], str(entry[4][0])) for entry in entries}
         if len(resolved) == 1:
             ((family, address),) = resolved
-            # Debian maps a machine's own name to a loopback address, which others cannot reach.
+            # Debian resolves a machine's own name to a loopback address. Do not listen there, as
+            # other machines cannot reach it, unless the caller named that address.
             if not is_loopback(address) or host in (address, "localhost"):
                 with socket.socket(family) as probe:
                     probe.bind((address, 0))
@@ -362,7 +374,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""The limit on open files, divided by this number, is the limit on visitors."""
+"""A quarter of the limit on open files is the largest number of simultaneous visitors."""
 _PROVE_S = 5.0
 _CLOSE_S = 1.0
 _REPORT_S = 60.0
@@ -371,21 +383,22 @@ _REPORT_S = 60.0
 class Gate:
     """Accepts connections in a thread and admits visitors that prove the secret.
 
-    A visitor is a connected peer that has not proved the secret yet. It has five seconds and may
-    send about a hundred bytes. Visitors do not wait for each other; if there are too many, the
-    gate drops one.
+    A visitor is a connected peer that has not proved the secret yet. It must do so within five
+    seconds, and may send about a hundred bytes until then. The gate handles all visitors
+    concurrently. If there are too many, it drops one of them.
 
     Args:
-        listening: Listening socket. The gate owns it from now on.
-        secret: Returns the job's current secret; while it is empty, nobody is admitted.
-        purpose: Purpose of the connections.
-        admit: Takes each admitted connection, which is blocking and has no timeout. The gate's
-            thread calls it, so it must not wait.
-        report: Prints a line about refused visitors; called at most once a minute.
+        listening: Listening socket, which the gate owns from now on and closes at its end.
+        secret: Function that returns the job's current secret. As long as the secret is empty, no
+            visitor is admitted.
+        purpose: Text that names the purpose of the connections, the same on both sides.
+        admit: Function that takes each admitted connection, whose socket is blocking and has no
+            timeout. It runs in the gate's thread, so it must return quickly.
+        report: Function that prints a line about refused visitors, called at most once a minute.
 
     Attributes:
-        port: Port of the listening socket.
-        most: Largest number of visitors at one time.
+        port: Number of the port at which the gate listens.
+        most: Largest number of visitors (peers without proof yet) at the same time.
     """
 
     def __init__(
@@ -414,8 +427,8 @@ class Gate:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening; admitted connections stay open. Idempotent."""
-        with contextlib.suppress(RuntimeError):  # the loop is already closed
+        """Stops listening; admitted connections stay open. A second call does nothing."""
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is closed already
             self._loop.call_soon_threadsafe(self._accepting.cancel)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
@@ -433,7 +446,7 @@ class Gate:
                     connection, peer = await self._next_visitor()
                 except ConnectionError:
                     continue  # the visitor has closed the connection already
-                except OSError:  # no descriptor is left
+                except OSError:  # most likely, too many files are open
                     self._make_room()
                     await asyncio.sleep(0.01)
                     continue
@@ -449,10 +462,10 @@ class Gate:
             await asyncio.gather(*self._waiting, return_exceptions=True)
 
     async def _next_visitor(self) -> tuple[socket.socket, Any]:
-        """Returns the next connection and its peer's address.
+        """Waits for the next connection; returns its socket and the address of the peer.
 
-        ``sock_accept`` of asyncio fails with a traceback in the log if it is cancelled at the
-        moment at which a connection arrives.
+        This does not use asyncio's ``sock_accept``, which writes a traceback to the log if it is
+        cancelled just when a connection arrives.
         """
         while True:
             try:
@@ -464,7 +477,7 @@ class Gate:
                 return connection, peer
 
     async def _wait_until_readable(self) -> None:
-        """Waits until the listening socket has a connection."""
+        """Waits until a peer has connected to the listening socket."""
         is_readable = asyncio.Event()
         self._loop.add_reader(self._listening, is_readable.set)
         try:
@@ -473,7 +486,7 @@ class Gate:
             self._loop.remove_reader(self._listening)
 
     async def _attend(self, connection: socket.socket, address: str) -> Session | None:
-        """Returns the session of a visitor that proves the secret in time."""
+        """Returns the session of a visitor, or ``None`` if it fails to prove the secret in time."""
         try:
             return await asyncio.wait_for(self._prove(connection), _PROVE_S)
         except asyncio.TimeoutError:
@@ -483,7 +496,7 @@ class Gate:
         return None
 
     def _end(self, connection: socket.socket, task: asyncio.Task[Session | None]) -> None:
-        """Admits a visitor, or closes its connection."""
+        """Admits a visitor that has proved the secret, or closes the visitor's connection."""
         self._waiting.pop(task, None)
         session = None if task.cancelled() else task.result()
         if session is None:
@@ -493,7 +506,10 @@ class Gate:
             self._admit(SealedSocket(connection, session))
 
     async def _prove(self, connection: socket.socket) -> Session | None:
-        """Returns a visitor's session, or ``None`` if it only probed whether the port is open."""
+        """Completes the handshake with a visitor and returns the session.
+
+        Returns ``None`` if the visitor only tested whether the port is open, and sent nothing.
+        """
         shake = Handshake(self._secret(), self._purpose, visiting=False)
         while shake.wanted:
             data = b""
@@ -508,7 +524,10 @@ class Gate:
         return shake.session
 
     def _make_room(self) -> None:
-        """Drops the oldest visitor of the address with the most visitors, seldom the job's own."""
+        """Drops the oldest visitor from the address with the most visitors.
+
+        An attacker's address has the most visitors, so a process of the job is seldom dropped.
+        """
         if self._waiting:
             crowd = Counter(self._waiting.values()).most_common(1)[0][0]
             oldest = next(task for task, address in self._waiting.items() if address == crowd)
@@ -522,7 +541,7 @@ class Gate:
         if now_s - self._reported_s >= _REPORT_S:
             total = f"; {self._refused} refused so far" if self._refused > 1 else ""
             self._reported_s = now_s
-            with contextlib.suppress(OSError, ValueError):  # the output may be closed
+            with contextlib.suppress(OSError, ValueError):  # the output stream may be closed
                 self._report(
                     f"warning: a visitor from {address} to port {self.port} ({self._purpose}) is"
                     f" not of this job and was refused: {reason}{total}"
@@ -530,5 +549,5 @@ class Gate:
 
 
 def to_log(log: Any) -> Callable[[str], None]:
-    """Returns a ``report`` function for :class:`Gate` that writes to a logger."""
+    """Returns a function that writes warnings to a logger; for ``report`` of :class:`Gate`."""
     return lambda text: log.warning("%s", text.removeprefix("warning: "))

@@ -1,4 +1,4 @@
-"""Finds the addresses of this machine, and the one by which other machines reach it."""
+"""Lists this machine's network addresses, and finds the address that other machines can reach."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import psutil
 
 from megatron.adaptive.errors import ConfigError, SetupError
 
-# This address is reserved for documentation. A UDP socket that connects to it sends nothing, but
-# the kernel picks the source address of the default route.
+# An address reserved for documentation. Connecting a UDP socket sends nothing, but makes the kernel
+# choose a source address. For an address that no machine has, this is that of the default route.
 _ANYWHERE = "192.0.2.1"
 _PORT = 9
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether an address only reaches its own machine."""
+    """Returns whether an address is a loopback address, which other machines cannot reach."""
     return address.startswith("127.") or address == "::1"
 
 
 def addresses() -> dict[str, list[str]]:
-    """Returns the addresses of each interface that is up, IPv4 first.
+    """Returns the addresses of each network interface that is up, IPv4 addresses first.
 
-    Addresses with a scope (``fe80::1%eth0``) are left out.
+    Addresses that need a scope (``fe80::1%eth0``) are left out.
     """
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     by_interface = {}
@@ -39,22 +39,22 @@ def addresses() -> dict[str, list[str]]:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the interface that has ``address``, or ``None`` if no interface has it."""
+    """Returns the name of the interface with this address, or ``None`` if there is none."""
     return next((name for name, listed in addresses().items() if address in listed), None)
 
 
 def own_address(interface: str | None, peer: str | None = None, *, alone: bool = False) -> str:
-    """Returns the address by which other nodes reach this node.
+    """Returns the address at which other nodes can reach this node.
 
     Args:
-        interface: Name of the network interface to use. By default the interface of the route to
-            ``peer``, then that of the default route, then the first that is up.
-        peer: Address or host name of another node.
-        alone: True if the whole job runs on this machine, so that a loopback address suffices.
+        interface: Name of the network interface to use. ``None`` tries the interface of the route
+            to ``peer``, then that of the default route, then the first that is up.
+        peer: Address or host name of another node of the job; ``None`` if unknown.
+        alone: Whether the whole job runs on this machine, so that a loopback address suffices.
 
     Raises:
         ConfigError: The interface does not exist or has no address.
-        SetupError: The node has no address except the loopback address.
+        SetupError: The node has no address except loopback addresses.
     """
     if interface is not None:
         by_interface = addresses()
@@ -83,7 +83,7 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
 
 
 def _source_towards(host: str = _ANYWHERE) -> str | None:
-    """Returns the source address of packets to ``host``, or ``None`` without a route."""
+    """Returns the source address of packets to ``host``, or ``None`` if there is no route."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(
             host, _PORT, type=socket.SOCK_DGRAM

@@ -1,21 +1,23 @@
 """Lets an **unmodified** megatron-core run on a machine without CUDA.
 
-megatron-core passes the device ``"cuda"`` to tensor factories, asks ``torch.cuda`` for the current
-device and its random state, and compares ``Tensor.type()`` with ``torch.cuda.*`` names. This module
-gives megatron-core's modules a stand-in for ``torch``, in which each of these names has a
-substitute. Every other name is looked up in torch when it is used::
+megatron-core passes the device ``"cuda"`` to tensor factories such as ``torch.zeros``, asks
+``torch.cuda`` for the current device and its random state, and compares ``Tensor.type()`` with
+``torch.cuda.*`` names. This module gives megatron-core's modules a stand-in for the module
+``torch``, which has a substitute for each of these functions. All other names of the stand-in are
+looked up in torch itself when they are used::
 
     megatron.core.x    import torch ──> stand-in ── torch.zeros ──> substitute ──> torch.zeros
                                             └────── torch.matmul ────────────────> torch.matmul
     transformers, ...  import torch ─────────────────────────────────────────────> torch
 
-A finder at the head of ``sys.meta_path`` gives modules of Megatron-LM an ``__import__`` that
-returns the stand-ins. torch itself is unchanged for every other library, so a program may use both
-in one process. All modules share the classes of ``Tensor.cuda()`` and ``Module.cuda()``, so these
-two methods check their caller: they differ from torch's only if a module of Megatron-LM calls them.
+An import hook (a finder at the head of ``sys.meta_path``) gives modules of Megatron-LM an
+``__import__`` that returns the stand-ins. torch is unchanged for all other libraries, so a program
+may use both in one process. The methods ``Tensor.cuda()`` and ``Module.cuda()`` belong to classes
+that all libraries share. They are therefore replaced for everyone, but check their caller, and
+differ from torch's methods only if a module of Megatron-LM calls them.
 
-Every substitution is a function ``_substitute_*`` with one canary test that fails without it, so
-the tests show which substitution a new release of torch or megatron-core breaks. With CUDA this
+Each function ``_substitute_*`` makes one substitution, and has one test that fails without it. The
+tests thus show which substitution a new release of torch or megatron-core breaks. With CUDA this
 module changes nothing.
 """
 
@@ -62,20 +64,20 @@ _FACTORIES = (
     "zeros",
     "zeros_like",
 )
-# Results of ``Tensor.type()`` for a GPU tensor and for the same tensor on the CPU.
+# Maps the result of ``Tensor.type()`` for a GPU tensor to the result for a tensor on the CPU.
 _TYPE_NAMES = {
     f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("BFloat16", "Float", "Half")
 }
 
 
 def install() -> bool:
-    """Lets megatron-core run without CUDA; a no-op with CUDA or if already installed.
+    """Lets megatron-core run without CUDA; does nothing with CUDA or if already installed.
 
-    Must run before the first import of ``megatron.core``. Changes only the names that modules of
-    Megatron-LM find in torch; other modules see torch unchanged.
+    Must be called before the first import of ``megatron.core``. Only modules of Megatron-LM get the
+    substitutes; torch is unchanged for all others.
 
     Returns:
-        Whether the substitutions are in force.
+        Whether the substitutes are installed.
 
     Raises:
         SetupError: ``megatron.core`` was imported before the first call.
@@ -106,18 +108,19 @@ def install() -> bool:
 
 
 def install_for_trainer() -> bool:
-    """Lets Megatron-LM's own trainer run without CUDA too; a no-op with CUDA.
+    """Lets Megatron-LM's own trainer, too, run without CUDA; does nothing with CUDA.
 
     Returns:
-        Whether the substitutions are in force.
+        Whether the substitutes are installed.
     """
     if not install():
         return False
     finder = _installed()
     assert finder is not None
-    # The trainer demands CUDA_DEVICE_MAX_CONNECTIONS=1 only for GPUs below major 10.
+    # The trainer requires CUDA_DEVICE_MAX_CONNECTIONS=1 for GPUs of compute capability below 10,
+    # so pretend to have a newer one.
     properties = types.SimpleNamespace(name="CPU", major=10, minor=0)
-    # Without any device the trainer creates neither process groups nor seeds.
+    # The trainer creates process groups and seeds only if there is at least one device.
     finder.substitutes("torch.cuda").update(
         device_count=lambda: 1,
         set_device=lambda device: None,
@@ -129,13 +132,14 @@ def install_for_trainer() -> bool:
 def include_program(namespace: dict[str, Any]) -> None:
     """Gives the substitutes also to a program that uses Megatron-LM.
 
-    The program consists of the calling module, the modules in its folder, and those next to
-    Megatron-LM (such as ``gpt_builders.py``). Of these, only modules that have imported something
-    from Megatron-LM get substitutes; see :func:`renew_program`. Does nothing unless :func:`install`
-    has installed the substitutes.
+    The program consists of the calling module, the modules in the same folder, and the modules in
+    the folder that contains Megatron-LM (such as ``gpt_builders.py``). Of these, only modules that
+    have imported something from Megatron-LM get substitutes. Modules that are imported later get
+    them from :func:`renew_program`. Does nothing unless :func:`install` has installed the
+    substitutes.
 
     Args:
-        namespace: Global names of the calling module.
+        namespace: Global names of the calling module, that is, its ``globals()``.
     """
     finder = _installed()
     if finder is not None and not _is_own(namespace.get("__name__", "")):
@@ -145,8 +149,8 @@ def include_program(namespace: dict[str, Any]) -> None:
 def renew_program() -> None:
     """Gives the substitutes to modules that a program imported since :func:`include_program`.
 
-    Called before the first training step. In a module that already ran, global names that came from
-    torch are replaced by the substitutes.
+    Must be called before the first training step. Such modules have already run, so their global
+    names that refer to functions of torch are changed to refer to the substitutes.
     """
     finder = _installed()
     if finder is not None:
@@ -154,9 +158,10 @@ def renew_program() -> None:
 
 
 def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a copy of a function whose frame ``warnings`` skips, like frames of Python's import.
+    """Returns a copy of a function whose stack frame looks like one of Python's import system.
 
-    Without the copy, a warning that a module addresses to its importer would point at this file.
+    The module ``warnings`` skips such frames. Without the copy, a warning that is meant for the
+    code that imports a module would name this file.
     """
     code = function.__code__.replace(co_filename="<importlib._bootstrap of megatron.adaptive>")
     return types.FunctionType(
@@ -165,18 +170,19 @@ def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Names(dict[str, Any]):
-    """Holds substitutes by name; any other name is looked up in the module that they replace.
+    """Holds substitutes by name; looks up any other name in the original module.
 
-    It is a dictionary because the lookup then needs no Python frame: megatron-core looks up names
-    of torch a hundred times in each layer.
+    This is a dictionary, because a lookup in a dictionary calls no Python code. megatron-core looks
+    up names of torch a hundred times in each layer.
     """
 
-    # Each subclass sets it, because Python looks up special methods in the class.
+    # Each original module gets its own subclass, because Python looks up special methods in the
+    # class, not in the instance.
     __missing__: Callable[[str], Any]
 
 
 def _stand_in(module: types.ModuleType) -> tuple[types.ModuleType, dict[str, Any]]:
-    """Makes a stand-in for a module; returns it with the dictionary of its substitutes."""
+    """Returns a stand-in for a module, and the dictionary of the stand-in's substitutes."""
     missing = {"__missing__": module.__getattribute__}
     names: dict[str, Any] = type("_Names", (_Names,), missing)()
     methods = {
@@ -191,9 +197,9 @@ class Finder(importlib.abc.MetaPathFinder):
     """Finds modules of Megatron-LM and lets them import stand-ins in place of torch's modules.
 
     Attributes:
-        builtins: Built-in names of those modules, with an ``__import__`` that returns stand-ins.
-            This dictionary also identifies the modules: no other module has it.
-        constants: Replacements of string constants in the code of those modules, by the string.
+        builtins: Built-in names for modules of Megatron-LM, with an ``__import__`` that returns
+            stand-ins. A module with this dictionary as its ``__builtins__`` has the substitutes.
+        constants: Maps string constants in the code of Megatron-LM to their replacements.
     """
 
     def __init__(self) -> None:
@@ -210,28 +216,28 @@ class Finder(importlib.abc.MetaPathFinder):
         self.substitutes("torch")["distributed"] = self._modules["torch.distributed"]
 
     def substitutes(self, module: str) -> dict[str, Any]:
-        """Returns the substitutes for a module of torch by name; the caller may add to them."""
+        """Returns a torch module's substitutes by name, in a dictionary that callers may extend."""
         return self._substitutes[module]
 
     def add_module(self, module: types.ModuleType) -> None:
-        """Lets modules of Megatron-LM import ``module`` by its name; others do not see it."""
+        """Lets modules of Megatron-LM, and no others, import ``module`` by its name."""
         self._modules[module.__name__] = module
 
     def remove_module(self, name: str) -> types.ModuleType:
-        """Removes a module that :meth:`add_module` added, and returns it."""
+        """Removes and returns a module that :meth:`add_module` has added."""
         return self._modules.pop(name)
 
     def calls_from(self, frame: types.FrameType) -> bool:
-        """Returns whether a frame runs code of a module with substitutes."""
+        """Returns whether a stack frame runs code of a module that has the substitutes."""
         return frame.f_globals.get("__builtins__") is self.builtins
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec of a module of Megatron-LM, ``None`` for any other module."""
+        """Returns the import spec of a module of Megatron-LM, ``None`` for any other module."""
         if not fullname.startswith("megatron.") or _is_own(fullname):
             return None
-        self._replace_in(self._programs)  # program code may run between two of its imports
+        self._replace_in(self._programs)  # now, since a program may run code between imports
         spec = None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -239,19 +245,20 @@ class Finder(importlib.abc.MetaPathFinder):
                 spec = find(fullname, path, target)
             if spec is not None:
                 break
-        # Other loaders are for namespace packages and for modules in C.
+        # Only modules with Python source need substitutes. Other loaders load C modules and
+        # namespace packages.
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(self, spec.loader)
         return spec
 
     def include_program(self, namespace: dict[str, Any]) -> None:
-        """Records a module that already runs; see the function :func:`include_program`."""
+        """Gives the substitutes to a program, from the global names of its running module."""
         if not any(program is namespace for program in self._programs):
             self._programs.append(namespace)
         self.renew_program()
 
     def renew_program(self) -> None:
-        """Gives the substitutes to modules of the program that use Megatron-LM and lack them."""
+        """Gives the substitutes to all modules of the program that use Megatron-LM."""
         self._replace_in(self._modules_of_program())
 
     def _replace_in(self, namespaces: list[dict[str, Any]]) -> None:
@@ -264,7 +271,7 @@ class Finder(importlib.abc.MetaPathFinder):
                     namespace[name] = replaced[id(value)]
 
     def _replacements(self) -> dict[int, Any]:
-        """Returns stand-ins and substitutes by the ``id`` of the object that each replaces."""
+        """Returns stand-ins and substitutes, by the ``id`` of the original object of torch."""
         replaced: dict[int, Any] = {}
         for name, names in self._substitutes.items():
             module = sys.modules[name]
@@ -276,7 +283,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return replaced
 
     def _modules_of_program(self) -> list[dict[str, Any]]:
-        """Returns the global names of all modules that may belong to a program."""
+        """Returns the global names of each module that may belong to the user's program."""
         if not self._programs:
             return []
         files = [program.get("__file__") for program in self._programs]
@@ -302,37 +309,37 @@ class Finder(importlib.abc.MetaPathFinder):
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> Any:
-        """Imports as ``__import__`` does, but returns the stand-in if there is one."""
-        # "import a.b" without a list of names returns a.
+        """Works like ``__import__``, but returns a module's stand-in if there is one."""
+        # For "import a.b", __import__ returns a; for "from a.b import c" it returns a.b.
         returned = name if fromlist else name.partition(".")[0]
         stand_in = None if level else self._modules.get(returned)
         if stand_in is not None and returned not in self._substitutes:
-            return stand_in  # the real package need not be installed
+            return stand_in  # the real package may not be installed
         module = builtins.__import__(name, globals, locals, fromlist or (), level)
         return module if stand_in is None else stand_in
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module of Megatron-LM and gives it the substitutes."""
+    """Loads a module of Megatron-LM and gives the substitutes to that module."""
 
     def __init__(self, finder: Finder, plain: SourceFileLoader) -> None:
         super().__init__(plain.name, plain.path)
         self._finder = finder
 
     def get_code(self, fullname: str) -> types.CodeType | None:
-        """Returns the module's code with replaced constants; ``__pycache__`` keeps the original."""
+        """Returns a module's code with replaced constants; ``__pycache__`` has the original."""
         code = super().get_code(fullname)
         return None if code is None else _with_constants(code, self._finder.constants)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        """Returns a new module that has the substituted built-in names."""
+        """Returns a new module whose ``__import__`` returns stand-ins for torch's modules."""
         module = types.ModuleType(spec.name)
         module.__dict__["__builtins__"] = self._finder.builtins
         return module
 
 
 def _with_constants(constant: Any, replacements: dict[Any, Any]) -> Any:
-    """Replaces strings inside a constant; returns the constant itself if none is replaced."""
+    """Replaces strings in a constant, also in nested ones, or returns the constant unchanged."""
     if isinstance(constant, str):
         return replacements.get(constant, constant)
     if isinstance(constant, types.CodeType):
@@ -358,7 +365,7 @@ def _is_installed(file: str) -> bool:
 
 
 def _uses_megatron(namespace: dict[str, Any]) -> bool:
-    """Returns whether a module has imported something from Megatron-LM."""
+    """Returns whether one of these global names was imported from Megatron-LM."""
     for value in list(namespace.values()):
         if isinstance(value, types.ModuleType):
             origin = value.__name__
@@ -372,19 +379,19 @@ def _uses_megatron(namespace: dict[str, Any]) -> bool:
 
 
 def _substitute_current_device(finder: Finder) -> None:
-    """Makes ``torch.cuda.current_device()`` the CPU: megatron-core passes it on as ``device=``."""
+    """Makes ``current_device()`` return the CPU: megatron-core passes the result as ``device=``."""
     finder.substitutes("torch.cuda")["current_device"] = lambda: _CPU
 
 
 def _substitute_synchronize(finder: Finder) -> None:
-    """Makes ``torch.cuda.synchronize()`` return at once: CPU work is done when a call returns."""
+    """Makes ``torch.cuda.synchronize()`` do nothing: CPU work is done when its call returns."""
     finder.substitutes("torch.cuda").update(
         synchronize=lambda device=None: None, empty_cache=lambda: None
     )
 
 
 class _NoStream:
-    """Stands in for a stream; never waits, because CPU work is done when a call returns."""
+    """Replaces a CUDA stream or event; never waits, as CPU work is done when its call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -395,12 +402,12 @@ class _NoStream:
     def synchronize(self) -> None: ...
 
     def record_event(self, event: Any = None) -> _NoStream:
-        """Returns an event that never waits."""
+        """Returns an event on which waiting ends at once."""
         return self
 
 
 def _substitute_streams(finder: Finder) -> None:
-    """Makes every stream a :class:`_NoStream`, on which nothing waits."""
+    """Replaces CUDA streams by :class:`_NoStream`, whose methods do nothing."""
     finder.substitutes("torch.cuda").update(
         Stream=_NoStream,
         current_stream=lambda device=None: _NoStream(),
@@ -434,8 +441,8 @@ def _substitute_factories(finder: Finder) -> None:
 def _substitute_tensor_moves(finder: Finder) -> None:
     """Makes ``Tensor.cuda()`` and ``Module.cuda()`` leave tensors on the CPU.
 
-    This applies only to calls from modules of Megatron-LM. Other callers get torch's methods, which
-    raise an error without CUDA.
+    This applies only to calls from modules of Megatron-LM. For other callers torch's own methods
+    run, which raise an error on a machine without CUDA.
     """
 
     def unless_called_by_megatron(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -452,23 +459,24 @@ def _substitute_tensor_moves(finder: Finder) -> None:
 
 
 def _substitute_tensor_type(finder: Finder) -> None:
-    """Replaces names of CUDA tensor types in megatron-core's code by those of the CPU.
+    """Replaces the names of CUDA tensor types in megatron-core's code by names of CPU types.
 
-    megatron-core's optimizers group parameters by ``Tensor.type()`` and refuse any other name.
+    megatron-core's optimizers group parameters by ``Tensor.type()``, and refuse parameters whose
+    type is not one of these names.
     """
     finder.constants.update(_TYPE_NAMES)
 
 
 def _substitute_random_state(finder: Finder) -> None:
-    """Makes the CUDA generator that megatron-core forks, saves and restores the CPU generator."""
+    """Lets megatron-core fork, save and restore the CPU's random state in place of CUDA's."""
     for module in ("torch.cuda", "torch.cuda.random"):
         finder.substitutes(module).update(
             get_rng_state=lambda device="cuda": torch.get_rng_state(),
             set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
             manual_seed=lambda seed: torch.manual_seed(seed),
         )
-    # megatron-core sets the state through a lazy call on `default_generators[device.index]`. torch
-    # would queue the call until CUDA is initialized, which never happens here.
+    # megatron-core sets the random state of `default_generators[device.index]` through _lazy_call.
+    # torch would delay that call until CUDA is initialized, which never happens here.
     finder.substitutes("torch.cuda").update(
         _lazy_call=lambda call, **kwargs: call(),
         default_generators=_AnyIndex(torch.default_generator),
@@ -476,11 +484,11 @@ def _substitute_random_state(finder: Finder) -> None:
 
 
 def _substitute_compiler(finder: Finder) -> None:
-    """Makes ``torch.compile`` return the function of Megatron-LM uncompiled.
+    """Makes ``torch.compile`` return functions of Megatron-LM uncompiled.
 
-    The first call of a compiled function takes half a minute on a CPU, and ``torch.compile`` alone
-    loads the compiler, which takes a third of a process's start. ``TORCHDYNAMO_DISABLE=0`` in the
-    environment turns compilation on again.
+    On a CPU the first call of a compiled function takes half a minute. Calling ``torch.compile``
+    already loads the compiler, which takes a third of the time that a process needs to start. Set
+    the environment variable ``TORCHDYNAMO_DISABLE=0`` to turn compilation on again.
     """
 
     def compile_if_asked(model: Any = None, **options: Any) -> Any:
@@ -492,16 +500,16 @@ def _substitute_compiler(finder: Finder) -> None:
 
 
 def _substitute_grouped_products(finder: Finder) -> None:
-    """Provides a package ``grouped_gemm`` with the one function that experts call.
+    """Provides a package ``grouped_gemm`` with the only function that megatron-core's experts call.
 
-    The real package computes all experts in one kernel to save launches. A CPU launches no kernels,
-    so one product per expert costs nothing more.
+    The real package multiplies the matrices of all experts in one kernel, to save kernel launches.
+    A CPU launches no kernels, so one matrix product per expert is as fast.
     """
 
     def products(
         rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
     ) -> torch.Tensor:
-        """Multiplies each expert's rows with its matrix: ``[n, k], [e, k, m] -> [n, m]``."""
+        """Multiplies each expert's rows by its matrix: ``[n, k], [e, k, m] -> [n, m]``."""
         parts = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
         return torch.cat([part @ (matrix.t() if trans_b else matrix) for part, matrix in parts])
 
@@ -511,9 +519,10 @@ def _substitute_grouped_products(finder: Finder) -> None:
 
 
 def _substitute_exchanged_parts(finder: Finder) -> None:
-    """Makes an all-to-all accept the sizes of its parts as tensors too.
+    """Makes ``all_to_all_single`` accept tensors as the sizes of the exchanged parts.
 
-    megatron-core converts sizes on a GPU to numbers, but leaves those on a CPU as tensors.
+    megatron-core converts sizes to numbers if they are on a GPU, but leaves them as tensors if they
+    are on a CPU, and torch refuses tensors.
     """
 
     def number(value: Any) -> Any:
@@ -522,8 +531,8 @@ def _substitute_exchanged_parts(finder: Finder) -> None:
     @functools.wraps(dist.all_to_all_single)
     def exchange(output: torch.Tensor, input: torch.Tensor, *rest: Any, **options: Any) -> Any:
         named = {name: number(value) for name, value in options.items()}
-        # The name is looked up at each call, because the function is replaced while a pair of
-        # microbatches runs.
+        # The function is looked up at each call, because this package replaces it temporarily
+        # while it runs a pair of microbatches at the same time.
         return dist.all_to_all_single(output, input, *map(number, rest), **named)
 
     finder.substitutes("torch.distributed")["all_to_all_single"] = exchange
@@ -532,7 +541,7 @@ def _substitute_exchanged_parts(finder: Finder) -> None:
 def _substitute_unequal_parts(finder: Finder) -> None:
     """Makes all-gather and reduce-scatter accept parts of different sizes, which gloo refuses.
 
-    The dispatchers of experts use such parts if several ranks share an expert.
+    megatron-core's token dispatchers use such parts if an expert is split over several ranks.
     """
 
     def differ(parts: list[torch.Tensor], options: dict[str, Any]) -> bool:
@@ -557,7 +566,7 @@ def _substitute_unequal_parts(finder: Finder) -> None:
     def reduce_scatter(
         output: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
     ) -> Any:
-        # Positional arguments may name another operation than the sum.
+        # A positional argument could name an operation other than the sum computed below.
         if args or not differ(parts, options):
             return dist.reduce_scatter(output, parts, *args, **options)
         received = output.new_empty(len(parts), *output.shape)
@@ -573,7 +582,7 @@ def _substitute_unequal_parts(finder: Finder) -> None:
 
 
 class _AnyIndex(tuple):  # type: ignore[type-arg]
-    """Returns its one element for every index, which may also be a device."""
+    """Tuple of one element, which it returns for every index, even for a ``torch.device``."""
 
     def __new__(cls, element: Any) -> _AnyIndex:
         return super().__new__(cls, (element,))

@@ -1,6 +1,6 @@
-"""Settings of a run: command line flags, environment variables and the rules between them.
+"""Defines the settings of a run: command line flags, environment variables and their checks.
 
-Every flag is one field of a frozen dataclass (``model.py``, ``parallel.py``, ...); the parser in
-``arguments.py`` is made from those fields. Nothing in this package imports torch, and nothing
-outside ``environment.py`` reads an environment variable.
+Every flag is a field of a frozen dataclass (``model.py``, ``parallel.py``, ...), and the parser in
+``arguments.py`` is built from these fields. Nothing in this package imports torch, and only
+``environment.py`` reads environment variables.
 """

@@ -1,6 +1,7 @@
 """Expands ``--load-hf`` and ``--load-lora`` to flags, and finds the linear layers with adapters.
 
-``--load-hf`` names a folder that describes a model, ``--load-lora`` a folder of PEFT adapters.
+``--load-hf`` names a folder with a Hugging Face model, and ``--load-lora`` a folder with low-rank
+adapters (LoRA) that the library PEFT wrote.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
-# These keys of PEFT's file do not change what adapters compute, or are read separately.
+# Keys of PEFT's file that do not change what adapters compute, or that other code here reads.
 _IDLE = frozenset(
     """
     peft_type r lora_alpha lora_dropout target_modules task_type base_model_name_or_path revision
     inference_mode peft_version auto_mapping fan_in_fan_out megatron_core qalora_group_size
     """.split()
 )
-# The shapes of the folder's weights fix the values of these flags.
+# Flags whose values must fit the shapes of the weights in the folder, so users cannot change them.
 _SIZES = frozenset(
     """
     --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
@@ -38,22 +39,22 @@ _SIZES = frozenset(
 )
 _LONGEST_PATTERN = 1000
 _MOST_DIGITS = 6
-# A repeated group that ends with a repetition, such as (a*)*, may take exponential time to fail.
+# Finds nested repetitions such as (a*)*: matching them may take exponential time, so refuse them.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
-# These values of init_lora_weights leave the model's weights unchanged.
+# Values of init_lora_weights with which PEFT leaves the weights of the model itself unchanged.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[str]:
-    """Adds the flags that ``--load-hf`` and ``--load-lora`` imply, unless they are given.
+    """Adds the flags that ``--load-hf`` and ``--load-lora`` imply, unless the user gave them.
 
     Args:
         argv: Command line of the trainer.
-        specs: Specifications of all flags, by field.
+        specs: Specification of each flag, by the name of its field.
 
     Raises:
-        ConfigError: A folder cannot be used, or a size flag contradicts it; see
-            :func:`load_config` and :func:`adapter_arguments`.
+        ConfigError: A folder cannot be read, the trainer does not support its model or adapters, or
+            a size on the command line contradicts the model.
     """
     dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
     given_fields = {dest_of.get(argument.split("=", 1)[0]) for argument in argv}
@@ -76,7 +77,7 @@ def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[st
 
 
 def _require_size(name: str, typed: Sequence[str], values: Sequence[str], where: str) -> None:
-    """Refuses a size on the command line that differs from that of the model's folder."""
+    """Raises an error if a size on the command line differs from the size in the model's folder."""
     is_number = len(typed) == 1 and typed[0].isdigit()
     if is_number and int(typed[0]) != int(values[0]):
         raise ConfigError(
@@ -85,10 +86,11 @@ def _require_size(name: str, typed: Sequence[str], values: Sequence[str], where:
 
 
 def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
-    """Returns the ``transformers`` names of a layer's linear layers, by their megatron-core name.
+    """Returns, for each linear layer of megatron-core, its names in ``transformers``.
 
-    A linear layer of megatron-core may consist of several of ``transformers``, stacked by rows.
-    Without ``--load-hf`` the names are those of Llama, or of DeepSeek with latent attention.
+    A linear layer of megatron-core may combine several linear layers of ``transformers``, whose
+    matrices are stacked by rows. Without ``--load-hf``, the names are those of Llama, or those of
+    DeepSeek if the model has latent attention.
     """
     family = base_of(config).family
     absent = ["q_proj"] if config.core.q_lora_rank is not None else ["q_down_proj", "q_up_proj"]
@@ -105,11 +107,11 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
 def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
     """Returns, for each linear layer of megatron-core, which of its parts get an adapter.
 
-    The parts are those of :func:`linear_names`, in that order. Linear layers without any adapter
-    are left out.
+    The parts of a layer are the linear layers of ``transformers`` that it combines, in the order of
+    :func:`linear_names`. Linear layers without any adapter are left out.
 
     Raises:
-        ConfigError: A target of ``--lora-targets`` is no linear layer of this architecture.
+        ConfigError: A name in ``--lora-targets`` is not a linear layer of this architecture.
     """
     names = linear_names(config)
     targets = config.lora.lora_targets.split(",")
@@ -134,11 +136,11 @@ def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """Describes the model that adapters belong to.
+    """Describes the model for which adapters are trained (the base model).
 
     Attributes:
-        family: Its ``model_type`` in ``transformers``, a key of :data:`NAMES`.
-        layers: Number of its layers.
+        family: The model's ``model_type`` in ``transformers``, a key of :data:`NAMES`.
+        layers: Number of the model's transformer layers.
     """
 
     family: str
@@ -146,7 +148,7 @@ class Base:
 
 
 def base_of(config: TrainerConfig) -> Base:
-    """Returns the model that a run trains adapters for."""
+    """Describes the model for which a run trains adapters."""
     folder = config.checkpoint.load_hf
     if folder is not None:
         return Base(family=_family_of(Path(folder)), layers=config.model.num_layers)
@@ -159,7 +161,7 @@ def _family_of(folder: Path) -> str:
 
 
 def _base_of(argv: Sequence[str]) -> Base:
-    """Returns the model of a command line that is not parsed yet."""
+    """Describes the model that a command line names, before the command line is parsed."""
     layers = last_value(argv, "--num-layers") or ""
     folder = last_value(argv, LOAD_FLAG)
     if folder is not None:
@@ -174,11 +176,11 @@ def adapter_arguments(folder: Path, base: Base) -> list[str]:
     """Returns the trainer's flags for a folder of PEFT adapters.
 
     Args:
-        folder: Folder that PEFT wrote.
-        base: Model that the adapters belong to.
+        folder: Folder that ``save_pretrained`` of PEFT wrote.
+        base: Model for which the adapters were trained.
 
     Raises:
-        ConfigError: The folder has no adapters, or adapters that this trainer does not support.
+        ConfigError: The folder has no adapters, or has adapters that this trainer does not support.
     """
     path = folder / ADAPTER_CONFIG
     document = read_json(path, "name a folder that save_pretrained of PEFT wrote")
@@ -191,7 +193,7 @@ def adapter_arguments(folder: Path, base: Base) -> list[str]:
                 f"{path}: {key} {value!r} is not supported here: train the adapters without it"
             )
     arguments: list[str] = []
-    # PEFT's defaults for absent keys.
+    # If a key is absent, PEFT uses these defaults.
     for key, default in (("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)):
         value = document.get(key, default)
         is_whole = key != "r" or type(value) is int
@@ -204,17 +206,17 @@ def adapter_arguments(folder: Path, base: Base) -> list[str]:
 
 
 def _targets(modules: Any, base: Base, where: str) -> list[str]:
-    """Returns the linear layers that get adapters, as PEFT resolves ``target_modules``.
+    """Returns the names of the linear layers that get adapters, found in the same way as in PEFT.
 
     Args:
-        modules: A list of names, ``all-linear``, or a regular expression for the whole name of a
-            module.
-        base: Model that has the layers.
-        where: Path of the file, for messages.
+        modules: Value of ``target_modules``: a list of names, ``all-linear``, or a regular
+            expression that must match the whole name of a module.
+        base: Model for which the adapters were trained.
+        where: Path of the file; error messages name it.
 
     Raises:
-        ConfigError: ``modules`` is none of these, matches no linear layer, or matches a linear
-            layer in some layers of the model but not in others.
+        ConfigError: ``modules`` has another form, matches no linear layer, or matches different
+            linear layers in different layers of the model.
     """
     if isinstance(modules, str):
         is_all = modules.lower() == "all-linear"
@@ -229,7 +231,7 @@ def _targets(modules: Any, base: Base, where: str) -> list[str]:
 
 
 def _matching(pattern: str, base: Base, where: str) -> list[str]:
-    """Returns the linear layers whose whole names match a regular expression."""
+    """Returns the names of linear layers whose full module name matches a regular expression."""
     names = NAMES[base.family]
     inside = {
         name

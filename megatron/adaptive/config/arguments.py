@@ -1,8 +1,8 @@
 """Parses the trainer's command line: Megatron-LM's flags and those of this project.
 
-Each flag is a field of a dataclass. This module owns the parser, defaults that depend on other
-flags, and the table of flags that exclude each other. Rules between values are in
-``flag_checks.py``, flags that are refused in ``unsupported_flags.py``.
+Each flag is a field of a dataclass. This module has the parser, the defaults that depend on other
+flags, and the table of flags that exclude each other. Checks that involve several values are in
+``flag_checks.py``. Flags of Megatron-LM that are refused are in ``unsupported_flags.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM
 _HELP_FLAGS = ("-h", "--help")
 _SECONDS_PER_MINUTE = 60
 
-# These settings repeat or contradict each other if both are given.
+# Settings of which at most one may be given, because both together would repeat or contradict.
 _EXCLUSIVE = """\
 fp16 excludes bf16 | parameters have one type
 train_iters excludes train_samples | the length of the run is counted in one unit
@@ -64,7 +64,7 @@ checkpoint_activations excludes recompute_activations recompute_granularity reco
 
 
 class Recipe(NamedTuple):
-    """Holds a recipe as flags of the trainer, with the number of nodes and of processes."""
+    """Holds a recipe (a YAML file of settings) as flags of the trainer, and the job's size."""
 
     flags: list[str]
     nodes: int
@@ -72,9 +72,10 @@ class Recipe(NamedTuple):
 
 
 def flag_table() -> dict[str, list[tuple[str, str, str]]]:
-    """Returns the spelling, default and help of every flag by the title of its group.
+    """Returns the flags of each group, by the group's title.
 
-    Groups and flags keep the order of their definition.
+    A flag is a tuple of its spelling, its default and its help text. Groups and flags are in the
+    order in which they are defined.
     """
     table = {"Plan": [(f"{PLAN_FLAG} FILE", "none", PLAN_HELP)]}
     for kind in groups().values():
@@ -97,19 +98,20 @@ def parse(
     """Parses and checks a command line.
 
     Args:
-        argv: Arguments without the program's name.
+        argv: Command line arguments without the program's name.
         world_size: Number of processes of the job.
-        last_wins: Whether a repeated flag takes its last value, for scripts that append the user's
-            flags to their own; otherwise a repeated flag is an error.
+        last_wins: Whether the last value of a repeated flag is used, for scripts that append the
+            user's flags to their own. Otherwise a repeated flag is an error.
         needs_data: Whether the flags for data and for the tokenizer's files are required.
-        installed: Optional packages that are installed; looked up by default.
+        installed: Optional packages that are installed; ``None`` looks them up.
 
     Returns:
-        A configuration that obeys every rule of ``flag_checks.py``.
+        Settings of the run, which have passed all checks of ``flag_checks.py``.
 
     Raises:
-        ConfigError: A flag or a value breaks a rule; one line names value, rule and remedy.
-        SystemExit: ``--help`` was given and printed.
+        ConfigError: A flag or a value is invalid; the message says what is wrong and what to
+            change.
+        SystemExit: The help text was requested with ``--help``, and was printed.
     """
     specs = _all_specs()
     argv = flags_where(argv, _is_active)
@@ -132,24 +134,26 @@ def parse(
 
 
 def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
-    """Turns a recipe and the arguments after it into a command line of the trainer.
+    """Converts a recipe, and the arguments after it, to flags of the trainer.
 
-    ::
+    A recipe is a YAML file of settings::
 
-        num_layers: 16  # any field of the settings, spelled as its flag
-        variants:       # one option of each is used, the first unless an argument names another
+        num_layers: 16  # any setting, spelled like its flag
+        variants:       # one option of each variant is used, by default the first
           task: {pretrain: {lr: 3e-4}, finetune: {lr: 1e-5}}
           gpus: {1: {}, 2x4: {nodes: 2, processes_per_node: 4}}
 
+    The argument ``task=finetune`` selects another option of the variant ``task``.
+
     Args:
         content: Content of the YAML file.
-        overrides: Arguments, each ``key=value``, or ``key=`` to remove a key. They win over the
-            file; within the file variants win over the rest. With ``load_hf`` the folder describes
-            the model, and sizes and layers in the file are ignored.
-        where: Path of the file, for messages.
+        overrides: Arguments ``key=value``, or ``key=`` to remove a key. They override the file.
+            Within the file, variants override the other settings. With ``load_hf``, the Hugging
+            Face folder describes the model, and the file's settings of the model are ignored.
+        where: Path of the YAML file; error messages name it.
 
     Raises:
-        ConfigError: A key or option is unknown.
+        ConfigError: A key, or an option of a variant, is unknown.
     """
     chosen: dict[str, Any] = {}
     for override in overrides:
@@ -173,7 +177,8 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
         settings |= parts[choice]
     overriding = _by_field(chosen, "the command line")
     if (overriding | settings).get("load_hf"):
-        # The folder describes its model. An argument that contradicts it is refused later.
+        # Drop the recipe's settings of the model, because the folder describes the model. An
+        # argument that contradicts the folder is refused later.
         settings = {field: settings[field] for field in settings.keys() - _model_fields()}
     settings |= overriding
     counts = []
@@ -197,7 +202,7 @@ _MOST_PROCESSES = 4096
 
 
 def _model_fields() -> frozenset[str]:
-    """Returns the names of the settings that the folder of ``--load-hf`` decides."""
+    """Returns the names of the settings that come from the folder of ``--load-hf``."""
     dests = {name: spec.dest for spec in _all_specs().values() for name in spec.names}
     return frozenset(dests[flag] for flag in MODEL_FLAGS)
 
@@ -209,10 +214,10 @@ def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
 
 
 def _by_field(part: Any, where: str) -> dict[str, Any]:
-    """Returns the settings of a part of a recipe by the names of their fields."""
+    """Returns the settings in a part of a recipe, by the name of each setting's field."""
     fields = {name: (name, True) for name in _PROCESSES}
     for spec in _all_specs().values():
-        # A flag that turns a setting off takes the opposite value.
+        # If a flag such as --no-x turns a setting off, "no_x: true" means that the setting is off.
         same = spec.default is not True
         fields |= {name.strip("-").replace("-", "_"): (spec.dest, same) for name in spec.names}
     fields |= {name: (name, True) for name in _all_specs()}
@@ -231,7 +236,7 @@ def _by_field(part: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
-    """Returns a setting as arguments of the command line."""
+    """Converts a setting to command line arguments: the flag, followed by its values."""
     if spec.is_switch:
         text = str(value).lower()
         if text not in ("true", "false"):
@@ -247,15 +252,15 @@ def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
 
 
 def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] = ()) -> list[str]:
-    """Returns the flags, with their values, that belong to some groups of settings.
+    """Returns those flags of a command line, with their values, that belong to some groups.
 
     Args:
         argv: Command line of the trainer.
-        kinds: Dataclasses of the groups.
-        more: Names of further fields to keep.
+        kinds: Dataclasses of the groups of settings to keep.
+        more: Names of fields in other groups to keep as well.
 
     Raises:
-        ConfigError: A flag is unknown or one that this trainer refuses.
+        ConfigError: A flag is unknown, or this trainer refuses it.
     """
     dests = _dests(_all_specs())
     argv = flags_where(argv, _is_active)
@@ -265,7 +270,7 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser; its result has no values for absent flags."""
+    """Returns the parser of the trainer's flags; flags that are absent get no value."""
     parser = CommandParser(
         complain=_complaint,
         usage="%(prog)s FLAG ...",
@@ -298,17 +303,17 @@ def _title(kind: type) -> str:
 
 
 def _is_active(name: str) -> bool:
-    """Returns False for a flag of Megatron-LM that has no effect here."""
+    """Returns whether a flag has an effect; some flags of Megatron-LM are accepted but ignored."""
     return not is_idle(name)
 
 
 def _dests(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
-    """Returns the field's name by each spelling of its flag."""
+    """Returns the name of each flag's field, by every spelling of the flag."""
     return {name: spec.dest for spec in specs.values() for name in spec.names}
 
 
 def _scan(argv: Sequence[str], dest_of: Mapping[str, str], *, last_wins: bool) -> None:
-    """Refuses flags that are unknown, not supported or repeated, before any value is read."""
+    """Raises an error if a flag is unknown, not supported or repeated; does not read values."""
     seen: dict[str, str] = {}
     for argument in argv:
         if not LOOKS_LIKE_FLAG.match(argument):
@@ -355,7 +360,7 @@ def _require_needed(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -
 
 
 def _resolve(values: dict[str, Any], *, world_size: int, installed: Installed) -> None:
-    """Fills in values that depend on other flags, on the world size or on installed packages."""
+    """Adds defaults that depend on other flags, on the world size or on installed packages."""
     replicas = flag_checks.replicas_of(world_size, values)
     values["world_size"] = world_size
     values.setdefault("global_batch_size", values["micro_batch_size"] * replicas)

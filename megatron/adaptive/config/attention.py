@@ -1,10 +1,11 @@
 """Chooses how the trainer's own layers compute attention: with scores in memory, or by a kernel.
 
-Scores of all pairs of tokens take ``heads x length x length`` numbers for each layer and
-microbatch. A kernel keeps its inputs, its output and one number for each token and head. The choice
-depends on plain values only, so that the planner, which imports no torch, can predict the memory.
+Storing the attention scores of all pairs of tokens takes ``heads x length x length`` numbers for
+each layer and microbatch. A fused kernel only keeps its inputs, its output and one number for each
+token and head. The choice depends on plain values only, so that the planner, which does not import
+torch, can make the same choice to predict memory use.
 
-Supported by torch's kernels from torch 2.6 on ("8.0 on" is a compute capability):
+What the kernels of torch support, from torch 2.6 on ("8.0" is a compute capability):
 
 =============  ====================  ===============  =========  =====  =======  ==============
 kernel         types                 GPUs             widths     masks  dropout  grouped queries
@@ -17,9 +18,9 @@ packed         as flash, from torch 2.11 on           both       none   no      
 CPU            fp32, bf16, fp16                       equal      any    no       no
 =============  ====================  ===============  =========  =====  =======  ==============
 
-Only the packed kernel supports windows and several documents in a row. Its widths must obey the
-rules of both flash and efficient, because nothing pads them. No kernel supports attention sinks or
-bounded scores.
+Only the packed kernel supports sliding windows and rows of several documents. It does not pad head
+widths, so they must meet the conditions of both flash and efficient. No kernel supports attention
+sinks or bounded scores (soft-capping).
 
 Source: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, ``sdp_utils_cpp.cpp`` and
 ``torch/nn/attention/varlen.py`` of PyTorch.
@@ -33,19 +34,23 @@ from dataclasses import dataclass
 _HALF = ("bfloat16", "float16")
 _WIDEST_FLASH = 256
 _WIDEST_GROUPED = 128
-"""Largest width at which every GPU has a flash backward; above it torch takes another kernel."""
+"""Largest head width at which the flash kernel has a backward pass on every GPU.
+
+For larger heads torch may use another kernel, which does not support grouped queries.
+"""
 _WIDTH_MULTIPLE = 8
 _FLASH_CAPABILITY = 8
 
 
 class Kernel(enum.Enum):
-    """Names the ways in which attention is computed.
+    """Lists the ways to compute attention.
 
     Attributes:
-        SCORES: No kernel; the scores of all pairs of tokens are stored until the backward.
-        CAUSAL: Kernel that hides later tokens without a mask.
-        MASKED: Kernel that takes a mask.
-        PACKED: Kernel for rows of several documents, with or without a window.
+        SCORES: No fused kernel; the scores of all pairs of tokens are stored until the backward
+            pass.
+        CAUSAL: Fused kernel that hides later tokens by itself, without a mask tensor.
+        MASKED: Fused kernel that takes a mask tensor.
+        PACKED: Fused kernel for rows of several documents, with or without a sliding window.
     """
 
     SCORES = "scores"
@@ -55,13 +60,13 @@ class Kernel(enum.Enum):
 
 
 class Mask(enum.Enum):
-    """Names the kinds of token sets that a token attends to.
+    """Lists the sets of tokens to which a token may attend.
 
     Attributes:
-        CAUSAL: The token itself and all tokens before it.
-        WINDOW: The token itself and a fixed number of tokens before it.
-        GIVEN: Tokens that an explicit mask selects, for several documents in a row or for a part
-            of a sequence.
+        CAUSAL: The token itself and all earlier tokens.
+        WINDOW: The token itself and a fixed number of the tokens just before it.
+        GIVEN: Tokens that an explicit mask tensor selects, for rows of several documents or if a
+            rank has only a part of the sequence.
     """
 
     CAUSAL = "causal"
@@ -71,21 +76,22 @@ class Mask(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase:
-    """Describes everything that the choice of a kernel depends on.
+    """Describes everything on which the choice of a kernel depends.
 
     Attributes:
         backend: Value of ``--attention-backend``.
         device: Type of the device, ``cuda`` or ``cpu``.
-        dtype: Name of the queries' type, such as ``bfloat16``.
-        mask: Tokens that each token attends to.
-        is_packed: Whether a row consists of several documents, without a mask for them.
-        query_width: Width of a head's queries and keys.
-        value_width: Width of a head's values.
-        has_dropout: Whether this forward drops probabilities.
+        dtype: Name of the data type of the queries, such as ``bfloat16``.
+        mask: Tokens to which a token may attend.
+        is_packed: Whether a row consists of several documents and there is no mask tensor that
+            separates them.
+        query_width: Number of channels per head in queries and keys.
+        value_width: Number of channels per head in values.
+        has_dropout: Whether dropout is applied to attention probabilities in this forward pass.
         has_sinks: Whether the softmax of each row has an additional learned term (a sink).
-        has_bound: Whether scores are bounded.
-        capability: Major number of the GPU's compute capability.
-        has_packed_kernel: Whether this torch has the packed kernel, with windows.
+        has_bound: Whether scores are bounded by a hyperbolic tangent (soft-capping).
+        capability: Major version of the GPU's compute capability.
+        has_packed_kernel: Whether the installed torch has the packed kernel with window support.
     """
 
     backend: str = "auto"
@@ -103,17 +109,17 @@ class AttentionCase:
 
 
 def kernel_for(case: AttentionCase) -> Kernel:
-    """Chooses the way in which attention is computed.
+    """Chooses how to compute attention.
 
-    If rows are packed and the result is not ``PACKED``, the caller computes one document after
-    another and chooses again for each.
+    If rows are packed but the result is not ``PACKED``, the caller must compute attention for one
+    document after another, and call this function again for a single document.
     """
     if case.has_sinks or case.has_bound or case.backend in ("unfused", "local"):
         return Kernel.SCORES
     if case.dtype not in ("float32", *_HALF):
         return Kernel.SCORES
     if case.device == "cpu":
-        # A CPU uses a kernel only on request: scores in memory give megatron-core's exact numbers.
+        # Use a kernel on a CPU only on request: without it results equal megatron-core's exactly.
         takes = case.backend == "fused" and case.query_width == case.value_width
         if case.has_dropout or not takes:
             return Kernel.SCORES
@@ -132,7 +138,7 @@ def kernel_for(case: AttentionCase) -> Kernel:
 
 
 def shares_keys(case: AttentionCase) -> bool:
-    """Returns whether several query heads can share a key head without copies of it."""
+    """Returns whether the kernel supports grouped queries, so that keys need not be repeated."""
     is_causal = case.device == "cuda" and kernel_for(case) is Kernel.CAUSAL
     return is_causal and _takes_flash(case) and case.query_width <= _WIDEST_GROUPED
 

@@ -1,4 +1,4 @@
-"""Parses command lines. Every program uses :class:`CommandParser`, whose errors are one line."""
+"""Parses the command lines of all programs; an error message is a single line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from megatron.adaptive.errors import ConfigError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises :class:`ConfigError` for a wrong command line, and accepts no abbreviated options.
+    """Argument parser that raises :class:`ConfigError`, and accepts no abbreviated options.
 
     Args:
-        complain: Makes the error's text from argparse's message. By default the text is the
-            command's name, the message and the nearest option.
-        otherwise: End of that text if no option has a similar name.
-        options: Arguments of ``argparse.ArgumentParser``.
+        complain: Function that makes the text of an error from argparse's message. By default the
+            text consists of the command's name, the message and the option with the most similar
+            name.
+        otherwise: Text that ends an error message if no option has a similar name.
+        options: Further arguments of ``argparse.ArgumentParser``.
     """
 
     def __init__(
@@ -34,10 +35,10 @@ class CommandParser(argparse.ArgumentParser):
         self._otherwise = otherwise
 
     def error(self, message: str) -> NoReturn:
-        """Raises an error; for an unknown option it names the nearest one.
+        """Raises an error with argparse's message and a hint; overrides argparse's method.
 
         Raises:
-            ConfigError: Always.
+            ConfigError: This method always raises it.
         """
         if self._complain is not None:
             raise ConfigError(self._complain(message))
@@ -50,13 +51,13 @@ class CommandParser(argparse.ArgumentParser):
 def number(
     kind: type[int] | type[float], least: float, most: float, noun: str = ""
 ) -> Callable[[str], Any]:
-    """Returns the ``type`` of an option that takes a number within limits.
+    """Returns a function for argparse's ``type=``, which reads a number within limits.
 
     Args:
-        kind: ``int`` or ``float``.
-        least: Smallest value.
-        most: Largest value.
-        noun: Name of the quantity, for the error's text; by default "number" or "whole number".
+        kind: Type of the number, ``int`` or ``float``.
+        least: Smallest allowed value.
+        most: Largest allowed value.
+        noun: Name of the quantity in error messages; by default "number" or "whole number".
     """
     form = ",d" if kind is int else "g"
     noun = noun or ("whole number" if kind is int else "number")
@@ -74,14 +75,14 @@ def number(
 
 _LONGEST = 40
 count = number(int, 1, 1_000_000)
-"""Reads the value of an option as a whole number from 1 to 1,000,000."""
+"""Function for argparse's ``type=`` that reads a whole number from 1 to 1,000,000."""
 
 
 LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the values of each flag by its name; a repeated flag has its last values."""
+    """Returns the values of each flag by its name; of a repeated flag, the last values."""
     values_of: dict[str, list[str]] = {}
     name = ""
     for argument in argv:
@@ -94,7 +95,7 @@ def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
-    """Returns the flags whose names ``is_wanted`` accepts, with their values."""
+    """Returns those flags, with their values, for whose names ``is_wanted`` returns true."""
     kept = []
     keeping = is_wanted("")
     for argument in argv:
@@ -106,5 +107,5 @@ def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[s
 
 
 def last_value(argv: Sequence[str], flag: str) -> str | None:
-    """Returns a flag's value in an unparsed command line; the last one if it is repeated."""
+    """Returns a flag's value in an unparsed command line; of a repeated flag, the last value."""
     return next(iter(flags_in(argv).get(flag, ())), None)

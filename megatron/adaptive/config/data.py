@@ -1,4 +1,4 @@
-"""Defines the settings of the tokenizer, of training data and of batches."""
+"""Defines the settings of the tokenizer, of the training data and of batch sizes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TokenizerConfig:
 
     @property
     def missing(self) -> list[str]:
-        """Names of the flags that the tokenizer needs and that are absent."""
+        """Names of the flags that this kind of tokenizer needs but that were not given."""
         needs = {
             "NullTokenizer": ("vocab_size",),
             "GPT2BPETokenizer": ("vocab_file", "merge_file"),
@@ -79,9 +79,9 @@ class TokenizerConfig:
 class DataConfig(TokenizerConfig):
     """Data.
 
-    A list of datasets is one prefix, several prefixes, or alternating weights and prefixes. After
-    parsing, ``data_path`` has the datasets of ``--data-args-path`` if that flag is given, and
-    ``split`` is set if training, validation and test share one dataset.
+    A list of datasets is a path prefix, several prefixes, or alternating weights and prefixes. If
+    ``--data-args-path`` is given, the parser sets ``data_path`` to the datasets in that file. If
+    training, validation and test share the same data, ``split`` is never ``None``.
     """
 
     data_path: tuple[str, ...] | None = flag(
@@ -158,7 +158,7 @@ class DataConfig(TokenizerConfig):
 
     @property
     def has_path_per_split(self) -> bool:
-        """True if training, validation and test have separate datasets."""
+        """Whether training, validation and test have separate lists of datasets."""
         return any((self.train_data_path, self.valid_data_path, self.test_data_path))
 
 
@@ -166,7 +166,8 @@ class DataConfig(TokenizerConfig):
 class BatchConfig:
     """Batch.
 
-    ``rampup_batch_size`` is ``(start, increment, samples)`` or ``None``.
+    ``rampup_batch_size`` is ``(start, increment, samples)``, or ``None`` if the batch size is
+    constant.
     """
 
     micro_batch_size: Samples = required("Number of samples of each microbatch.")
@@ -181,7 +182,7 @@ class BatchConfig:
     )
 
     def batch_sizes(self) -> tuple[int, ...]:
-        """Returns the global batch sizes of the run in order; several only with a ramp-up."""
+        """Returns all global batch sizes that the run goes through, in ascending order."""
         if self.rampup_batch_size is None:
             return (self.global_batch_size,)
         start, increment, _ = self.rampup_batch_size

@@ -1,11 +1,12 @@
-"""Reads environment variables, lists those that other nodes get, and finds installed packages.
+"""Reads environment variables, and lists those that are passed on to other nodes.
 
-Only this module reads environment variables; other modules take an :class:`Environment`. A user's
-script, whose flags this program does not know, gets a :class:`JobOrder` in one variable.
+It also finds out which optional packages are installed. Only this module reads environment
+variables; other modules get the values as an :class:`Environment`. ``run`` cannot pass flags to a
+user's own script. It therefore passes its instructions, a :class:`JobOrder`, in a single variable.
 
-Secret values (:func:`is_secret`) reach processes only through their environment: over ssh by
-standard input, on Slurm by the environment that ``sbatch`` passes on. Files, pages, logs and
-command lines show :data:`MASK` instead.
+Secret values (:func:`is_secret`) are passed on to processes only in their environment. Over ssh
+they are sent by standard input, and on Slurm ``sbatch`` passes them on. Files, pages, logs and
+command lines show :data:`MASK` in place of a secret.
 """
 
 from __future__ import annotations
@@ -43,21 +44,22 @@ _EVERYWHERE = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 FROM_CONF = (*_EVERYWHERE, "CUDA_", "LD_LIBRARY_")
-"""Prefixes of the variables of ``conf.sh`` that all processes get.
+"""Prefixes of those variables of ``conf.sh`` that are passed on to all processes.
 
-Workers get them in the master's answer, Slurm jobs in a settings file. Secrets are left out of
-both; see :mod:`megatron.adaptive.config.environment`.
+Worker nodes receive them in the master's reply, Slurm jobs in a settings file. Neither contains
+secret values.
 """
 OVER_SSH = (*_EVERYWHERE, "PYTHON", "TORCH")
-"""Prefixes of the variables that the manager of ``run`` passes to agents on other machines."""
+"""Prefixes of the variables that ``run`` passes over ssh to its agents on other machines."""
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 IS_CHECKOUT = (_CHECKOUT / "pretrain_gpt.py").is_file()
 WORK_FOLDER = _CHECKOUT if IS_CHECKOUT else Path.cwd()
-"""Folder of ``conf.sh``, ``runs``, ``logs`` and ``data``: the checkout, or the current folder if a
-wheel is installed."""
+"""Folder that contains ``conf.sh``, ``runs``, ``logs`` and ``data``: the checkout of this project,
+or the current folder if the project is installed from a wheel."""
 SCRIPTS = _CHECKOUT if IS_CHECKOUT else Path(sys.prefix, "share", "megatron-adaptive")
-"""Folder of ``pretrain_gpt.py`` and ``examples``, in the checkout or in the installed wheel."""
+"""Folder that contains ``pretrain_gpt.py`` and ``examples``: the checkout of this project, or
+``share/megatron-adaptive`` of the Python installation."""
 
 MASK = "***"
 _SECRET = {
@@ -78,17 +80,17 @@ _SETTING = re.compile(r"(?<![\w-])(--?)?([A-Za-z_][\w-]*)=([^\s,;]+)")
 
 
 def is_secret(name: str) -> bool:
-    """Returns whether a variable's name has a word such as ``TOKEN``, so that it is a secret."""
+    """Returns whether a variable is secret, because its name has a word such as ``TOKEN``."""
     return not _SECRET.isdisjoint(_WORDS.split(name.upper()))
 
 
 def _is_secret_flag(name: str) -> bool:
-    # Only the last word of the name counts: --linear-key-head-dim is no secret.
+    # Test only the last word of the name, so that --linear-key-head-dim is not taken for a secret.
     return name.startswith("-") and is_secret(name.rpartition("-")[2])
 
 
 def masked(arguments: Sequence[str]) -> list[str]:
-    """Hides secrets in a command line: values of flags and variables, user names in URLs."""
+    """Hides secrets in a command line: in flags, in variables, and user names in URLs."""
     shown = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
         hides = _is_secret_flag(before) and "=" not in before and not argument.startswith("--")
@@ -104,7 +106,7 @@ def _mask(match: re.Match[str]) -> str:
 
 
 def masked_text(text: str) -> str:
-    """Hides the secrets of a command line in one text; returns it unchanged if it has none."""
+    """Hides secrets in a command line that is a single text; changes nothing if there are none."""
     try:
         arguments = shlex.split(text)
     except ValueError:
@@ -118,33 +120,36 @@ _LAUNCHER = "start the program with torchrun or unset the variable"
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Holds the checked values of the variables that a launcher sets.
+    """Holds the checked values of the environment variables that a launcher sets.
 
     Attributes:
-        rank: Index of this process among all processes.
-        world_size: Number of processes of the job.
-        local_rank: Index of this process among those of its node.
-        local_world_size: Number of processes of this node.
-        node_rank: Index of this node (``GROUP_RANK``).
-        master_addr: Address at which rank 0 listens.
-        master_port: Port at which rank 0 listens, ``None`` without a launcher.
-        run_id: The job's id from torchrun (``TORCHELASTIC_RUN_ID``), otherwise ``none``.
-        restart_count: Number of the job's restarts so far (``TORCHELASTIC_RESTART_COUNT``).
-        omp_num_threads: Number of threads of CPU kernels, ``None`` if not limited.
-        cuda_device_max_connections: Number of hardware queues of a GPU, ``None`` if not set.
-        is_launched: Whether a launcher set the rank; otherwise this is rank 0 of 1.
-        socket_interface: Network interface for gloo (``GLOO_SOCKET_IFNAME``), ``None`` if not set.
-        has_agent_store: Whether the launcher serves the rendezvous store
-            (``TORCHELASTIC_USE_AGENT_STORE``); otherwise rank 0 does.
-        copies: Rule that ``run`` sets for copies of the training state in memory
-            (``MEGATRON_ADAPTIVE_COPIES``), ``None`` for no copies.
+        rank: Index of this process among all processes of the job (``RANK``).
+        world_size: Number of processes of the job (``WORLD_SIZE``).
+        local_rank: Index of this process among the processes of its node (``LOCAL_RANK``).
+        local_world_size: Number of processes on this node (``LOCAL_WORLD_SIZE``).
+        node_rank: Index of this node among the nodes of the job (``GROUP_RANK``).
+        master_addr: Address at which rank 0 listens (``MASTER_ADDR``).
+        master_port: Port at which rank 0 listens (``MASTER_PORT``); ``None`` without a launcher.
+        run_id: Identifier of the job from torchrun (``TORCHELASTIC_RUN_ID``), otherwise ``none``.
+        restart_count: Number of times the job was restarted (``TORCHELASTIC_RESTART_COUNT``).
+        omp_num_threads: Number of threads for CPU kernels (``OMP_NUM_THREADS``); ``None`` if not
+            limited.
+        cuda_device_max_connections: Number of hardware queues of a GPU
+            (``CUDA_DEVICE_MAX_CONNECTIONS``); ``None`` if not set.
+        is_launched: Whether a launcher set the rank. If not, this is the only process of the job.
+        socket_interface: Network interface for gloo (``GLOO_SOCKET_IFNAME``); ``None`` if not set.
+        has_agent_store: Whether the launcher, not rank 0, serves the rendezvous store
+            (``TORCHELASTIC_USE_AGENT_STORE``).
+        copies: Setting of ``run`` for copies of the training state in memory
+            (``MEGATRON_ADAPTIVE_COPIES``); ``None`` for no copies.
         node: Name of this node in a job of ``run`` (``MEGATRON_ADAPTIVE_NODE``), otherwise
             ``None``.
-        lease: Number of ``run``'s lease of the checkpoint folder (``MEGATRON_ADAPTIVE_LEASE``),
-            otherwise ``None``.
-        job: Order of ``run`` to a script that trains a ``Pipeline`` (``MEGATRON_ADAPTIVE_JOB``),
-            see :class:`JobOrder`; otherwise ``None``.
-        meeting_s: Seconds within which all ranks must meet (``MEGATRON_ADAPTIVE_MEETING_S``).
+        lease: Number of the lease that gives this job of ``run`` the right to write to the
+            checkpoint folder (``MEGATRON_ADAPTIVE_LEASE``), otherwise ``None``.
+        job: Instructions of ``run`` to a script that trains a ``Pipeline``
+            (``MEGATRON_ADAPTIVE_JOB``), the text of a :class:`JobOrder`; otherwise ``None``.
+        meeting_s: Time limit in seconds for all ranks to connect to each other at the start
+            (``MEGATRON_ADAPTIVE_MEETING_S``).
     """
 
     rank: int = 0
@@ -169,13 +174,14 @@ class Environment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
-        """Reads and checks the variables.
+        """Reads and checks the environment variables that a launcher sets.
 
         Args:
-            variables: Variables by name; by default those of this process.
+            variables: Value of each variable, by name; ``None`` for those of this process.
 
         Raises:
-            ConfigError: A variable is no number, is out of range, or lacks its counterpart.
+            ConfigError: A variable is not a number or is out of range, or only one of ``RANK`` and
+                ``WORLD_SIZE`` is set.
         """
         source = os.environ if variables is None else variables
 
@@ -187,7 +193,7 @@ class Environment:
         ) -> Any:
             value = text(name) or ""
             if name == "OMP_NUM_THREADS":
-                # OpenMP allows a list for nested regions; its first number is for the outermost.
+                # OpenMP allows a list, one number per nesting depth. Use the outermost, the first.
                 value = value.split(",")[0]
             return _number(name, value, minimum, maximum) if value else default
 
@@ -199,7 +205,7 @@ class Environment:
                     f"environment variable {name} is set to {source[name]} but {other} is not: "
                     f"both are needed; {_LAUNCHER}"
                 )
-        # Launchers other than torchrun may set no local ids; then all processes count as one node.
+        # Launchers other than torchrun may not set these. Then assume that there is only one node.
         local_rank = number("LOCAL_RANK", rank)
         local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1, _MOST_RANKS)
         _require_below("RANK", rank, world_size)
@@ -217,7 +223,7 @@ class Environment:
             omp_num_threads=number("OMP_NUM_THREADS", None, 1),
             cuda_device_max_connections=number("CUDA_DEVICE_MAX_CONNECTIONS", None, 1),
             is_launched="RANK" in source,
-            # gloo accepts a list of interfaces; messages between stages use only the first.
+            # gloo accepts a list of interfaces. Take the first: stages communicate over only one.
             socket_interface=(text("GLOO_SOCKET_IFNAME") or "").split(",")[0].strip() or None,
             has_agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
             copies=text("MEGATRON_ADAPTIVE_COPIES"),
@@ -230,11 +236,11 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """Says which optional packages are installed, because some settings need them.
+    """Holds which optional packages are installed, because some settings need them.
 
     Attributes:
-        transformer_engine: Whether Transformer Engine is installed.
-        flexible_dispatch: Whether DeepEP is installed.
+        transformer_engine: Whether Transformer Engine (fused layers) is installed.
+        flexible_dispatch: Whether DeepEP (faster exchange of tokens with experts) is installed.
     """
 
     transformer_engine: bool
@@ -242,7 +248,7 @@ class Installed:
 
     @classmethod
     def detect(cls) -> Installed:
-        """Looks for the packages on Python's path without importing them."""
+        """Looks for the packages on Python's path, without importing any of them."""
         return cls(
             transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
             flexible_dispatch=importlib.util.find_spec("deep_ep") is not None,
@@ -254,7 +260,7 @@ _MOST_RANKS = 1_000_000
 
 
 def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
-    """Returns a variable's number; raises ConfigError if it is no number or out of range."""
+    """Reads a variable as a number; raises ConfigError if it is not one, or out of range."""
     if (
         text.isdecimal()
         and len(text) <= _MOST_DIGITS
@@ -268,7 +274,7 @@ def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
 
 
 def _require_below(name: str, rank: int, size: int) -> None:
-    """Refuses a rank that is not below its world size."""
+    """Raises an error unless a rank is below the number of ranks."""
     if rank >= size:
         raise ConfigError(
             f"environment variable {name} is {rank}: it must be below "
@@ -277,21 +283,24 @@ def _require_below(name: str, rank: int, size: int) -> None:
 
 
 _FILES_OF_RANK = 128
-"""Open files and connections of a rank that runs alone, with a margin (105 were measured)."""
+"""Number of open files and connections of a single rank, with a margin (105 were measured)."""
 _FILES_OF_PEER = 24
-"""Additional files and connections for each other rank in its groups (two ranks had 150)."""
+"""Number of additional files and connections for each further rank in a process group.
+
+A job of two ranks had 150 per rank.
+"""
 _GROUP = 64
 _FILES_AIMED_AT = 65_536
 
 
 def require_files(world_size: int) -> None:
-    """Raises this process's limit of open files to the number that a rank needs.
+    """Raises this process's limit on open files, if a rank may need more.
 
     Args:
         world_size: Number of ranks of the job.
 
     Raises:
-        SetupError: The limit cannot be raised that far.
+        SetupError: The hard limit of the system is below the number that a rank may need.
     """
     needed = _FILES_OF_RANK + _FILES_OF_PEER * (min(world_size, _GROUP) - 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -308,7 +317,7 @@ def require_files(world_size: int) -> None:
 
 
 def too_many_files(reason: str) -> SetupError:
-    """Returns the error for a process that has reached its limit of open files."""
+    """Returns the error to raise if this process has reached its limit on open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return SetupError(
         f"a file or connection cannot be opened ({reason}): this process may have {soft} (ulimit"
@@ -322,9 +331,10 @@ _LEAST_SECRET = 16
 
 
 def job_secret() -> str | None:
-    """Returns the job's secret if the user gave one, and removes it from this environment.
+    """Returns the job's secret, or ``None`` if the user gave none.
 
-    Processes that are started later do not inherit it.
+    The secret is removed from the environment of this process, so that processes that are started
+    later do not inherit it.
 
     Raises:
         ConfigError: The secret is too short, or its file cannot be read or is readable by others.
@@ -354,24 +364,30 @@ def job_secret() -> str | None:
 
 JOB_VARIABLE = "MEGATRON_ADAPTIVE_JOB"
 EXIT_MEASURED = 79
-"""Exit status of ranks that measured their model and wait to be restarted in a planned shape."""
+"""Exit status of ranks that have measured their model.
+
+``run`` then plans the parallel sizes from the measurements, and starts the ranks again.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOrder:
-    """Holds the layout of a rank of ``run``, and where it saves checkpoints and reports progress.
+    """Holds the instructions of ``run`` to the ranks of a user's script.
+
+    ``run`` may change the layout (parallel sizes, microbatch size and partition) during a job. The
+    ranks are then started again with new instructions.
 
     Attributes:
-        checkpoints: Folder of checkpoints, to save to and to resume from.
-        progress: Folder of the progress file of this shape.
-        model: Path of the file with the job's measurements of the model.
-        epoch: Number of the shape, counted over the job.
-        signature: Signature of the model and settings that the shape was planned for; empty if
-            they are still unknown and the ranks must measure them first.
-        pipeline_size: Number of processes of a pipeline.
-        replicas: Number of pipelines.
-        micro_batch_size: Number of samples of a microbatch.
-        partition: Number of segments of each stage.
+        checkpoints: Folder in which checkpoints are saved, and from which training resumes.
+        progress: Folder of the progress file for this layout.
+        model: Path of the file with measurements of the model.
+        epoch: Number of this layout, counted from the start of the job.
+        signature: Signature of the model and the settings for which this layout was planned. Empty
+            if nothing is planned yet, so that the ranks must first measure the model.
+        pipeline_size: Number of processes per pipeline.
+        replicas: Number of pipelines (data-parallel replicas).
+        micro_batch_size: Number of samples per microbatch.
+        partition: Number of segments (parts of the model between cut points) in each stage.
     """
 
     checkpoints: str
@@ -385,15 +401,15 @@ class JobOrder:
     partition: tuple[int, ...] = ()
 
     def to_text(self) -> str:
-        """Returns the order as the value of the environment variable."""
+        """Returns these instructions as JSON, the value of the environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> JobOrder:
-        """Reads an order from the value of the environment variable.
+        """Reads instructions from JSON, the value of the environment variable.
 
         Raises:
-            ConfigError: The value was not written by this program.
+            ConfigError: The value was not written by :meth:`to_text`.
         """
         try:
             values = parse_json(text)

@@ -1,9 +1,10 @@
-"""Checks rules between settings.
+"""Checks that settings fit each other.
 
-Most rules are in a table (:mod:`~megatron.adaptive.config.flag_rules`), the others are functions.
-Every message names the values, the rule and the remedy. Rules of a single value (ranges, choices)
-are on the fields, pairs of flags that exclude each other in ``arguments.py``. Nothing here changes
-a setting. Only :func:`check_output_folders` touches the disk, and leaves no file there.
+Most checks are lines of a table, whose notation is described in
+:mod:`~megatron.adaptive.config.flag_rules`; the others are functions. Every error message names the
+values, what is wrong, and what to change. Checks of a single value (ranges, choices) are declared
+with the fields, and pairs of flags that exclude each other are in ``arguments.py``. Nothing here
+changes a setting. Only :func:`check_output_folders` writes to the disk, and it leaves no files.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
 Rules: TypeAlias = Iterator[tuple[object, str]]
-"""Pairs of a condition and a message; the first condition that is true refuses the settings."""
+"""Pairs of a condition and an error message. The first condition that is true is an error."""
 
 _MAX_SPLITS = 3
 _UNLIKE = "heterogeneous_layers_config_path"
@@ -152,15 +153,15 @@ mtp_num_layers+context_parallel_size>1 needs calculate_per_token_loss
 
 
 def check_config(config: TrainerConfig, installed: Installed, *, needs_data: bool = True) -> None:
-    """Checks a configuration against every rule.
+    """Checks that all settings of a run fit each other.
 
     Args:
-        config: Settings of a run.
-        installed: Optional packages that are installed.
-        needs_data: Whether data and the tokenizer's files are required.
+        config: Settings of the run, from the command line.
+        installed: Optional packages that are installed; some settings need one.
+        needs_data: Whether the flags for data and for the tokenizer's files are required.
 
     Raises:
-        ConfigError: The settings break a rule; the message names the first one.
+        ConfigError: Settings do not fit each other; the message is about the first problem found.
     """
     flags = _given_flags(config)
     order = order_rules(config.schedule.pipeline_schedule)
@@ -191,7 +192,7 @@ def _given_flags(config: TrainerConfig) -> GivenFlags:
         for dest, value in vars(getattr(config, group)).items()
         if dest in specs
     }
-    # The rules take the effective values: None for equal stage sizes, 1 for a single chunk.
+    # Use the effective values: None if all stages have the same size, 1 for a single chunk.
     values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
     if config.core.num_moe_experts is not None:
@@ -210,10 +211,10 @@ def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
 
     Args:
         world_size: Number of processes of the job.
-        values: Values of the flags that are given, by the names of their settings.
+        values: Values of the flags that the user gave, by the name of the setting.
 
     Raises:
-        ConfigError: The number of processes does not fit the parallel sizes.
+        ConfigError: The number of processes does not match the parallel sizes.
     """
     tensor: int = values.get("tensor_model_parallel_size", 1)
     pipeline: int = values.get("pipeline_model_parallel_size", 1)
@@ -239,7 +240,7 @@ def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
 
 
 def _require_whole(world_size: int, sizes: Mapping[str, int], remedy: str) -> None:
-    """Refuses a world size that is not a multiple of the product of some sizes."""
+    """Raises an error unless the world size is a multiple of the product of some parallel sizes."""
     unit = math.prod(sizes.values())
     if world_size < 1 or world_size % unit != 0:
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -312,7 +313,7 @@ def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> 
 
 
 def _expert_ranks(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields rules about the ranks over which experts are distributed."""
+    """Yields checks of the number of ranks over which experts are distributed."""
     parallel = config.parallel
     spread = parallel.expert_model_parallel_size
     tensor = parallel.expert_tensor_parallel_size
@@ -361,7 +362,7 @@ def _batch(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 
 def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields rules about packed documents."""
+    """Yields checks of settings for packed documents."""
     parallel = config.parallel
     pack = config.data.pack_to
     if pack is None:
@@ -376,7 +377,7 @@ def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 
 def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields rules about microbatch groups, which the interleaved order runs one after another."""
+    """Yields checks of the groups of microbatches that an interleaved schedule runs in turn."""
     parallel = config.parallel
     if not schedule_spec(config.schedule.pipeline_schedule).takes_group_size:
         return
@@ -401,7 +402,7 @@ def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 
 def _learning_rate(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields rules about the schedule of the learning rate."""
+    """Yields checks of the learning rate schedule."""
     optimizer = config.optimizer
     run = config.run
     unit = "iters"
@@ -459,7 +460,7 @@ def _data(config: TrainerConfig, flags: GivenFlags, needs_data: bool) -> Rules:
 
 
 def _is_split(text: str) -> bool:
-    """Returns whether a text is one to three shares that are not all 0."""
+    """Returns whether a text is a list of one to three weights that are not all 0."""
     try:
         shares = [float(part) for part in text.replace(",", " ").split()]
     except ValueError:
@@ -468,10 +469,12 @@ def _is_split(text: str) -> bool:
 
 
 def check_output_folders(config: TrainerConfig) -> None:
-    """Checks that every output folder of the run can be created and written; leaves no files.
+    """Checks that every output folder of the run can be created and written to.
+
+    The check leaves no files behind.
 
     Raises:
-        ConfigError: A folder cannot be created or written.
+        ConfigError: A folder cannot be created, or no file can be written to it.
     """
     record = config.schedule.record_schedule
     for flag, folder in (
@@ -487,7 +490,7 @@ def check_output_folders(config: TrainerConfig) -> None:
 
 
 def _require_writable(flag: str, folder: Path) -> None:
-    """Creates a temporary folder in the nearest existing parent of the path."""
+    """Raises an error if no temporary folder can be made in the nearest existing parent folder."""
     try:
         nearest = folder.absolute()
         while not nearest.exists():

@@ -1,17 +1,18 @@
-"""Checks settings against tables of rules: needs, exclusions and bounds.
+"""Checks settings against tables, whose lines say what settings need, exclude or limit.
 
-Each line of a table has terms, a verb, further terms, and an optional reason::
+A line (a rule) consists of terms, a verb, further terms, and an optional reason for the message::
 
     loss_scale fp16_lm_cross_entropy needs fp16
     sft excludes mock_data | conversations come from files
     min_lr within lr
     num_query_groups divides num_attention_heads | every group serves the same number of heads
 
-Each term on the left is checked against each term on the right. The term ``name`` applies if the
-setting is not at its default, ``name=a,b`` if it has one of these values, ``name>1`` if it is
-larger. ``+`` joins terms on the left that must all apply, ``/`` terms on the right of which one
-suffices, and ``*`` multiplies settings whose product must divide another one. A rule about an
-unknown setting is skipped, so that front ends with different settings can share a table.
+Each term on the left is checked against each term on the right. The term ``name`` is true if the
+setting does not have its default value, ``name=a,b`` if it has one of these values, and ``name>1``
+if it is larger. On the left, ``+`` joins terms that must all be true, and ``*`` multiplies settings
+whose product must divide another setting. On the right, ``/`` joins terms of which one must be
+true. A rule about an unknown setting is skipped, so that programs with different settings can share
+a table.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ _CHUNKS = "num_virtual_stages_per_pipeline_rank"
 
 @functools.cache
 def order_rules(schedule: str) -> str:
-    """Returns the rules of the order of work, for our trainer and for a user's Megatron-LM.
+    """Returns the table of rules about schedules.
+
+    It is used by this package's trainer, and if a user's Megatron-LM uses the pipeline engine.
 
     Args:
-        schedule: Name of the schedule that is asked for; it may belong to the user.
+        schedule: Value of ``--pipeline-schedule``, which may name a user's own schedule.
     """
 
     def names(matches: Callable[[ScheduleSpec], object]) -> str:
@@ -89,11 +92,13 @@ _TERM = re.compile(r"(\w+)(?:([=>])(\S+))?")
 
 
 class GivenFlags:
-    """Checks settings against rules and shows them as flags: attribute ``lr`` is ``--lr 0.1``.
+    """Checks settings against rules, and shows settings as flags in messages.
+
+    Each setting is an attribute with the text of its flag: ``lr`` is ``--lr 0.1``.
 
     Args:
-        values: Values of the settings, by name.
-        specs: Specifications of their flags, by name.
+        values: Value of each setting, by name.
+        specs: Specification of each setting's flag, by the name of the setting.
     """
 
     def __init__(self, values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
@@ -104,10 +109,10 @@ class GivenFlags:
         return self._specs[name].text_of(self._values[name])
 
     def require(self, table: str) -> None:
-        """Checks the settings against a table.
+        """Checks the settings against all rules of a table.
 
         Raises:
-            ConfigError: The settings break a rule; the message names the first one.
+            ConfigError: The settings break a rule; the message is about the first such rule.
         """
         for rule in _rules_of(table):
             if violation := self._violation(rule):
@@ -115,7 +120,7 @@ class GivenFlags:
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
 
     def _violation(self, rule: _Rule) -> str:
-        """Returns how the settings break a rule, empty if they do not."""
+        """Returns a text that says how the settings break a rule; empty if they do not break it."""
         joined = rule.left.split("+")
         options = rule.right.split("/")
         if rule.verb in ("within", "divides"):
@@ -130,7 +135,7 @@ class GivenFlags:
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
-        """Returns how numbers break a bound or a divisibility, empty if they do not."""
+        """Returns how numbers break a rule with ``within`` or ``divides``; empty if they do not."""
         factors = product.split("*")
         limit = self._values.get(rule.right)
         numbers: list[Any] = [int(n) if n.isdigit() else self._values.get(n) for n in factors]
@@ -144,7 +149,7 @@ class GivenFlags:
         return f"{self._text(rule.right)} is not a multiple of {text}" if limit % unit else ""
 
     def _applies(self, term: str, unknown: bool = False) -> bool:
-        """Returns whether a term applies; ``unknown`` if there is no such setting."""
+        """Returns whether a term is true; returns ``unknown`` if there is no such setting."""
         name, sign, listed = _parts(term)
         if name not in self._values:
             return unknown
@@ -160,13 +165,13 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns the setting's present value for a message, empty if it has none."""
+        """Returns the present value of a term's setting for a message; empty if it has no value."""
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch
         return "" if is_absent else f" with {self._text(term)}"
 
     def _needed(self, terms: list[str]) -> str:
-        """Returns the flags and values of which one is needed."""
+        """Returns a text that lists terms as flags with their values, joined by "or"."""
         texts = []
         for name, sign, listed in map(_parts, terms):
             spec = self._specs[name]
@@ -178,13 +183,13 @@ class GivenFlags:
 
 
 class _Rule(NamedTuple):
-    """Holds a rule between two terms.
+    """Holds a rule with a single term on each side.
 
     Attributes:
-        left: Term in front of the verb.
-        verb: Key of :data:`_REMEDIES`.
-        right: Term after the verb.
-        reason: Reason for the message, may be empty.
+        left: Term before the verb, such as ``fp16+loss_scale``.
+        verb: Relation between the terms: ``needs``, ``excludes``, ``within`` or ``divides``.
+        right: Term after the verb, such as ``micro_batch_size>1``.
+        reason: Reason for the rule, which error messages give; may be empty.
     """
 
     left: str
@@ -195,7 +200,7 @@ class _Rule(NamedTuple):
 
 @functools.cache
 def _rules_of(table: str) -> list[_Rule]:
-    """Reads a table as rules between single terms, in the table's order."""
+    """Splits a table into rules with a single term on each side, in the order of the table."""
     rules = []
     for line in table.replace("\n    ", " ").splitlines():
         rule, _, reason = line.partition(" | ")
@@ -207,7 +212,7 @@ def _rules_of(table: str) -> list[_Rule]:
 
 @functools.cache
 def _parts(term: str) -> tuple[str, str, str]:
-    """Splits a term into setting, ``=`` or ``>``, and values."""
+    """Splits a term into the name of the setting, ``=`` or ``>``, and the values after it."""
     match = _TERM.fullmatch(term)
     assert match is not None, f"{term} is no term of a rule"
     return match[1], match[2] or "", match[3] or ""

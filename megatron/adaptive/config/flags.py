@@ -1,7 +1,7 @@
 """Makes command line flags from dataclass fields.
 
-Owns the metadata of a flag, the bounded types of fields, and the conversion of text to values.
-Deliberately knows no particular flag and no rule between two flags.
+This module defines the metadata of a flag and types with bounds, and converts text to values. It
+deliberately contains no particular flag, and no check that involves two flags.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _BOUNDS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Holds the bounds of a value; written next to its type in ``Annotated``.
+    """Holds the bounds of a value, for use as ``Annotated[int, Limits(...)]``.
 
     Attributes:
-        minimum: Smallest allowed value.
-        above: Exclusive lower bound.
-        below: Exclusive upper bound.
-        maximum: Largest allowed value.
-        unit: Placeholder of the value in help texts (``ITERATIONS``, ``LAYERS``, ``DIR``).
+        minimum: Smallest allowed value; ``None`` for no bound.
+        above: Exclusive lower bound; ``None`` for no bound.
+        below: Exclusive upper bound; ``None`` for no bound.
+        maximum: Largest allowed value; ``None`` for no bound.
+        unit: Placeholder for the value in help texts (``ITERATIONS``, ``LAYERS``, ``DIR``).
     """
 
     minimum: float | None = None
@@ -58,10 +58,10 @@ class Limits:
     unit: str = ""
 
     def check(self, value: Any) -> None:
-        """Checks a value against the bounds.
+        """Checks that a value is finite and within the bounds.
 
         Raises:
-            ValueError: The value is beyond a bound, or not finite.
+            ValueError: The value is out of bounds, or not finite.
         """
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{value} is not a finite number")
@@ -87,67 +87,71 @@ File = Annotated[str, Limits(unit="FILE")]
 
 
 def flag(help_text: str, default: Any = None, **options: Any) -> Any:
-    """Declares a field that is a command line flag.
+    """Declares a dataclass field that a command line flag sets.
 
     Args:
-        help_text: One sentence for ``--help`` and ``docs/flags.md``.
-        default: Value if the flag is absent.
-        **options: Further attributes of :class:`FieldSpec`.
+        help_text: Description for ``--help`` and ``docs/flags.md``, one sentence.
+        default: Value of the field if the flag is absent.
+        **options: Further attributes of the field's :class:`FieldSpec`, such as ``choices``.
     """
     return field(default=default, metadata={_METADATA_KEY: {"help": help_text, **options}})
 
 
 def required(help_text: str, **options: Any) -> Any:
-    """Declares a field without default: the command line or, with ``derived``, the parser sets it.
+    """Declares a dataclass field without a default.
+
+    The user must give the flag, unless ``derived`` is given: the parser then computes the value.
 
     Args:
-        help_text: One sentence for ``--help`` and ``docs/flags.md``.
-        **options: Further attributes of :class:`FieldSpec`.
+        help_text: Description for ``--help`` and ``docs/flags.md``, one sentence.
+        **options: Further attributes of the field's :class:`FieldSpec`, such as ``choices``.
     """
     return field(metadata={_METADATA_KEY: {"help": help_text, **options}})
 
 
 def switch(help_text: str, *, names: tuple[str, ...] = (), off: str | tuple[str, ...] = ()) -> Any:
-    """Declares a boolean field whose flag takes no value and inverts the default.
+    """Declares a boolean dataclass field. Its flag takes no value, and inverts the default.
 
     Args:
-        help_text: One sentence for ``--help`` and ``docs/flags.md``.
-        names: Spellings of a flag that turns it on; by default made from the field's name.
-        off: Spellings of a flag that turns it off. If given, the field is on by default.
+        help_text: Description for ``--help`` and ``docs/flags.md``, one sentence.
+        names: Spellings of the flag that turns the setting on; by default the field's name.
+        off: Spellings of the flag that turns the setting off. If given, the default is on.
     """
     off = (off,) if isinstance(off, str) else off
     return flag(help_text, bool(off), names=off or names)
 
 
 def assign(config: object, name: str, value: object) -> None:
-    """Sets a field of a frozen dataclass; only for its ``__post_init__``."""
+    """Sets a field of a frozen dataclass; call it only in the ``__post_init__`` of that class."""
     object.__setattr__(config, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FieldSpec:
-    """Describes a field of a group: its type, its default and its flag.
+    """Describes a field of a settings dataclass: its type, its default and its flag.
 
     Attributes:
         dest: Name of the field, the same as in Megatron-LM.
-        base: Type of one value: ``int``, ``float``, ``str`` or ``bool``.
-        limits: Bounds of one value.
-        many: Whether the value is a tuple of ``base``.
-        length: Length of the tuple, ``None`` if it may have any.
-        optional: Whether ``None`` is allowed.
-        default: Default value, ``MISSING`` if there is none.
-        help: One sentence for ``--help`` and ``docs/flags.md``; empty if no flag sets the field.
-        names: Every spelling of the flag; messages show the first one.
-        choices: Allowed values, if they are a fixed set.
-        also_takes: Function that returns whether a value outside the choices is accepted; raises
-            ``ValueError`` if it knows a reason against the value.
-        refused_choices: Values that only Megatron-LM accepts, each with the reason why this
-            trainer does not.
-        unit: Placeholder of the value in help texts; empty to show its type.
-        derived: Description of the default, for a field whose default depends on others.
-        takes_value: Whether a boolean's value is written out (``--profile-execution True``).
-        reader: Function that converts the text of the value; raises ``ValueError`` with the rule.
-        detail: Text for ``--help`` instead of ``help``.
+        base: Type of a single value: ``int``, ``float``, ``str`` or ``bool``.
+        limits: Bounds of a single value.
+        many: Whether the field is a tuple of values.
+        length: Number of values in the tuple; ``None`` for any number.
+        optional: Whether the field may be ``None``.
+        default: Default value; ``MISSING`` if there is none.
+        help: Description for ``--help`` and ``docs/flags.md``, one sentence; empty if no flag sets
+            the field.
+        names: All spellings of the flag. Messages use the first spelling.
+        choices: Allowed values, if only certain values are allowed.
+        also_takes: Function that returns whether a value that is not in ``choices`` is accepted. It
+            raises ``ValueError`` to refuse the value with a reason.
+        refused_choices: Values that Megatron-LM accepts but this trainer refuses, each with the
+            reason.
+        unit: Placeholder for the value in help texts; if empty, it is made from the type.
+        derived: Description of the default, for a default that depends on other settings.
+        takes_value: Whether a boolean flag is followed by a value (``--profile-execution True``).
+        reader: Function that converts the argument's text to a value. If the text is invalid, it
+            raises ``ValueError`` with the reason.
+        detail: Longer description that ``--help`` shows instead of ``help``.
     """
 
     dest: str
@@ -170,27 +174,27 @@ class FieldSpec:
 
     @property
     def has_flag(self) -> bool:
-        """True if a flag sets the field."""
+        """Whether a command line flag sets the field."""
         return bool(self.help)
 
     @property
     def name(self) -> str:
-        """Spelling of the flag in messages."""
+        """First spelling of the flag, which messages use."""
         return self.names[0]
 
     @property
     def is_switch(self) -> bool:
-        """True if the flag takes no value: its presence inverts the default."""
+        """Whether the flag takes no value; its presence then inverts the default."""
         return self.has_flag and self.base is bool and not self.takes_value
 
     @property
     def is_required(self) -> bool:
-        """True if the command line must contain the flag."""
+        """Whether the command line must contain the flag."""
         return self.has_flag and self.default is MISSING and not self.derived
 
     @property
     def default_text(self) -> str:
-        """Text of the default in ``--help`` and ``docs/flags.md``; ``none`` if there is none."""
+        """Default as ``--help`` and ``docs/flags.md`` show it; ``none`` if there is no default."""
         if self.derived:
             return self.derived
         texts = ((MISSING, "required"), (None, "none"), ("", "none"), (True, "on"), (False, "off"))
@@ -203,24 +207,27 @@ class FieldSpec:
 
     @property
     def help_text(self) -> str:
-        """Help text together with the list of choices."""
+        """Description of the flag, followed by the list of its choices."""
         if not self.choices:
             return self.help
         return f"{self.help} One of: {', '.join(map(str, self.choices))}."
 
     @property
     def takes_any_number(self) -> bool:
-        """True if one or more arguments follow the flag."""
+        """Whether the flag takes one or more arguments, without an upper limit."""
         return self.many and self.length is None and not self.reader
 
     @property
     def metavar(self) -> str:
-        """Placeholder of the value in help texts."""
+        """Placeholder for the value in help texts, such as ``N`` or ``LAYERS``."""
         fallback = {int: "N", float: "X", str: "TEXT", bool: "True|False"}[self.base]
         return (self.unit or fallback) + (" ..." if self.takes_any_number else "")
 
     def options(self) -> dict[str, Any]:
-        """Returns keyword arguments of ``add_argument``; parsing sets nothing for absent flags."""
+        """Returns the keyword arguments for argparse's ``add_argument``.
+
+        If a flag is absent, argparse then sets no value, not even the default.
+        """
         text = (self.detail or self.help_text).replace("%", "%%")
         options: dict[str, Any] = {"dest": self.dest, "default": argparse.SUPPRESS}
         if self.is_switch:
@@ -247,23 +254,23 @@ class FieldSpec:
         return options
 
     def text_of(self, value: Any) -> str:
-        """Returns the flag and a value as written on a command line."""
+        """Returns the flag with a value, as on a command line."""
         if self.is_switch:
             return self.name
         if isinstance(value, float):
             return f"{self.name} {value:g}"
         if isinstance(value, tuple):
-            # A tuple that has a reader is one argument, such as 4-4-4 or a,b.
+            # If the field has a reader, the whole tuple is one argument, such as 4-4-4 or a,b.
             joint = "," if "," in self.unit else "-"
             separator = joint if self.reader else " "
             value = separator.join(map(str, value))
         return f"{self.name} {value}"
 
     def convert(self, argument: str) -> Any:
-        """Converts one argument of the command line to a value of this field.
+        """Converts one command line argument to a value of this field.
 
         Raises:
-            ValueError: The argument breaks a rule; the text names both.
+            ValueError: The argument is invalid; the message quotes it and gives the reason.
         """
         if self.reader is not None:
             return self.reader(argument)
@@ -272,10 +279,10 @@ class FieldSpec:
         return value
 
     def check(self, value: Any) -> None:
-        """Checks a value against choices and bounds.
+        """Checks that a value is one of the choices and within the bounds.
 
         Raises:
-            ValueError: The value breaks a rule; the text names both.
+            ValueError: The value is invalid; the message quotes it and gives the reason.
         """
         choices = self.choices
         if choices and value not in choices:
@@ -289,7 +296,7 @@ class FieldSpec:
 
 @functools.cache
 def fields_of(group: type) -> tuple[FieldSpec, ...]:
-    """Returns the fields of a group in the order of their definition."""
+    """Returns the description of each field of a settings dataclass, in order of definition."""
     hints = typing.get_type_hints(group, include_extras=True)
     return tuple(
         spec_of(item.name, hints[item.name], item.default, **item.metadata.get(_METADATA_KEY, {}))
@@ -298,14 +305,14 @@ def fields_of(group: type) -> tuple[FieldSpec, ...]:
 
 
 def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    """Checks settings that do not come from a command line against the limits of their flags.
+    """Checks settings from a source other than the command line, with the limits of their flags.
 
     Args:
-        values: Values by name of the setting; ``None`` is not checked.
-        specs: Specifications of at least these settings, by name.
+        values: Value of each setting, by name; ``None`` is not checked.
+        specs: Specification of each setting, by name.
 
     Raises:
-        ConfigError: A value is outside its limits; the message names the first one.
+        ConfigError: A value is invalid; the message names the first such setting.
     """
     for name, value in values.items():
         try:
@@ -316,13 +323,13 @@ def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> N
 
 
 def spec_of(name: str, hint: Any, default: Any = None, **options: Any) -> FieldSpec:
-    """Returns the specification of a field.
+    """Makes the specification of a field from its type annotation and default.
 
     Args:
         name: Name of the field.
-        hint: Type annotation of the field.
-        default: Default of the field, ``MISSING`` for none.
-        options: Further attributes of :class:`FieldSpec`.
+        hint: Type annotation of the field, such as ``tuple[int, ...] | None``.
+        default: Default value of the field; ``MISSING`` if there is none.
+        options: Further attributes of the :class:`FieldSpec`, from the field's metadata.
     """
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
     if optional:
@@ -349,7 +356,7 @@ def spec_of(name: str, hint: Any, default: Any = None, **options: Any) -> FieldS
 
 
 def _shown(value: object) -> str:
-    """Returns the text of a value for a message; a long text is cut."""
+    """Returns a value as text for a message; a long text is truncated."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...{text[-1]}"
 

@@ -1,9 +1,9 @@
 """Converts a Hugging Face ``config.json`` to flags of the trainer.
 
-A table of families describes models by their ``model_type``; tables of keys give the flag of each
-number. This module owns the meaning of keys, for both the planner and the trainer. The names of
-modules are in :mod:`megatron.adaptive.config.hugging_face_names`. The planner also accepts models
-that the trainer cannot build (``differs``); for the trainer :func:`load_config` refuses them.
+A table of families describes models by their ``model_type``, and further tables map keys of the
+file to flags. Both the planner and the trainer use these tables. The names of modules are in
+:mod:`megatron.adaptive.config.hugging_face_names`. The planner also accepts models that the trainer
+cannot build (those with ``differs``). For the trainer, :func:`load_config` refuses such models.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LOAD_FLAG = "--load-hf"
 FLAGS_FILE = "model_flags.txt"
-"""Name of the file in a checkpoint folder that has the model's flags, for ``evaluate``."""
+"""Name of the file with the model's flags in a checkpoint folder, which ``evaluate`` reads."""
 
 _LONGEST = 4096
-"""Largest default of ``--seq-length``, in tokens; smaller if the model has fewer positions."""
+"""Default of ``--seq-length`` in tokens, unless the model supports only shorter sequences."""
 _GATED = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 _BIASED = "--position-embedding-type rope"
 _GEMMA = f"{_GATED.replace('--swiglu', '--geglu')} --apply-layernorm-1p --scale-embeddings"
@@ -41,14 +41,15 @@ class _Family:
     """Describes the models of one ``model_type``.
 
     Attributes:
-        arguments: Flags that all of these models have.
-        tied: Whether embedding and head share weights if the file does not say.
+        arguments: Trainer flags that are the same for all models of the family.
+        tied: Whether embedding and output layer share weights if the file does not say.
         differs: Feature that the trainer's layers lack; empty if the trainer supports the family.
-        window_period: Period of layers with windowed attention, of which the last attends to all
-            tokens; 0 if all layers have the window.
-        default: Values of keys that a file may omit, if they differ from the common defaults.
-        optional: Keys that only these models have, by flag.
-        nearest: Supported family to start from, if the trainer does not support this one.
+        window_period: If this is n > 0, every n-th layer attends to all tokens and the others have
+            a sliding window. If it is 0, all layers have the window.
+        default: Values of keys that are absent in a file, where they differ from the usual
+            defaults.
+        optional: Keys that only this family has, by the flag to which they are converted.
+        nearest: Most similar supported family, for the error message if ``differs`` is not empty.
     """
 
     arguments: str
@@ -93,7 +94,7 @@ _MISTRAL = {**_EPSILON, "num_key_value_heads": 8}
 _FAMILIES: Mapping[str, _Family] = {
     "deepseek_v2": _Family(_LATENT, default=_V2),
     "deepseek_v3": _Family(_LATENT, default=_V3),
-    "kimi_k2": _Family(_LATENT, default=_V3),  # the layers and names of DeepSeek-V3
+    "kimi_k2": _Family(_LATENT, default=_V3),  # same layers and module names as DeepSeek-V3
     "gemma": _Family(_GEMMA, tied=True, default=_GEMMA_1),
     "gemma2": _Family(
         f"{_GEMMA} --norm-block-outputs",
@@ -130,7 +131,7 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "another order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# Differences from the nearest family that the keys of these models do not show.
+# Features by which unsupported models differ from supported families, if no key shows them.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
@@ -155,7 +156,7 @@ _DIFFERENCES: Mapping[str, str] = {
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _OTHER_INPUT = ("vision_config", "audio_config", "vision_encoder", "audio_encoder")
 _Table = Mapping[str, tuple[str, ...]]
-"""Keys of the file by flag; the first key that the file has is the flag's value."""
+"""For each flag, the keys of the file that give its value; the first key present is used."""
 _NEEDED: _Table = {
     "--num-layers": ("num_hidden_layers", "n_layer"),
     "--hidden-size": ("hidden_size", "n_embd"),
@@ -204,7 +205,7 @@ _FRACTIONS = frozenset(
     """.split()
 )
 _TEXTS = ("--moe-router-score-function",)
-# These flags are whole numbers, but a file may write them with a decimal point, such as 10000.0.
+# Flags for whole numbers that a file may contain with a decimal point, such as 10000.0.
 _BASE_FLAGS = ("--rotary-base", "--window-rotary-base")
 _WHOLE = frozenset(
     key
@@ -236,13 +237,13 @@ MODEL_FLAGS = frozenset(
     --rotary-seq-len-interpolation-factor
     """.split(),
 )
-"""Flags that describe a model; ``--load-hf`` sets all of them."""
+"""Flags that describe a model, all of which ``--load-hf`` determines."""
 _OF_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
 _OF_ROTATION = (*_OF_YARN, "mscale_all_dim", "low_freq_factor", "high_freq_factor")
 _DEFAULTS = {"--attention-dropout": 0.0, "--hidden-dropout": 0.0}
 _ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-# Keys with the only value that is supported, and the feature that another value asks for.
+# Keys of which only one value is supported, and the unsupported feature that other values request.
 _ONLY: Mapping[str, tuple[Any, str]] = {
     "attention_bias": (False, "a bias of the output projection"),
     "mlp_bias": (False, "a bias of the feed-forward block"),
@@ -253,8 +254,8 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
     "use_bidirectional_attention": (False, "attention to later tokens"),
     "router_jitter_noise": (0.0, "noise in the router"),
 }
-# These keys do not change what layers compute, or other functions here read them. They concern
-# text generation, training and the file's origin, or are notes of trainers, exporters, quantizers.
+# Keys that do not change what layers compute, or that other functions of this module read. Most of
+# them concern text generation, training or the file's origin, or are notes of other programs.
 _WITHOUT_EFFECT = frozenset(
     """
     architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range
@@ -289,21 +290,24 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def is_config(document: Any) -> bool:
-    """Returns whether the content of a JSON file is a Hugging Face configuration."""
+    """Returns whether the content of a JSON file is that of a Hugging Face ``config.json``."""
     return isinstance(document, dict) and "model_type" in document and "format" not in document
 
 
 def config_arguments(
     document: Mapping[str, Any], where: str, sequence: int | None = None
 ) -> tuple[list[str], str]:
-    """Returns the trainer's flags for a configuration, and the feature that they do not cover.
-
-    The feature is empty if the trainer supports the model.
+    """Converts a ``config.json`` to flags of the trainer.
 
     Args:
         document: Content of the file.
-        where: Path of the file, for messages.
-        sequence: Tokens of a sample; by default the model's positions, at most 4,096.
+        where: Path of the file; error messages name it.
+        sequence: Number of tokens per sample; ``None`` for the longest sequence that the model
+            supports, but at most 4,096.
+
+    Returns:
+        The flags, and the feature of the model that the trainer lacks. The feature is empty if the
+        trainer supports the model.
 
     Raises:
         ConfigError: The architecture is unknown or not supported, or a key is missing.
@@ -315,7 +319,7 @@ def config_arguments(
 def _arguments(
     document: Mapping[str, Any], where: str, sequence: int | None
 ) -> tuple[list[str], str]:
-    # If a model also takes images or sound, only its text part counts.
+    # If a model also takes images or sound, use only the part of the file about its text model.
     text = _text_part(document)
     config: Mapping[str, Any] = document if text is None else text
     family = _family({"model_type": document["model_type"], **config}, where)
@@ -341,7 +345,7 @@ def _arguments(
             if value is None:
                 value = _DEFAULTS.get(flag)
             of_groups = flag.endswith(("groups", "group-topk"))
-            # A value of 0 means that the router has no groups, or that no further layers predict.
+            # Leave the flag out if 0 means that there are no expert groups or prediction layers.
             if value is None or ((of_groups or flag.endswith("mtp-num-layers")) and not value):
                 continue
             if of_groups and (config.get("topk_method") == "greedy" or config.get("n_group") == 1):
@@ -375,23 +379,23 @@ def _arguments(
 
 
 def _remove(flags: list[str], name: str) -> None:
-    """Removes a flag and its value."""
+    """Removes a flag and its value from a list of flags."""
     index = flags.index(name)
     del flags[index : index + 2]
 
 
 def load_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Reads ``config.json`` of a model that the trainer will build.
+    """Reads the ``config.json`` of a model, and checks that the trainer can build the model.
 
     Args:
-        folder: Folder of the model.
+        folder: Folder of a Hugging Face model.
 
     Returns:
         The content of the file, and the trainer's flags for the model.
 
     Raises:
         ConfigError: The trainer cannot build the model; the message names the key, its value and
-            the nearest supported value.
+            the nearest value that is supported.
     """
     path = folder / CONFIG
     document = read_json(path, "name the folder of a Hugging Face model")
@@ -405,16 +409,20 @@ def load_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _text_part(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the text part of a model that also takes images or sound, ``None`` without one."""
+    """Returns the settings of the text model, if the model also takes images or sound.
+
+    Returns ``None`` if the file has no such part.
+    """
     parts = (document.get(key) for key in _TEXT_PARTS)
     return next((part for part in parts if isinstance(part, dict)), None)
 
 
 def _refuse_other_input(document: Mapping[str, Any], where: str) -> None:
-    """Refuses a model that takes more than text; the error says whether its text part can be used.
+    """Refuses a model that takes more than text.
 
     Raises:
-        ConfigError: The model also takes images or sound.
+        ConfigError: The model also takes images or sound; the message says whether its text part
+            can be used alone.
     """
     text = _text_part(document)
     kind = document["model_type"]
@@ -436,11 +444,11 @@ def _refuse_other_input(document: Mapping[str, Any], where: str) -> None:
 
 
 def _check_numbers(config: Mapping[str, Any], where: str) -> None:
-    """Refuses numbers that would have to be rounded, and missing factors of a rotation.
+    """Checks that numbers in the file have the right type, so that none would be rounded.
 
     Raises:
-        ConfigError: A value must be whole and is not, or a rotation's value is no number or
-            missing.
+        ConfigError: A value must be a whole number but is not, or a value of the rotary embedding
+            is not a number, or its factor is missing.
     """
     for key in sorted(_WHOLE & config.keys()):
         if config[key] is not None and type(config[key]) is not int:
@@ -457,10 +465,10 @@ def _check_numbers(config: Mapping[str, Any], where: str) -> None:
 
 
 def _checked(value: Any, flag: str, key: str, where: str) -> int | float:
-    """Converts a number of the file to the flag's type.
+    """Converts a number in the file to the type of its flag.
 
     Raises:
-        ConfigError: The value is not a number, or would have to be rounded.
+        ConfigError: The value is not a number, would have to be rounded, or is out of range.
     """
     if not _is_number(value):
         kind = "number" if flag in _FRACTIONS else "whole number"
@@ -482,7 +490,7 @@ def _is_number(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _expected_kinds(where: str) -> Iterator[None]:
-    """Turns errors about values of a wrong type into one error that names the file."""
+    """Converts Python errors, which values of a wrong type cause, to an error for the user."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -494,7 +502,9 @@ def _expected_kinds(where: str) -> Iterator[None]:
 def _trained(
     folder: Path, document: Mapping[str, Any], flags: list[str], differs: str
 ) -> list[str]:
-    """Returns the flags of a model that the trainer supports, without layers the folder lacks.
+    """Checks that the trainer supports a model, and returns its flags.
+
+    The flag for prediction layers is left out if the folder has no weights for these layers.
 
     Raises:
         ConfigError: The trainer's layers lack a feature of the model.
@@ -509,7 +519,8 @@ def _trained(
     flat = _flat(family, document)
     for key, value in document.items():
         _refuse(key, value, flat, flags, str(path))
-    # transformers saves no weights of the layers that predict further tokens.
+    # The weights are often missing, because transformers does not save layers for multi-token
+    # prediction.
     flag = "--mtp-num-layers"
     if flag in flags and not _has_weights(folder, flat["num_hidden_layers"]):
         _remove(flags, flag)
@@ -517,7 +528,7 @@ def _trained(
 
 
 def _has_weights(folder: Path, layer: int) -> bool:
-    """Returns whether a folder has weights of a layer, by its index or the header of its file."""
+    """Returns whether a folder has weights of a layer; reads the index or the file's header."""
     prefix = f"model.layers.{layer}."
     names: Iterable[str] = ()
     if (folder / INDEX).is_file():
@@ -530,12 +541,12 @@ def _has_weights(folder: Path, layer: int) -> bool:
 
 
 class _Verdict(NamedTuple):
-    """Says whether the trainer supports the value of a key.
+    """Holds whether the trainer supports the value of a key in the file.
 
     Attributes:
-        is_supported: Whether the layers support the value.
-        feature: Feature that the value asks for.
-        nearest: Nearest supported value.
+        is_supported: Whether the trainer's layers support the value.
+        feature: Feature of a model that this value requests, for the error message.
+        nearest: Nearest value that is supported, for the error message.
     """
 
     is_supported: bool
@@ -546,7 +557,7 @@ class _Verdict(NamedTuple):
 def _refuse(
     key: str, value: Any, config: Mapping[str, Any], flags: Sequence[str], where: str
 ) -> None:
-    """Refuses a key that asks for a feature that the trainer's layers lack."""
+    """Raises an error if a key's value requests a feature that the trainer's layers lack."""
     if key == "quantization_config" and not value:
         value = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     verdict = _verdict_on_layers(key, value, config, flags) or _verdict_on_experts(
@@ -566,10 +577,10 @@ def _refuse(
 def _verdict_on_layers(
     key: str, value: Any, config: Mapping[str, Any], flags: Sequence[str]
 ) -> _Verdict | None:
-    """Judges a key of attention, activation, dropout or weights; ``None`` for any other key."""
+    """Checks a key about attention, activation, dropout or weights; ``None`` for other keys."""
     if key in _ACTIVATION:
         supported: tuple[str, ...] = ("silu", "swish") if "--swiglu" in flags else ("gelu", *_TANH)
-        # The old key hidden_act of Gemma's files says gelu and means the tanh approximation.
+        # Gemma's files contain "gelu" under the old key hidden_act and mean the tanh approximation.
         supported = _TANH if "--geglu" in flags and key != "hidden_act" else supported
         is_supported = value in supported or (value is None and "--geglu" in flags)
         return _Verdict(is_supported, "another activation", " or ".join(supported))
@@ -598,7 +609,7 @@ def _verdict_on_layers(
 def _verdict_on_experts(
     key: str, value: Any, config: Mapping[str, Any], flags: Sequence[str]
 ) -> _Verdict | None:
-    """Judges a key of the router of experts; ``None`` for any other key."""
+    """Checks a key about the router of experts; returns ``None`` for other keys."""
     is_pre_softmax = "--moe-router-pre-softmax" in flags
     if key == "norm_topk_prob" and "--num-experts" in flags:
         is_raw = config["model_type"] == "deepseek_v2" or is_pre_softmax
@@ -613,7 +624,7 @@ def _verdict_on_experts(
 
 
 def _verdict_on_rotation(value: Any, config: Mapping[str, Any], *, latent: bool) -> _Verdict:
-    """Judges the settings of rotary embeddings."""
+    """Checks the settings of the rotary embedding."""
     kind = _kind_of_rotation(config)
     scaling = _scaling(config)
     is_scaled = kind == "yarn" if latent else bool(_rotation(config, latent=False))
@@ -629,24 +640,25 @@ def _verdict_on_rotation(value: Any, config: Mapping[str, Any], *, latent: bool)
 
 
 def _flat(family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with its defaults, and with keys of the rotation at the top level."""
+    """Adds the family's defaults, and copies keys of the rotary embedding to the top level."""
     rotation = _scaling(config)
     if "full_attention" in rotation:
-        # Layers with windows have separate settings, of which only the base may differ.
+        # Layers with a sliding window have separate settings. Copy only the base, since other
+        # differences are not supported.
         in_windows = rotation.get("sliding_attention") or {}
         key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
         rotation = rotation["full_attention"] or {}
         config = {**config, key: rotation}
         if base := in_windows.get("rope_theta"):
             config["rope_local_base_freq"] = base
-    # transformers prefers a key inside the rotation's object to the same key outside of it.
+    # If a key is at the top level and among the rotation's settings, transformers uses the latter.
     inner_keys = ("rope_theta", "partial_rotary_factor")
     inner = {key: rotation[key] for key in inner_keys if rotation.get(key) is not None}
     return {**family.default, **config, **inner}
 
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings of the rotation, from the old key or else from the new one."""
+    """Returns the settings of the rotary embedding, from the old key if it is there."""
     scaling: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return scaling
 
@@ -657,7 +669,7 @@ def _kind_of_rotation(config: Mapping[str, Any]) -> str:
 
 
 def _rotation(config: Mapping[str, Any], *, latent: bool) -> list[str]:
-    """Returns the flags that scale rotary frequencies; none if they are unscaled or unsupported."""
+    """Returns the flags that scale rotary frequencies; empty if none or not supported."""
     scaling = _scaling(config)
     kind = _kind_of_rotation(config)
     factor = scaling.get("factor")
@@ -700,7 +712,7 @@ def _family(config: Mapping[str, Any], where: str) -> _Family:
 
 
 def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
-    """Describes how an unsupported model differs from the nearest supported family."""
+    """Returns a text on how an unsupported model differs from the nearest supported family."""
     strange = {key for key, value in config.items() if value}
     strange -= {*_READ, *_WITHOUT_EFFECT, *_ACTIVATION, *_ONLY}
     strange.difference_update(*_FAMILIES[nearest].optional.values())
@@ -718,13 +730,13 @@ def _read_families() -> list[str]:
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
-    """Returns a value if it is a number or a text, otherwise ``None``."""
+    """Returns the value of a key if it is a number or a text, otherwise ``None``."""
     value = config.get(key)
     return value if isinstance(value, int | float | str) else None
 
 
 def _number(config: Mapping[str, Any], key: str, where: str) -> int:
-    """Returns a number of the file, under the given key or GPT-2's name for it."""
+    """Returns the number of heads or layers, under the given key or under GPT-2's key."""
     keys = (key, "n_head" if "heads" in key else "n_layer")
     number = next((config[key] for key in keys if key in config), None)
     if type(number) is not int or not 0 < number <= 10_000:
@@ -765,7 +777,7 @@ def _experts(config: Mapping[str, Any], layers: int, where: str) -> list[str]:
 
 
 def _windows(config: Mapping[str, Any], family: _Family, layers: int, where: str) -> list[str]:
-    """Returns the flags for the window of attention and the layers that have it."""
+    """Returns the flags for the size of the attention window and for the layers that have it."""
     window = config.get("sliding_window")
     kinds = config.get("layer_types")
     if kinds is not None:
@@ -783,7 +795,7 @@ def _windows(config: Mapping[str, Any], family: _Family, layers: int, where: str
         have_window = [i >= begin and (not period or (i + 1) % period != 0) for i in range(layers)]
     if not window or not any(have_window) or config.get("use_sliding_window") is False:
         return []
-    # megatron-core counts only the tokens before a token, Hugging Face counts the token itself too.
+    # Subtract 1, because megatron-core does not count the token itself as a part of its window.
     flags = ["--window-size", f"{window - 1},0"]
     if all(have_window):
         return flags
@@ -793,6 +805,6 @@ def _windows(config: Mapping[str, Any], family: _Family, layers: int, where: str
 
 
 def _pattern(values: Sequence[bool]) -> str:
-    """Returns a truth value per layer in the trainer's notation, such as ``[0]*3+[1]*58``."""
+    """Formats one truth value per layer in the trainer's notation, such as ``[0]*3+[1]*58``."""
     runs = [(int(value), len(list(group))) for value, group in groupby(values)]
     return "+".join(f"[{value}]*{count}" for value, count in runs)

@@ -1,4 +1,4 @@
-"""Maps names of megatron-core's modules to those of Hugging Face models."""
+"""Maps the names of megatron-core's modules to the names in Hugging Face models."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import NamedTuple
 
 
 class FamilyNames(NamedTuple):
-    """Holds Hugging Face's names for one family of models.
+    """Holds the module names that Hugging Face models of a family have.
 
     Attributes:
-        inside: Names of a layer's modules by megatron-core's name, in the order of the model. A
-            list has one name for the whole matrix, or one for each of its blocks of rows.
-        outside: Names of the modules outside of layers by megatron-core's name.
-        layer: Prefix of the names in a layer, with ``{}`` for the layer's number.
+        inside: Hugging Face names of a layer's modules, by the name in megatron-core and in the
+            order of the model. A list has a single name if both modules have the same matrix. It
+            has several names if megatron-core stacks these matrices by rows.
+        outside: Hugging Face names of the modules outside of layers, by the name in megatron-core.
+        layer: Prefix of the names of a layer's modules, with ``{}`` for the number of the layer.
         predicts: Whether layers for multi-token prediction may follow the other layers.
-        turned: Whether matrices of linear layers are stored as ``[inputs, outputs]``.
-        grouped: Whether rows of queries, keys and values alternate as in megatron-core's matrix.
+        turned: Whether matrices of linear layers are transposed, that is, stored as
+            ``[inputs, outputs]``.
+        grouped: Whether the rows of queries, keys and values alternate by groups of heads, as in
+            megatron-core's matrix.
     """
 
     inside: Mapping[str, list[str]]

@@ -1,8 +1,8 @@
-"""Opens files and parses JSON within limits, and makes foreign text safe to print.
+"""Opens files and parses JSON within limits, and makes text from other sources safe to print.
 
-Files, sockets and environment variables may contain anything, and a path may name anything. So
-:func:`open_file` is the only way to open a user's file, :func:`parse_json` the only parser of JSON,
-and text for a terminal, a sheet or a page passes through :func:`printable`.
+Files, sockets and environment variables may contain any bytes, and a path may name a device or a
+pipe. Therefore all code opens a user's file by :func:`open_file`, and parses JSON by
+:func:`parse_json`. Text for a terminal, a spreadsheet or a page is made safe by :func:`printable`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from typing import Any, BinaryIO
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 MAX_BYTES = 1 << 28
-"""Size in bytes of the largest file that is read at once."""
+"""Largest size in bytes of a file that is read into memory as a whole."""
 MAX_LEVELS = 64
-"""Depth of nested lists and objects in JSON; programs of the project write at most 10 levels."""
+"""Largest nesting depth of lists and objects in JSON; this project's files have at most 10."""
 _MAX_INTEGER = 1 << 64
 _MOST_DIGITS = 300  # an integer with this number of digits still fits a float
 _DIGITS = 18  # an integer with this number of digits fits 64 bits
 BYTE_ORDER_MARK = "\ufeff"
-"""Character that some editors write at the start of a UTF-8 text; it is not part of the text."""
+"""Character that some editors write at the start of a UTF-8 file; removed when a file is read."""
 _WIDE = re.compile(r"\d{20}|[eE]\+?\d{3}")
-# Control characters, marks of text direction, line ends of splitlines and lone surrogates.
+# Characters to escape: control characters, marks of text direction, line separators and lone
+# surrogates.
 _UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[{_UNSAFE}\t\n]")
 _ENDLESS = re.compile(r"\S{400,}")
@@ -50,16 +51,17 @@ _PIECE_BYTES = 1 << 20
 def require_file(path: str | Path) -> int:
     """Checks that a path names a regular file, for libraries that open it themselves.
 
-    Opening a FIFO waits for a writer, which may never come, and a device may have no end.
+    Opening a named pipe (FIFO) would wait for a writer, perhaps forever, and reading a device might
+    never end.
 
     Args:
-        path: Path of the file; links are followed.
+        path: Path of the file; symbolic links are followed.
 
     Returns:
         Size of the file in bytes.
 
     Raises:
-        OSError: There is no file, or it is not a regular one; ``strerror`` says which.
+        OSError: The file does not exist, or is not a regular file; ``strerror`` says which.
     """
     try:
         status = os.stat(path)
@@ -78,13 +80,15 @@ def _require_regular(status: os.stat_result, path: str | Path) -> int:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens a regular file to read its bytes, and never waits for another process.
+    """Opens a regular file for reading bytes.
+
+    Unlike Python's ``open``, this function never waits for another process.
 
     Raises:
-        OSError: The file cannot be opened or is not a regular file.
+        OSError: The file cannot be opened, or is not a regular file.
     """
     require_file(path)
-    # If a FIFO has replaced the file since the check, O_NONBLOCK keeps open() from waiting.
+    # If a named pipe has replaced the file since the check, open() must not wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _require_regular(os.fstat(descriptor), path)
@@ -95,21 +99,21 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
-    """Returns the content of a regular file.
+    """Reads a whole regular file.
 
     Args:
         path: Path of the file.
         most: Largest allowed size in bytes.
 
     Raises:
-        OSError: The file cannot be read, is no regular file, or is larger.
+        OSError: The file cannot be read, is not a regular file, or is larger than allowed.
     """
     with open_file(path) as file:
         pieces: list[bytes] = []
         left = most - os.fstat(file.fileno()).st_size
         while left >= 0 and (piece := file.read(_PIECE_BYTES)):
             pieces.append(piece)
-            # Files of /proc report no size, and other files may grow.
+            # Count the bytes read, because files in /proc report size 0 and other files may grow.
             left = most - sum(map(len, pieces))
     if left < 0:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
@@ -117,16 +121,18 @@ def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
 
 
 def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool = False) -> Any:
-    """Parses JSON within limits on its size, its depth and its numbers.
+    """Parses JSON within limits on its size, its nesting depth and its numbers.
 
     Args:
-        data: Text to parse; bytes are UTF-8.
-        strict: Whether numbers must be finite and integers must fit 64 bits. False allows NaN, for
-            example as a loss, and makes integers that are too large for a float infinite.
-        once: Whether a key that occurs twice in an object is an error, for files that people write.
+        data: Text to parse; bytes are decoded as UTF-8.
+        strict: Whether numbers must be finite and integers must fit 64 bits. If false, NaN is
+            allowed (for example as a loss), and integers that are too large for a float become
+            infinite.
+        once: Whether a key that occurs twice in an object is an error; used for files that people
+            write.
 
     Raises:
-        ValueError: The text is no JSON or beyond a limit; the message is one line with the rule.
+        ValueError: The text is not JSON, or exceeds a limit; the message is one line.
     """
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has {len(data):,} bytes, more than {MAX_BYTES:,}")
@@ -176,9 +182,9 @@ def _integer(digits: str) -> int:
 
 
 def _any_integer(digits: str) -> int | float:
-    """Converts an integer of any size; an integer too large for a float becomes infinite.
+    """Converts digits to an integer, or to infinity if the number is too large for a float.
 
-    Dividing such an integer would raise OverflowError.
+    Otherwise a division of the integer would raise OverflowError later.
     """
     return int(digits) if len(digits) <= _MOST_DIGITS else math.copysign(math.inf, float(digits))
 
@@ -197,15 +203,15 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> str:
-    """Reads a regular text file of at most :data:`MAX_BYTES`, without a leading byte order mark.
+    """Reads a UTF-8 text file of at most :data:`MAX_BYTES`; removes a leading byte order mark.
 
     Args:
         path: Path of the file.
-        hint: Remedy at the end of the message.
-        error: Class of the error that is raised.
+        hint: Advice to the user, with which an error message ends.
+        error: Class of the error to raise.
 
     Raises:
-        AdaptiveError: The file cannot be read, is too large, or is no text in UTF-8.
+        AdaptiveError: The file cannot be read, is too large, or is not UTF-8 text.
     """
     try:
         return read_bytes(path, hint, error).decode().removeprefix(BYTE_ORDER_MARK)
@@ -214,7 +220,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> bytes:
-    """Reads a regular file of at most :data:`MAX_BYTES`; see :func:`read_text`."""
+    """Reads a regular file of at most :data:`MAX_BYTES`, with errors as in :func:`read_text`."""
     try:
         return read_whole(path)
     except OSError as caught:
@@ -222,10 +228,15 @@ def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) 
 
 
 def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> Any:
-    """Reads a JSON file that people write; see :func:`read_text` and :func:`parse_json`.
+    """Reads a JSON file that people write, in which no key may occur twice in an object.
+
+    Args:
+        path: Path of the file.
+        hint: Advice to the user, with which an error message ends.
+        error: Class of the error to raise.
 
     Raises:
-        AdaptiveError: The file cannot be read or is no JSON within the limits.
+        AdaptiveError: The file cannot be read, is not JSON, or exceeds a limit.
     """
     text = read_text(path, hint, error)
     try:
@@ -235,37 +246,39 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def natural(text: str) -> int | None:
-    """Converts text to a whole number of at most 18 digits, ``None`` if it is not one."""
+    """Converts text to a whole number of at most 18 digits, or returns ``None``."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
     return int(text) if is_number else None
 
 
 def say(text: str, *, lines: bool = False) -> None:
-    """Prints a line on standard error at once, with control characters escaped.
+    """Prints a message on standard error at once, with control characters escaped.
 
     Args:
-        text: Text of the line.
-        lines: Whether the text may have several lines, such as the picture of a schedule.
+        text: Text of the message.
+        lines: Whether line ends in the text are printed as such, as in the drawing of a schedule.
+            If false, they are escaped.
     """
     print(shown(text, lines=lines), file=sys.stderr, flush=True)
 
 
 def shown(text: str, *, lines: bool = False) -> str:
-    """Makes a message printable and cuts words that are too long to show.
+    """Escapes control characters in a message, and truncates very long words.
 
     Args:
-        text: Text of the message, which may quote users or files.
-        lines: Whether the text may have several lines.
+        text: Text of the message, which may quote user input or files.
+        lines: Whether line ends and tabs stay as they are. If false, they are escaped too.
     """
     return _ENDLESS.sub(lambda match: f"{match[0][:_SHOWN]}...", printable(text, lines=lines))
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Returns the lines of a table with aligned columns.
+    """Formats a table as lines of text with aligned columns.
 
     Args:
-        lines: Cells of each line.
-        left: Number of columns at the start that are aligned left; the others are aligned right.
+        lines: Texts of the cells, line by line.
+        left: Number of columns that are aligned left, counted from the first column. The others are
+            aligned right.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
@@ -278,11 +291,11 @@ def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""Returns a text with its control characters escaped, for example as ``\x1b``.
+    r"""Escapes control characters in a text, for example as ``\x1b``.
 
     Args:
-        text: Any text.
-        lines: Whether line ends and tabs stay.
+        text: Any text, for example from a file or from a user.
+        lines: Whether line ends and tabs stay as they are. If false, they are escaped too.
     """
     pattern = _UNPRINTABLE_IN_LINES if lines else _UNPRINTABLE
     return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -1,7 +1,7 @@
-"""Distributes layers over stages by Megatron-LM's flags, and checks the result.
+"""Distributes layers over pipeline stages by Megatron-LM's flags, and checks the result.
 
-Layers for multi-token prediction (MTP) are on one stage, by default the last, after all transformer
-layers. They have an embedding lookup like the first stage.
+All layers for multi-token prediction (MTP) are on one stage, by default the last, after all
+transformer layers. Their stage needs the word embedding, like the first stage.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ _UNEVEN = (
 
 
 def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    """Sets chunks and partition from the other flags of Megatron-LM that give layers per stage.
+    """Sets the number of chunks and the partition, if other flags of Megatron-LM determine them.
 
     Args:
-        values: Values of the given flags by the names of their settings; changed in place.
-        specs: Specifications of the settings, by name.
+        values: Values of the flags that the user gave, by the name of the setting; changed in
+            place.
+        specs: Specification of each setting, by name.
 
     Raises:
-        ConfigError: The flags do not fit the pipeline.
+        ConfigError: The flags do not fit the number of pipeline ranks or of layers.
     """
     if path := values.get("heterogeneous_layers_config_path"):
-        # Checkpoints store the content, because the file may be gone when they are loaded.
+        # Store the content of the file in checkpoints, because the file may be deleted later.
         values.setdefault("heterogeneous_layers_config_encoded_json", read_text(Path(path), _HINT))
     pipeline = values.get("pipeline_model_parallel_size", 1)
     if "num_layers_per_virtual_pipeline_stage" in values:
@@ -89,10 +90,10 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
 
 
 def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
-    """Returns the chunks of each pipeline rank if every chunk has ``layers_per_chunk`` layers.
+    """Returns the number of chunks per pipeline rank, from the number of layers per chunk.
 
     Raises:
-        ConfigError: The layers do not divide evenly.
+        ConfigError: The layers cannot be divided evenly into such chunks.
     """
     unit = pipeline * layers_per_chunk
     if num_layers % unit != 0:
@@ -105,12 +106,12 @@ def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
 
 
 class UnlikeLayer(NamedTuple):
-    """Describes a layer whose shape differs from that of other layers.
+    """Describes a layer of a model whose layers have different sizes.
 
     Attributes:
-        groups: Number of key and value heads, 0 without attention.
-        width: Inner width of the feed-forward block, 0 without one.
-        linear: Number of linear layers that replace attention or feed-forward block, 0 to 2.
+        groups: Number of key and value heads; 0 if the layer has no attention.
+        width: Inner width of the feed-forward block; 0 if the layer has no such block.
+        linear: Number of blocks (attention and feed-forward) that a linear layer replaces, 0 to 2.
     """
 
     groups: int
@@ -119,12 +120,12 @@ class UnlikeLayer(NamedTuple):
 
 
 def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
-    """Returns the layers of a model if their shapes differ, otherwise ``None``.
+    """Returns the layers of a model whose layers have different sizes; ``None`` for other models.
 
     Source: ``HeterogeneousTransformerConfig`` of megatron-core, for the format.
 
     Raises:
-        ConfigError: The JSON has another format.
+        ConfigError: The JSON text does not have the expected format.
     """
     text = config.core.heterogeneous_layers_config_encoded_json
     model = config.model
@@ -160,7 +161,7 @@ def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
 
 
 def _unlike(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
-    """Yields rules about layers of different shapes."""
+    """Yields checks of a model whose layers have different sizes."""
     model = config.model
     layers = unlike_layers(config)
     if layers is None:
@@ -182,11 +183,11 @@ def _unlike(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
 
 
 def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
-    """Yields rules about layers and stages: a condition that refuses the settings, and a message.
+    """Yields checks of layers and stages: a condition that is true for an error, and its message.
 
     Args:
-        config: Settings of a run.
-        flags: The same settings as texts of a command line.
+        config: Settings of the run.
+        flags: Object whose attributes are the same settings as command line texts, for messages.
     """
     model = config.model
     layers = model.num_layers
@@ -224,7 +225,7 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
 
 
 def _predictions(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
-    """Yields rules about layers for multi-token prediction and their stage."""
+    """Yields checks of layers for multi-token prediction and of their stage."""
     layers = config.model.mtp_num_layers
     layout = config.schedule.pipeline_model_parallel_layout
     letters = "" if layout is None else "".join(parse_layout(layout))

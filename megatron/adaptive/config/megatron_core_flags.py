@@ -1,9 +1,11 @@
 """Makes flags from the settings of the installed megatron-core.
 
-Reads megatron-core's configuration classes from their source, because importing them would import
-torch. A setting becomes a flag unless another group of this package has it, the trainer sets it
-(``_OWN``), ``unsupported_flags.py`` refuses its flag, or its type does not fit a command line.
-Names are those of Megatron-LM. megatron-core itself checks rules between these settings.
+This module parses the source of megatron-core's configuration classes, because importing these
+classes would import torch. Every setting becomes a flag, with four exceptions. Another dataclass of
+this package already has the setting, the trainer itself sets it (``_OWN``),
+``unsupported_flags.py`` refuses the flag, or a value of its type cannot be given on the command
+line. Flags have the same names as in Megatron-LM. megatron-core checks that these settings fit each
+other.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _CLASSES = (
     ("optimizer/optimizer_config.py", "OptimizerConfig"),
     ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
 )
-# The trainer derives these settings from others, or decides them.
+# Settings that the trainer computes from other settings, or that have a fixed value.
 _OWN = frozenset(
     """
     virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage
@@ -69,7 +71,7 @@ _NAMES = {
     "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
     "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
 }
-# Megatron-LM's command line has these defaults and choices; the classes of megatron-core do not.
+# Defaults and choices of Megatron-LM's command line that differ from megatron-core's classes.
 _DEFAULTS: Mapping[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 32,
@@ -90,10 +92,13 @@ _TYPES: Mapping[str, tuple[Any, dict[str, Any]]] = {
 
 
 def parse_pattern(text: str) -> int | list[int]:
-    """Parses a pattern of layers: a period, or a list such as ``([1]*3+[0])*2``.
+    """Parses which layers are of a kind: every n-th layer, or a list such as ``([1]*3+[0])*2``.
+
+    Returns:
+        The number n, or a list with a number per layer.
 
     Raises:
-        ValueError: The text is neither.
+        ValueError: The text is neither a number nor such a list.
     """
 
     def value(node: ast.expr) -> Any:
@@ -131,15 +136,15 @@ def _window(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Setting:
-    """Holds a field of a configuration class of megatron-core, read from its source.
+    """Describes a field of a configuration class of megatron-core, parsed from the class's source.
 
     Attributes:
         name: Name of the field.
-        of: Name of the class.
-        annotation: Source of the type.
-        default: Default value, ``None`` if it is not a literal.
-        names: Spellings of the flag that the field's metadata name.
-        text: Docstring of the field.
+        of: Name of the class that has the field.
+        annotation: Source text of the type annotation, such as ``Optional[int]``.
+        default: Default value; ``None`` if the source has no literal as default.
+        names: Spellings of the flag in the field's metadata; empty if there are none.
+        text: Docstring that follows the field; empty if there is none.
     """
 
     name: str
@@ -151,8 +156,9 @@ class _Setting:
 
 
 def _settings() -> Iterator[_Setting]:
-    """Yields the settings of the installed megatron-core."""
-    # The paths of the namespace package suffice: find_spec would import megatron.core.
+    """Yields all fields of the installed megatron-core's configuration classes."""
+    # Look for the folder on the paths of the package megatron. find_spec("megatron.core.x") would
+    # import megatron.core.
     folders = (Path(part, "core") for part in sys.modules["megatron"].__path__)
     folder = next((candidate for candidate in folders if candidate.is_dir()), Path())
     trees: dict[str, ast.Module] = {}
@@ -173,10 +179,10 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
         text = str(after.value.value) if has_text else ""  # type: ignore[attr-defined]
         default = item.value
         names = ()
-        if isinstance(default, ast.Call):  # the default is a call of dataclasses.field
+        if isinstance(default, ast.Call):  # such as dataclasses.field(default=..., metadata=...)
             arguments = {keyword.arg: keyword.value for keyword in default.keywords}
             default = arguments.get("default")
-            # Other parts of the metadata may be no literals, so only the names are evaluated.
+            # Evaluate only the names, because other parts of the metadata may not be literals.
             for part in ast.walk(arguments.get("metadata", ast.Pass())):
                 if isinstance(part, ast.Dict):
                     for key, spellings in zip(part.keys, part.values, strict=True):
@@ -197,7 +203,10 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
 
 
 def _field_of(setting: _Setting) -> tuple[str, Any, Any] | None:
-    """Returns the field for a setting, or ``None`` if its type does not fit a command line."""
+    """Returns the dataclass field for a setting: its name, type and description.
+
+    Returns ``None`` if a value of the setting's type cannot be given on the command line.
+    """
     kind = setting.annotation.replace("List[", "list[")
     if kind.startswith("Optional["):
         kind = kind.removeprefix("Optional[").removesuffix("]")
@@ -281,7 +290,7 @@ LATENT_SETTINGS = tuple(
     for setting in _SETTINGS
     if setting.of == _LATENT and setting.name in vars(CoreConfig())
 )
-"""Settings that have no effect without latent attention."""
+"""Names of the settings that have an effect only with multi-latent attention."""
 
 EXPERT_SETTINGS = tuple(name for name in vars(CoreConfig()) if name.startswith("moe_"))
-"""Settings that have no effect without experts."""
+"""Names of the settings that have an effect only in a mixture-of-experts model."""

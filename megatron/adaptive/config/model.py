@@ -1,4 +1,4 @@
-"""Defines the settings of the GPT model and of recomputation, and models by name."""
+"""Defines the settings of the GPT model and of recomputation, and a list of known models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SWIGLU_MULTIPLE = 64
 
 
 def _fusion(operations: str, off: str) -> Any:
-    """Declares a switch that turns a fused kernel off."""
+    """Declares a flag that turns a fused kernel off; the kernel is on by default."""
     text = f"Do not use a fused kernel for {operations}; without this flag it is used if available."
     return switch(text, off=off)
 
@@ -37,7 +37,7 @@ def _fusion(operations: str, off: str) -> Any:
 class ModelConfig:
     """Model.
 
-    ``ffn_hidden_size`` and ``kv_channels`` are always set after construction.
+    If ``ffn_hidden_size`` or ``kv_channels`` is not given, it is computed from ``hidden_size``.
     """
 
     num_layers: Layers = required(
@@ -193,8 +193,8 @@ class ModelConfig:
         if self.use_rotary_position_embeddings:
             assign(self, "position_embedding_type", "rope")
         if self.ffn_hidden_size is None:
-            # A gated block has three matrices instead of two, so two thirds of the width keep the
-            # number of parameters. Megatron-LM rounds down to a multiple of 64.
+            # A gated block has three matrices instead of two. With two thirds of the usual width it
+            # has the same number of parameters. Like Megatron-LM, round down to a multiple of 64.
             gated = int((4 * self.hidden_size * 2 / 3) / _SWIGLU_MULTIPLE) * _SWIGLU_MULTIPLE
             assign(self, "ffn_hidden_size", gated if self.swiglu else 4 * self.hidden_size)
         if self.kv_channels is None:
@@ -208,17 +208,17 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the feed-forward block has a gate, and so three matrices."""
+        """Whether the feed-forward block is gated, and so has three matrices instead of two."""
         return self.swiglu or self.quick_geglu or self.geglu
 
     @property
     def local_attention(self) -> str:
-        """Kernel of attention in local layers, a value of ``--attention-backend``."""
+        """Value of ``--attention-backend`` that the trainer's own (local) layers use."""
         return self.attention_backend
 
     @property
     def query_groups(self) -> int:
-        """Number of key and value heads; without grouped queries the number of query heads."""
+        """Number of key and value heads; if queries are not grouped, the number of query heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
@@ -229,8 +229,8 @@ _NO_EXPERTS = "single parts of expert layers cannot be recomputed; use full, or 
 class RecomputeConfig:
     """Recompute.
 
-    After construction ``recompute_granularity``, ``recompute_method`` and ``recompute_num_layers``
-    include the effect of the two shorthands.
+    The shorthands ``recompute_activations`` and ``checkpoint_activations`` set the fields
+    ``recompute_granularity``, ``recompute_method`` and ``recompute_num_layers``.
     """
 
     recompute_activations: bool = switch("Shorthand for --recompute-granularity selective.")
@@ -371,11 +371,12 @@ def model_flags(model: str, folder: Path) -> list[str]:
     """Returns the trainer's flags for a model.
 
     Args:
-        model: Name in :data:`MODELS`, or path of a file of flags in which ``#`` begins a comment.
+        model: Name in :data:`MODELS`, or path of a text file with flags, in which ``#`` begins a
+            comment.
         folder: Folder to which a relative path refers.
 
     Raises:
-        ConfigError: ``model`` is neither.
+        ConfigError: ``model`` is neither a known name nor a readable file.
     """
     if model in MODELS:
         return MODELS[model].split()

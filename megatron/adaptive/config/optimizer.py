@@ -1,4 +1,4 @@
-"""Defines the settings of number formats, optimizer, learning rate and adapters."""
+"""Defines the settings of number formats, of the optimizer, the learning rate and adapters."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _NO_MUON = "it supports neither the distributed optimizer nor torch_dist checkpo
 class OptimizerConfig:
     """Optimizer and learning rate.
 
-    The learning rate's schedule counts iterations with ``--train-iters`` and samples with
-    ``--train-samples``; the flags of the other unit keep their defaults.
+    The lengths in the learning rate schedule are numbers of iterations with ``--train-iters``, and
+    numbers of samples with ``--train-samples``. The flags for the other unit are not used.
     """
 
     optimizer: str = flag(
@@ -133,13 +133,13 @@ class PrecisionConfig:
             assign(self, "attention_softmax_in_fp32", True)
         if self.bf16:
             assign(self, "accumulate_allreduce_grads_in_fp32", not self.grad_reduce_in_bf16)
-        # A dynamic loss scale reacts to overflows, so they must not end the run.
+        # A dynamic loss scale handles overflows, so an overflow must not end the run.
         if self.fp16 and self.loss_scale is None:
             assign(self, "check_for_nan_in_loss_and_grad", False)
 
     @property
     def dtype_name(self) -> str:
-        """Name of the type of parameters and activations: float32, float16 or bfloat16."""
+        """Data type of parameters and activations: ``float32``, ``float16`` or ``bfloat16``."""
         if self.fp16:
             return "float16"
         return "bfloat16" if self.bf16 else "float32"
@@ -170,11 +170,11 @@ class LoraConfig:
 
     @property
     def is_on(self) -> bool:
-        """True if adapters are trained."""
+        """Whether low-rank adapters are trained, and the model's own weights are frozen."""
         return self.lora_rank is not None
 
     @property
     def scale(self) -> float:
-        """Factor of the adapters' output."""
+        """Factor by which the output of each adapter is multiplied: alpha / rank."""
         rank = self.lora_rank or 1
         return (self.lora_alpha or rank) / rank

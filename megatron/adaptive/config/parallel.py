@@ -1,4 +1,4 @@
-"""Defines the settings of parallelism and of the transports between ranks."""
+"""Defines the settings of parallelism, and of the transport of messages between ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron.adaptive.config.schedule import parse_widths
 class ParallelConfig:
     """Parallelism.
 
-    ``world_size`` comes from the launcher, not from a flag. After parsing,
-    ``num_virtual_stages_per_pipeline_rank`` has the number of chunks even if it was given as
-    ``num_layers_per_virtual_pipeline_stage``.
+    ``world_size`` is set by the launcher, not by a flag. If the user gives
+    ``num_layers_per_virtual_pipeline_stage``, the parser computes
+    ``num_virtual_stages_per_pipeline_rank`` (the number of chunks) from it.
     """
 
     world_size: int
@@ -95,16 +95,17 @@ class ParallelConfig:
 
     @property
     def unequal_sizes(self) -> tuple[int, ...] | None:
-        """Number of ranks of each stage, ``None`` if it is the same for all stages."""
+        """Number of ranks per stage; ``None`` if all stages have the same number."""
         sizes = self.stage_data_parallel_sizes
         return sizes if sizes is not None and len(set(sizes)) > 1 else None
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of copies of the model that work on different samples.
+        """Number of data-parallel replicas, which work on different samples.
 
-        If stages have unequal numbers of ranks, it is their least common multiple: after that
-        number of microbatches all ranks of a stage have run the same number.
+        If stages have unequal numbers of ranks, this is the least common multiple of these numbers.
+        A step then has a multiple of this number of microbatches, so that all ranks of a stage run
+        equally many.
         """
         if self.unequal_sizes is not None:
             return math.lcm(*self.unequal_sizes)
@@ -112,12 +113,11 @@ class ParallelConfig:
         return self.world_size // (ranks * self.context_parallel_size)
 
     def microbatches_of(self, pp_rank: int, num_microbatches: int) -> int:
-        """Returns the number of microbatches of each rank of a stage.
+        """Returns the number of microbatches that each rank of a stage runs per step.
 
         Args:
             pp_rank: Pipeline rank of the stage.
-            num_microbatches: Number of microbatches of a step for each copy of the model, see
-                :attr:`data_parallel_size`.
+            num_microbatches: Number of microbatches per step and data-parallel replica.
         """
         if self.unequal_sizes is None:
             return num_microbatches
@@ -125,27 +125,27 @@ class ParallelConfig:
 
     @property
     def num_chunks(self) -> int:
-        """Number of model chunks of each pipeline rank."""
+        """Number of model chunks (virtual stages) on each pipeline rank."""
         return self.num_virtual_stages_per_pipeline_rank or 1
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
-        """Number of chunks in Megatron-LM's form: ``None`` for a single chunk."""
+        """Number of chunks per rank as Megatron-LM takes it: ``None`` for a single chunk."""
         return self.num_chunks if self.num_chunks > 1 else None
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of the whole pipeline: pipeline ranks times chunks."""
+        """Number of stages in the whole pipeline: pipeline ranks times chunks per rank."""
         return self.pipeline_model_parallel_size * self.num_chunks
 
 
 AUTO = "auto"
 PINNED = "pinned"
 NATIVE = ("shm", "rdma", "tcp")
-"""Transports of the C++ extension."""
+"""Transports that the C++ extension implements."""
 
 TRANSPORTS = (*NATIVE, "gloo", "nccl")
-"""Values of ``--transport`` that force a transport."""
+"""Values of ``--transport`` that select the same transport for all pairs of ranks."""
 
 MOST_SLOTS = 64
 _LEAST_SLOT_BYTES = 4096
@@ -216,5 +216,5 @@ class TransportConfig:
 
     @property
     def forced(self) -> str | None:
-        """Transport that every pair must use, ``None`` if each pair uses its best one."""
+        """Transport for all pairs of ranks; ``None`` if each pair uses the best one available."""
         return None if self.transport == AUTO else self.transport

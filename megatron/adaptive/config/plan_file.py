@@ -1,7 +1,8 @@
-"""Reads plan files: the planner's decisions about a run, as JSON. ``docs/plan.md`` has the schema.
+"""Reads plan files, in which the planner writes its decisions about a run as JSON.
 
-The launcher converts a plan to variables of ``conf.sh``, the trainer converts these to flags, so
-both start the same run.
+``docs/plan.md`` describes their schema. A plan is first converted to variables of ``conf.sh``, and
+these are converted to flags of the trainer. The launcher and the trainer both use this code, so a
+plan has the same effect in both.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SETTINGS = (
     "overlap_grad_reduce",
     "sequence_parallel",
 )
-"""Keys of a plan whose name in capitals is a variable of ``conf.sh``."""
+"""Keys of a plan that become variables of ``conf.sh`` with the same name in capitals."""
 _RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",
@@ -54,7 +55,7 @@ FLAGS = {
     "PARTITION": "--partition",
     "STAGE_DP_SIZES": "--stage-data-parallel-sizes",
 }
-"""Flag of the trainer for each variable of ``conf.sh`` that has a value."""
+"""Trainer flag for each variable of ``conf.sh`` whose value becomes the value of a flag."""
 _SWITCH_FLAGS = {
     "DISTRIBUTED_OPTIMIZER": "--use-distributed-optimizer",
     "OVERLAP_GRAD_REDUCE": "--overlap-grad-reduce",
@@ -63,24 +64,29 @@ _SWITCH_FLAGS = {
 
 
 def load_plan(path: Path) -> Any:
-    """Reads a plan file without checking it; see :func:`read_json`."""
+    """Reads a plan file as JSON, but does not check it against the schema."""
     return read_json(path, "name a plan file, see docs/plan.md")
 
 
 def plan_flags(content: Any, where: str) -> list[str]:
-    """Checks a plan and returns the trainer's flags for it.
+    """Checks a plan and converts it to flags of the trainer.
+
+    Args:
+        content: Content of the plan file.
+        where: Path of the plan file; error messages name it.
 
     Raises:
-        ConfigError: The plan breaks the schema.
+        ConfigError: The plan does not follow the schema.
     """
     return run_flags(plan_variables(content, where))
 
 
 def run_flags(values: Mapping[str, Any]) -> list[str]:
-    """Returns the trainer's flags for variables of ``conf.sh`` that a plan may set.
+    """Converts those variables of ``conf.sh`` that a plan may set to flags of the trainer.
 
     Args:
-        values: Values of variables by name, as text or converted; ``None`` counts as absent.
+        values: Value of each variable by name, as text or as a number or boolean. A variable that
+            is ``None`` is treated as absent.
     """
     flags: list[str] = []
     for name, flag in FLAGS.items():
@@ -96,7 +102,7 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def world_size_of(content: Mapping[str, Any]) -> int | None:
-    """Returns the number of processes that a checked plan needs, ``None`` if it names none."""
+    """Returns the number of processes that a plan needs; ``None`` if the plan does not say."""
     degrees = content.get("degrees", {})
     if "stages" in content:
         return sum(len(stage["tensor"]) for stage in content["stages"])
@@ -107,14 +113,14 @@ def world_size_of(content: Mapping[str, Any]) -> int | None:
 
 
 def plan_variables(content: Any, where: str) -> dict[str, str]:
-    """Checks a plan and returns the variables of ``conf.sh`` for it.
+    """Checks a plan and converts it to variables of ``conf.sh``.
 
     Args:
-        content: Content of the file.
-        where: Path of the file, for messages.
+        content: Content of the plan file.
+        where: Path of the plan file; error messages name it.
 
     Raises:
-        ConfigError: The plan breaks the schema.
+        ConfigError: The plan does not follow the schema.
     """
     plan = check_form(content, "plan", where)
     degrees = plan.get("degrees", {})
@@ -134,7 +140,7 @@ def plan_variables(content: Any, where: str) -> dict[str, str]:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
-    """Returns the variable for stages with unequal numbers of ranks."""
+    """Returns the variable of ``conf.sh`` for stages with unequal numbers of ranks."""
     for index, stage in enumerate(stages):
         if any(width != 1 for width in stage["tensor"]):
             raise ConfigError(
@@ -171,16 +177,16 @@ PLAN_HELP = (
 
 
 def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size: int) -> list[str]:
-    """Replaces ``--plan FILE`` in a command line by the plan's flags.
+    """Replaces ``--plan FILE`` in a command line by the flags of the plan.
 
     Args:
         argv: Command line of the trainer.
-        specs: Specifications of all flags, by field.
+        specs: Specification of each flag, by the name of its field.
         world_size: Number of processes of the job.
 
     Returns:
-        The command line without ``--plan``. A flag that the command line and the plan give with
-        the same value occurs once.
+        The command line without ``--plan``, but with the plan's flags. A flag that was given and is
+        also in the plan, with the same value, is not repeated.
 
     Raises:
         ConfigError: The plan cannot be read, contradicts a flag, or needs another number of

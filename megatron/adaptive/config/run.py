@@ -1,4 +1,4 @@
-"""Defines the settings of the run's length, of checkpoints and of logging."""
+"""Defines the settings of the length of a run, of validation, checkpoints and logging."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class CheckpointConfig:
 
     @property
     def saves_behind(self) -> bool:
-        """True if checkpoints are written while training continues."""
+        """Whether checkpoints are written in the background while training continues."""
         return self.async_save or self.save_local is not None
 
 
@@ -183,5 +183,5 @@ class LoggingConfig:
 
     @property
     def draws_curves(self) -> bool:
-        """True if curves are written to TensorBoard or another logger."""
+        """Whether curves are written to TensorBoard, Weights & Biases or MLflow."""
         return any((self.tensorboard_dir, self.wandb_project, self.mlflow_experiment))

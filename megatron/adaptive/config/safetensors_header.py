@@ -1,13 +1,12 @@
-"""Reads the header of a ``safetensors`` file, as strictly as the package of that name.
+"""Reads the header of a ``safetensors`` file, with the same checks as the package ``safetensors``.
 
-::
+Layout of the file, and content of its JSON header::
 
     [ 8 bytes: length of the header | JSON | bytes of tensors ]
     {"__metadata__": {text: text}, NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
-The first tensor begins right after the header, each next one where the one before ends, and the
-last one ends with the file. A file whose tensors overlap, or with bytes that belong to no tensor,
-is damaged.
+Tensors follow each other without gaps, from the end of the header to the end of the file. A file is
+therefore damaged if its tensors overlap, or if it has bytes that belong to no tensor.
 
 Source: the format's description and the behaviour of the package ``safetensors`` 0.8.
 """
@@ -50,9 +49,9 @@ BITS: Mapping[str, int] = {
     "F6_E3M2": 6,
     "F4": 4,
 }
-"""Number of bits of an element, by the code of its type."""
+"""Number of bits per element of a tensor, by the code of its data type."""
 
-_LONGEST = 100_000_000  # the format's limit on the bytes of a header
+_LONGEST = 100_000_000  # largest size of a header in bytes, as the format defines it
 _RESTORE = "copy it again"
 _METADATA = "__metadata__"
 _SIZE_LIMIT = 1 << 64
@@ -61,13 +60,13 @@ _MOST_DIGITS = 300  # a number with this number of digits still fits a double
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """Describes a tensor of a file: its type, shape and bytes.
+    """Describes a tensor in a file: its type, its shape, and where its bytes are.
 
     Attributes:
-        dtype: Code of the type, a key of :data:`BITS`.
-        shape: Shape of the tensor.
-        begin: Offset of the first byte in the file.
-        end: Offset after the last byte.
+        dtype: Code of the data type, a key of :data:`BITS`.
+        shape: Number of elements along each dimension.
+        begin: Offset in the file of the tensor's first byte.
+        end: Offset in the file after the tensor's last byte.
     """
 
     dtype: str
@@ -77,7 +76,7 @@ class TensorEntry:
 
 
 class _Once(dict[str, Any]):
-    """Holds a JSON object and records the keys that occur twice in it."""
+    """Holds a JSON object, and records the keys that occur more than once in it."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -88,14 +87,14 @@ class _Once(dict[str, Any]):
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Returns the tensors of a file by name, in the order of the header.
+    """Returns the description of each tensor by name, in the order of the header.
 
     Raises:
         CheckpointError: The file cannot be read.
-        DamagedCheckpointError: The file is cut short, or its header is not valid.
+        DamagedCheckpointError: The file is truncated, or its header is not valid.
     """
     try:
-        # If the name is a pipe without a writer, O_NONBLOCK keeps open() from waiting.
+        # If the path is a named pipe, open() without O_NONBLOCK would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -179,20 +178,21 @@ def _is_metadata(metadata: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Returns whether a value is text in UTF-8; JSON also allows single surrogates."""
+    """Returns whether a value is text that UTF-8 can encode, without lone surrogates."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _entry(name: str, value: Any, first: int) -> TensorEntry:
-    """Reads a tensor's entry of the header.
+    """Reads the entry of a tensor in the header.
 
     Args:
         name: Name of the tensor.
-        value: Value of that name in the header.
-        first: Offset of the first byte after the header.
+        value: Value of that name in the header, an object if the file is intact.
+        first: Offset in the file of the first byte after the header.
 
     Raises:
-        ValueError: A field is missing, occurs twice or has a wrong type, or size and shape differ.
+        ValueError: A field is missing, occurs twice or has a wrong type, or the number of bytes
+            does not match type and shape.
     """
     if not _is_text(name) or not isinstance(value, _Once):
         raise ValueError(f"{_short(name)} is {_short(value)}, which must be an object")
@@ -228,11 +228,11 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _check_cover(entries: Mapping[str, TensorEntry], first: int, size: int) -> None:
-    """Raises ValueError unless the tensors cover each byte after the header exactly once.
+    """Raises ValueError unless each byte after the header belongs to exactly one tensor.
 
     Args:
-        entries: Tensors of the file by name.
-        first: Offset of the first byte after the header.
+        entries: Description of each tensor in the file, by name.
+        first: Offset in the file of the first byte after the header.
         size: Size of the file in bytes.
     """
     end = first

@@ -1,4 +1,4 @@
-"""Defines the settings of the schedule, of the layers per stage, and of traces."""
+"""Defines the settings of the pipeline schedule, of the layers per stage, and of traces."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 from megatron.adaptive.errors import ConfigError
 
 BALANCED = ("off", "lengths", "speed", "both")
-"""Values of ``--balance-replicas``."""
+"""Allowed values of ``--balance-replicas``."""
 
 
 def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
-    """Returns the order of stages over ranks without ``--pipeline-placement``.
+    """Returns how stages are assigned to ranks if ``--pipeline-placement`` is not given.
 
     Args:
         schedule: Value of ``--pipeline-schedule``.
-        num_chunks: Number of model chunks of each pipeline rank.
+        num_chunks: Number of model chunks (virtual stages) per pipeline rank.
     """
     return schedule_spec(schedule).default_placement if num_chunks == 2 else "loop"
 
@@ -40,10 +40,10 @@ _PARTITION = re.compile(r"[0-9]+(-[0-9]+)*")
 
 
 def parse_partition(text: str) -> tuple[int, ...]:
-    """Parses layers per stage from a text such as ``0-11-8-8``.
+    """Parses the number of layers per stage from a text such as ``0-11-8-8``.
 
     Raises:
-        ValueError: The text is not whole numbers joined by ``-``.
+        ValueError: The text does not consist of whole numbers joined by ``-``.
     """
     if _PARTITION.fullmatch(text) is None:
         raise ValueError(
@@ -67,7 +67,7 @@ def parse_layout(text: str) -> tuple[str, ...]:
     Source: ``PipelineParallelLayerLayout`` of megatron-core, for the notation.
 
     Raises:
-        ValueError: The text breaks the notation, or its layers are not in a model's order.
+        ValueError: The text does not follow the notation, or layers are in a wrong order.
     """
     letters = text.replace(",", "").replace(" ", "")
     for pattern in (_GROUP, _REPEAT):
@@ -103,21 +103,21 @@ def uneven_split(
     embedding: bool | None = False,
     loss: bool | None = False,
 ) -> tuple[int, ...]:
-    """Returns the layers of each stage if the first and last rank differ, as in Megatron-LM.
+    """Returns the number of layers per stage if the first or last rank has a different number.
 
-    Stages are placed in a loop over the ranks.
+    The result is the same as in Megatron-LM. Stages are assigned to ranks round-robin (in a loop).
 
     Args:
-        num_layers: Number of layers of the model.
+        num_layers: Number of layers in the model.
         num_ranks: Number of pipeline ranks.
-        num_chunks: Number of stages of each rank.
-        first: Number of layers of the first rank, ``None`` to share evenly.
-        last: Number of layers of the last rank, ``None`` to share evenly.
-        embedding: Whether the embedding counts as a layer of the first stage.
-        loss: Whether the loss counts as a layer of the last stage.
+        num_chunks: Number of stages per rank.
+        first: Number of layers on the first rank; ``None`` for the same number as on inner ranks.
+        last: Number of layers on the last rank; ``None`` for the same number as on inner ranks.
+        embedding: Whether the embedding takes the place of a layer in the first stage.
+        loss: Whether the loss takes the place of a layer in the last stage.
 
     Raises:
-        ValueError: The layers do not divide evenly.
+        ValueError: The remaining layers cannot be divided evenly.
     """
     fixed = ((num_ranks - 1, last), (0, first))
     ends = {rank: layers for rank, layers in fixed if layers is not None}
@@ -138,10 +138,10 @@ def uneven_split(
 
 
 def parse_widths(text: str) -> tuple[int, ...]:
-    """Parses ranks per stage from a text such as ``2-1-1``.
+    """Parses the number of ranks per stage from a text such as ``2-1-1``.
 
     Raises:
-        ValueError: The text is not whole numbers from 1 on, joined by ``-``.
+        ValueError: The text does not consist of whole numbers from 1 on, joined by ``-``.
     """
     widths = tuple(map(int, text.split("-"))) if _PARTITION.fullmatch(text) else (0,)
     if min(widths) < 1:
@@ -150,14 +150,15 @@ def parse_widths(text: str) -> tuple[int, ...]:
 
 
 def format_partition(layers_per_stage: Sequence[int]) -> str:
-    """Formats layers per stage as ``0-11-8-8``; the inverse of :func:`parse_partition`."""
+    """Formats numbers of layers per stage as text such as ``0-11-8-8``."""
     return "-".join(str(layers) for layers in layers_per_stage)
 
 
 def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Returns layers per stage that differ by at most one; inner stages take the remainder.
+    """Divides layers over stages so that their numbers of layers differ by at most one.
 
-    The outer stages also compute embedding and loss, so they should not get an additional layer.
+    Inner stages get the additional layers, because the first stage also computes the embedding, and
+    the last stage the loss.
     """
     base, rest = divmod(num_layers, num_stages)
     first = (num_stages - rest + 1) // 2
@@ -165,10 +166,10 @@ def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _is_own_schedule(name: str) -> bool:
-    """Returns whether a name belongs to a schedule outside this package.
+    """Returns whether a schedule is a user's own, that is, not part of this package.
 
     Raises:
-        ValueError: The schedule does not exist or cannot be imported.
+        ValueError: There is no schedule of this name, or it cannot be imported.
     """
     try:
         return schedule_spec(name).is_own
@@ -177,10 +178,10 @@ def _is_own_schedule(name: str) -> bool:
 
 
 def _read_candidates(text: str) -> tuple[str, ...]:
-    """Parses names of schedules separated by commas.
+    """Parses a list of schedule names separated by commas.
 
     Raises:
-        ValueError: A schedule does not exist, or ``auto`` cannot try it.
+        ValueError: A schedule does not exist, or is of a kind that ``auto`` cannot try.
     """
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
@@ -326,15 +327,15 @@ class ScheduleConfig:
 
     @property
     def is_rule(self) -> bool:
-        """True if the order is chosen at run time."""
+        """Whether each rank chooses the order of its actions at run time."""
         return schedule_spec(self.pipeline_schedule).is_rule
 
     def traces(self, iterations_done: int) -> bool:
-        """Returns whether the next iteration is traced.
+        """Returns whether the next iteration of training is recorded in the trace.
 
         Args:
-            iterations_done: Number of iterations that this process has finished; 0 at its first
-                iteration, even if it has loaded a checkpoint.
+            iterations_done: Number of iterations that this process has finished since it started,
+                without those before a loaded checkpoint.
         """
         if self.trace_dir is None or iterations_done % self.trace_interval != 0:
             return False

@@ -1,13 +1,14 @@
-"""Describes every schedule in one table.
+"""Describes all pipeline schedules in a table.
 
-A schedule of this package is an entry of :data:`BUILT_IN` and the function that the entry names.
-Your own schedule needs no entry: decorate a function with :func:`fixed_order` or
-:func:`run_time_rule` and give ``--pipeline-schedule package.module:name``, or publish it as an
-entry point of the group ``megatron_adaptive.schedules`` and give its name
+A schedule decides in which order each rank runs its actions (forward pass, backward pass, weight
+gradient). A schedule of this package is an entry of :data:`BUILT_IN` that names a function. Your
+own schedule needs no entry: decorate a function with :func:`fixed_order` or :func:`run_time_rule`,
+and give ``--pipeline-schedule package.module:name``. A package can also publish its schedules as
+entry points of the group ``megatron_adaptive.schedules``, which are selected by name
 (``examples/own_schedule``).
 
-Deliberately knows neither placements nor actions; ``schedule.catalog`` describes the arguments and
-results of these functions.
+This module deliberately imports neither placements nor actions. ``schedule.catalog`` describes the
+arguments and results of the functions.
 """
 
 from __future__ import annotations
@@ -30,39 +31,46 @@ SplitBackward = Literal["never", "on request", "by default", "always"]
 Planned = Literal["no", "on request", "by default"]
 
 ENTRY_POINTS = "megatron_adaptive.schedules"
-"""Group of entry points through which installed packages provide schedules."""
+"""Name of the group of entry points by which installed packages provide schedules."""
 _PACKAGE = "megatron.adaptive.schedule"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """Describes one value of ``--pipeline-schedule``.
+    """Describes a schedule, one value of ``--pipeline-schedule``.
 
     Attributes:
         name: Name of the schedule on the command line.
-        function: Function of the schedule, or its path as ``package.module:function``; empty for
-            ``auto``, ``file`` and ``megatron``, which have none. See ``schedule.catalog``.
-        kind: Kind of the schedule: ``fixed`` for an order that is known before the step, ``rule``
-            for a choice at run time.
+        function: Function that implements the schedule, or its path as ``package.module:function``;
+            empty for ``auto``, ``file`` and ``megatron``, which have no function.
+        kind: ``fixed`` if the order of actions is known before the step, ``rule`` if each rank
+            chooses its next action at run time. The schedules ``auto``, ``file`` and ``megatron``
+            are kinds of their own.
         chunks: Number of model chunks (virtual stages) that each rank must have.
-        placements: Orders of stages over ranks that the schedule supports, its default first.
-        prefers_v: True if two chunks per rank are placed in a V unless the user asks for a loop.
-        splits_backward: Whether weight gradients are separate actions. ``by default`` means: if the
-            model's layers allow it.
-        overlaps_experts: True if an action may start while another one exchanges tokens.
-        keeps_all: True if all, or nearly all, forwards run before the first backward.
-        allows_unequal_stages: True if stages may have different numbers of ranks.
-        groups_microbatches: True if the number of microbatches must be a multiple of a group.
-        takes_group_size: True if ``--microbatch-group-size-per-virtual-pipeline-stage`` sets the
-            size of the groups.
-        recomputes: True if the schedule repeats forwards and so needs full recomputation.
-        microbatches_per_rank: Least number of microbatches of a step per pipeline rank, 0 for any.
-        is_hint: True if ``hinted`` may use it as a hint.
-        is_auto_candidate: True if ``auto`` tries it.
-        planned: Whether the planner considers it.
-        torch_name: Name of the same order in ``torch.distributed.pipelining``, empty if it has
+        placements: Supported ways to assign stages to ranks, with the default first: ``loop``
+            (round-robin) or ``v`` (from the first rank to the last, and back).
+        prefers_v: Whether two chunks per rank are placed in a V by default.
+        splits_backward: Whether weight gradients are computed by separate actions, not within the
+            backward pass. ``by default`` means: if the model's layers support it.
+        overlaps_experts: Whether a rank may start an action while another action waits for the
+            exchange of tokens with experts.
+        keeps_all: Whether all, or nearly all, forward passes run before the first backward pass, so
+            that their activations are kept at the same time.
+        allows_unequal_stages: Whether stages may have different numbers of ranks.
+        groups_microbatches: Whether the number of microbatches must be a multiple of a group size.
+        takes_group_size: Whether ``--microbatch-group-size-per-virtual-pipeline-stage`` sets this
+            group size.
+        recomputes: Whether the schedule repeats forward passes, and so needs full recomputation.
+        microbatches_per_rank: A step must have at least this number of microbatches for each
+            pipeline rank; 0 if there is no such limit.
+        is_hint: Whether the schedule ``hinted`` may follow this one as far as inputs have arrived.
+        is_auto_candidate: Whether the schedule ``auto`` tries this one.
+        planned: Whether the planner considers the schedule: always (``by default``), only if the
+            user names it (``on request``), or never (``no``).
+        torch_name: Name of the same schedule in ``torch.distributed.pipelining``; empty if there is
             none.
-        is_selectable: False for an order that only evaluation uses.
+        is_selectable: Whether users can select the schedule. It is false for the one that only
+            evaluation uses.
     """
 
     name: str
@@ -87,36 +95,36 @@ class ScheduleSpec:
 
     @property
     def is_rule(self) -> bool:
-        """True if the order is chosen at run time, ``auto`` included."""
+        """Whether each rank chooses its next action at run time, as also with ``auto``."""
         return self.kind in ("rule", "auto")
 
     @property
     def is_v_only(self) -> bool:
-        """True if the schedule only supports a V."""
+        """Whether the schedule supports only stages that are placed in a V over the ranks."""
         return self.placements == ("v",)
 
     @property
     def default_placement(self) -> PlacementKind:
-        """Placement of two chunks per rank unless the user asks for another one."""
+        """Placement of stages with two chunks per rank, unless the user gives another placement."""
         return "v" if self.prefers_v or self.is_v_only else "loop"
 
     @property
     def least_chunks(self) -> int:
-        """Smallest number of chunks per rank."""
+        """Smallest number of model chunks per rank that the schedule supports."""
         return 2 if self.chunks in ("two", "several") else 1
 
     @property
     def most_chunks(self) -> int | None:
-        """Largest number of chunks per rank, ``None`` for any number."""
+        """Largest number of model chunks per rank that is supported; ``None`` for no limit."""
         return {"one": 1, "two": 2}.get(self.chunks)
 
     @property
     def is_own(self) -> bool:
-        """True for a schedule that is not part of this package."""
+        """Whether the schedule is a user's own, that is, not part of this package."""
         return self.name not in BUILT_IN
 
     def load(self) -> Callable[..., Any]:
-        """Imports the module of the schedule's function and returns the function."""
+        """Imports and returns the function that implements the schedule."""
         if callable(self.function):
             return self.function
         module, _, name = self.function.partition(":")
@@ -126,7 +134,7 @@ class ScheduleSpec:
 
 _BOTH: tuple[PlacementKind, ...] = ("loop", "v")
 
-# If two schedules are equally fast, the one that comes first here is chosen.
+# The order matters: of two schedules that are equally fast, the first one in the table is chosen.
 _TABLE = (
     ScheduleSpec(
         name="1f1b",
@@ -289,17 +297,17 @@ _TABLE = (
     ScheduleSpec(name="megatron", kind="megatron", groups_microbatches=True, takes_group_size=True),
 )
 BUILT_IN = {spec.name: spec for spec in _TABLE}
-"""Schedules of this package by name."""
+"""Descriptions of this package's schedules, by name."""
 
 
 def selectable_names(
     matches: Callable[[ScheduleSpec], object] = lambda spec: True, *, also: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Returns names of schedules that users can select, in the order of the table.
+    """Returns the names of schedules that users can select, in the order of the table.
 
     Args:
-        matches: Function that returns whether to include a schedule.
-        also: Names of further schedules outside this package.
+        matches: Function that takes a schedule's description, and returns whether to include it.
+        also: Further names to include, of schedules that are not part of this package.
     """
     specs = [spec for spec in _TABLE if spec.is_selectable]
     specs += [schedule_spec(name) for name in also if name not in BUILT_IN]
@@ -310,8 +318,8 @@ def schedule_spec(name: str) -> ScheduleSpec:
     """Returns the description of a schedule.
 
     Args:
-        name: Name of a schedule of this package or of an entry point, or
-            ``package.module:name``.
+        name: Name of a schedule of this package, name of an entry point, or
+            ``package.module:name`` of a user's own schedule.
 
     Raises:
         ConfigError: The schedule does not exist, or its module cannot be imported.
@@ -341,7 +349,7 @@ def _own_spec(name: str) -> ScheduleSpec:
 
 
 def _import(path: str) -> Any:
-    """Imports ``package.module:name``, also from the working directory."""
+    """Imports ``package.module:name``; also looks in the current working directory."""
     module_name, _, attribute = path.partition(":")
     folder = os.getcwd()
     is_added = folder not in sys.path
@@ -374,15 +382,15 @@ def fixed_order(
     """Makes a schedule from a function that lists the actions of all ranks.
 
     The function takes the :class:`~megatron.adaptive.schedule.Placement` of the stages and the
-    number of microbatches, and returns one tuple of
-    :class:`~megatron.adaptive.schedule.Action` per rank, first to last. Before training the result
-    is checked: each action must occur once, and the order must not deadlock.
+    number of microbatches. It returns a tuple of :class:`~megatron.adaptive.schedule.Action` for
+    each rank, from the first rank to the last. The result is checked before training: each action
+    must occur once, and the schedule must not deadlock.
 
     Args:
-        chunks: Number of chunks that each rank must have: ``any``, ``one``, ``two``, ``several``.
-        placements: Orders of stages over ranks that the function supports: ``loop``, ``v``, or
-            both.
-        splits_backward: True if the orders list weight gradients as separate actions.
+        chunks: Number of model chunks that each rank must have: ``any``, ``one``, ``two`` or
+            ``several``.
+        placements: Supported ways to assign stages to ranks: ``loop``, ``v``, or both.
+        splits_backward: Whether the function lists weight gradients as separate actions.
     """
     return lambda function: ScheduleSpec(
         name=f"{function.__module__}:{function.__name__}",
@@ -399,16 +407,18 @@ def run_time_rule(
     placements: tuple[PlacementKind, ...] = ("loop", "v"),
     splits_backward: bool = False,
 ) -> Callable[[Callable[..., Any]], ScheduleSpec]:
-    """Makes a schedule from a function that picks the next action of a rank at run time.
+    """Makes a schedule from a function that chooses a rank's next action at run time.
 
-    The function takes the :class:`~megatron.adaptive.schedule.RankState` of the rank and returns
-    one of the actions that are ready, or ``None`` to wait for the next input. It must return at
-    once and change nothing. Before training the rule is tried in simulation.
+    The function takes the :class:`~megatron.adaptive.schedule.RankState` of the rank. It returns
+    one of the actions that are ready, or ``None`` to wait until another input arrives. It must
+    return quickly, and must not change the state. The function is tried in a simulation before
+    training.
 
     Args:
-        chunks: Number of chunks that each rank must have: ``any``, ``one``, ``two``, ``several``.
-        placements: Orders of stages over ranks that the rule supports, its default first.
-        splits_backward: True if weight gradients are separate actions unless the user decides.
+        chunks: Number of model chunks that each rank must have: ``any``, ``one``, ``two`` or
+            ``several``.
+        placements: Supported ways to assign stages to ranks, with the default first.
+        splits_backward: Whether weight gradients are separate actions by default.
     """
     return lambda function: ScheduleSpec(
         name=f"{function.__module__}:{function.__name__}",

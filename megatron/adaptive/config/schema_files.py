@@ -1,14 +1,14 @@
 """Reads files that people write in YAML, TOML or JSON, and checks them against schemas.
 
-The file's suffix decides the format. A key that occurs twice is an error in all three formats.
-Quantities have their unit in the text (``40 GB``, ``25 Gbit/s``, ``5 us``), because a bare number
-does not show whether it counts bits or bytes.
+The suffix of the file determines its format. A key that occurs twice is an error in all three
+formats. Quantities are written with their unit (``40 GB``, ``25 Gbit/s``, ``5 us``), because a bare
+number does not show whether it is a number of bits or of bytes.
 
-The schemas in ``data/forms.yaml`` use a part of JSON Schema (2020-12): ``type``, ``enum``,
+The schemas in ``data/forms.yaml`` use these keywords of JSON Schema (2020-12): ``type``, ``enum``,
 ``const``, ``properties``, ``required``, ``additionalProperties``, ``items``, ``prefixItems``,
 ``minItems``, ``maxItems``, ``minimum``, ``maximum``, ``exclusiveMinimum``, ``pattern`` and
-``oneOf`` over the keys of an object. An error names the broken rule in one line, and the nearest
-key if a key is misspelt.
+``oneOf`` over the keys of an object. An error message is one line that says what is wrong. For an
+unknown key, it names the key with the most similar name.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ _QUANTITY = re.compile(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(\S*)\s*")
 
 
 def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
-    """Converts a text such as ``25 GB/s`` to a number in a base unit.
+    """Converts a quantity such as ``25 GB/s`` to a number in a base unit.
 
     Args:
-        text: Number with its unit.
+        text: Number followed by its unit.
         unit: Base unit of the result: ``bytes_per_s``, ``bytes``, ``s`` or ``flops``.
-        name: Name of the value for the message: file and key, or option.
+        name: Name of the value in error messages: file and key, or command line option.
         zero: Whether 0 is allowed.
 
     Raises:
-        ConfigError: The text is no number with a fitting unit, or the number is not above 0.
+        ConfigError: The text is not a number with a suitable unit, or the number is too small.
     """
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     rule = f"write a number with its unit, such as {_EXAMPLES[unit]}"
@@ -91,8 +91,9 @@ def read_file(path: Path, form: str) -> Any:
     """Reads a YAML, TOML or JSON file into lists, dicts, texts and numbers.
 
     Args:
-        path: Path of the file. The suffix ``.toml`` means TOML, ``.json`` JSON, any other YAML.
-        form: Kind of the file, for messages: ``cluster``, ``model`` or ``profile``.
+        path: Path of the file. The suffix ``.toml`` means TOML, ``.json`` means JSON, and any other
+            suffix means YAML.
+        form: Kind of the file in error messages: ``cluster``, ``model`` or ``profile``.
 
     Raises:
         ConfigError: The file cannot be read or does not follow its format.
@@ -118,7 +119,7 @@ def read_file(path: Path, form: str) -> Any:
 
 
 class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Loads YAML, but refuses repeated keys and deep nesting, both of which PyYAML accepts."""
+    """YAML loader that refuses repeated keys and deep nesting, which PyYAML would accept."""
 
     def fetch_flow_collection_start(self, token: Any) -> None:
         if self.flow_level >= MAX_LEVELS:
@@ -147,12 +148,12 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 
 FORMS = ("cluster", "model", "profile")
-"""Names of the schemas of the planner's input files."""
+"""Names of the schemas for the input files of the planner."""
 
 
 @functools.cache
 def forms() -> Mapping[str, Any]:
-    """Returns the JSON schemas of ``data/forms.yaml`` by name."""
+    """Returns the schemas in ``data/forms.yaml``, by name."""
     file = resources.files("megatron.adaptive.config") / "data" / "forms.yaml"
     schemas: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     return schemas
@@ -163,14 +164,15 @@ def check_form(value: Any, name: str, where: str) -> Any:
 
     Args:
         value: Content of the file: lists, dicts, texts and numbers.
-        name: Name of the schema.
-        where: Path of the file, for messages.
+        name: Name of the schema in ``data/forms.yaml``.
+        where: Path of the file; error messages name it.
 
     Returns:
-        A copy in which quantities are numbers in the base unit of :func:`quantity`.
+        A copy of the content in which quantities such as ``40 GB`` are numbers in base units.
 
     Raises:
-        ConfigError: The content breaks the schema; the message names the first broken rule.
+        ConfigError: The content does not follow the schema; the message is about the first problem
+            found.
     """
     return _check(value, forms()[name], where, "")
 
@@ -178,7 +180,7 @@ def check_form(value: Any, name: str, where: str) -> Any:
 def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
     if rule := _broken_rule(value, schema):
         about = f" ({schema['description']})" if "description" in schema else ""
-        # A short YAML file with aliases may contain a list a million times, so repr() is too long.
+        # Shorten the value: by aliases, a small YAML file may contain a list a million times.
         shown = reprlib.repr(value)
         raise ConfigError(f"{where}: {path or 'the file'} is {shown}: it must be {rule}{about}")
     if isinstance(value, list):
@@ -192,7 +194,7 @@ def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
 
 
 def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
-    """Returns the rule that a value breaks, empty if it breaks none; ignores its entries."""
+    """Returns what a value itself, without its entries, must be but is not; empty if valid."""
     if "type" in schema:
         types, rule = _TYPES[schema["type"]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):

@@ -1,4 +1,4 @@
-"""Collects all settings of a run in one object, and converts it for checkpoints."""
+"""Combines all settings of a run in one object, and saves them to and from checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron.adaptive.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """Holds every setting of a training run; ``arguments.parse`` returns a checked one."""
+    """Holds all settings of a training run; ``arguments.parse`` makes and checks it."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -50,19 +50,19 @@ class TrainerConfig:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of the whole pipeline: pipeline ranks times chunks."""
+        """Number of stages in the whole pipeline: pipeline ranks times chunks per rank."""
         return self.parallel.num_stages
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Number of transformer layers of each stage, in pipeline order."""
+        """Number of transformer layers in each stage, in pipeline order."""
         if self.schedule.partition is not None:
             return self.schedule.partition
         return nearly_even_split(self.model.num_layers, self.num_stages)
 
     @property
     def expert_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
+        """Whether a transformer layer has experts, for each layer."""
         pattern = parse_pattern(self.core.moe_layer_freq)
         layers = range(self.model.num_layers)
         if self.core.num_moe_experts is None:
@@ -73,7 +73,7 @@ class TrainerConfig:
 
     @property
     def mtp_stage(self) -> int | None:
-        """Stage of the layers for multi-token prediction, ``None`` without them."""
+        """Index of the stage with the layers for multi-token prediction; ``None`` without them."""
         if self.model.mtp_num_layers is None:
             return None
         layout = self.schedule.pipeline_model_parallel_layout
@@ -83,7 +83,7 @@ class TrainerConfig:
 
     @property
     def placement_kind(self) -> PlacementKind:
-        """Order of the stages over the pipeline ranks."""
+        """Assignment of stages to pipeline ranks: ``loop`` (round-robin) or ``v``."""
         placement = self.schedule.pipeline_placement
         if placement is None:
             return default_placement(self.schedule.pipeline_schedule, self.parallel.num_chunks)
@@ -91,14 +91,15 @@ class TrainerConfig:
 
     @property
     def progress_dir(self) -> str | None:
-        """Folder of ``progress.jsonl``, ``None`` if it is not written."""
+        """Folder to which ``progress.jsonl`` is written; ``None`` if it is not written."""
         return self.logging.progress_dir or self.schedule.trace_dir
 
     @property
     def splits_backward(self) -> bool:
-        """True if weight gradients are separate actions.
+        """Whether weight gradients are computed by separate actions, not in the backward pass.
 
-        A single pipeline rank never waits for messages, so it would gain nothing.
+        They fill the time in which a rank waits for messages. A single pipeline rank never waits,
+        so by default it does not separate them.
         """
         is_split = self.schedule.split_backward
         schedule = self.schedule.pipeline_schedule
@@ -113,13 +114,13 @@ class TrainerConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches per step and model copy, once the batch has its full size."""
+        """Number of microbatches per step and replica, after any ramp-up of the batch size."""
         samples = self.batch.micro_batch_size * self.parallel.data_parallel_size
         return self.batch.global_batch_size // samples
 
     @property
     def balance(self) -> str:
-        """Rule by which replicas get microbatches, one of ``schedule.BALANCED``."""
+        """Way to distribute microbatches over replicas, a value of ``--balance-replicas``."""
         rule = self.schedule.balance_replicas
         if rule is None:
             has_lengths = self.data.variable_seq_lengths and not self.fixes_replicas
@@ -129,7 +130,7 @@ class TrainerConfig:
 
     @property
     def fixes_replicas(self) -> bool:
-        """True if every replica must get the same number of microbatches."""
+        """Whether all data-parallel replicas must get the same number of microbatches."""
         return (
             self.parallel.unequal_sizes is not None
             or self.parallel.expert_model_parallel_size > 1
@@ -139,7 +140,7 @@ class TrainerConfig:
         )
 
     def in_elastic_job(self) -> TrainerConfig:
-        """Returns the settings with the defaults that differ in a job of ``run``."""
+        """Returns these settings with the defaults for a job that ``run`` starts."""
         if self.schedule.balance_replicas is not None or self.fixes_replicas:
             return self
         schedule = dataclasses.replace(self.schedule, balance_replicas="both")
@@ -147,7 +148,7 @@ class TrainerConfig:
 
     @property
     def least_microbatches(self) -> int:
-        """Least number of microbatches per step and model copy that the schedule needs."""
+        """Smallest number of microbatches per step and replica that the schedule supports."""
         per_rank = schedule_spec(self.schedule.pipeline_schedule).microbatches_per_rank
         if per_rank:
             return per_rank * self.parallel.pipeline_model_parallel_size
@@ -155,7 +156,7 @@ class TrainerConfig:
 
     @property
     def microbatch_group(self) -> int:
-        """Number by which the schedule requires the microbatches of a step to be divisible."""
+        """Group size: a step must have a multiple of this number of microbatches per replica."""
         parallel = self.parallel
         spec = schedule_spec(self.schedule.pipeline_schedule)
         if spec.groups_microbatches and parallel.num_chunks > 1:
@@ -164,10 +165,11 @@ class TrainerConfig:
         return 1
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Returns the settings by group as values that JSON can represent.
+        """Returns the settings of each group, converted to values that JSON can represent.
 
-        Settings of megatron-core are left out if they have their default, so that other versions of
-        megatron-core can read the rest. Settings of adapters are left out without adapters.
+        Settings of megatron-core are left out if they have their default value, so that a
+        checkpoint can also be loaded with another version of megatron-core. The settings of
+        adapters are left out if no adapters are trained.
         """
         saved = dataclasses.asdict(self)
         if not self.lora.is_on:
@@ -181,12 +183,13 @@ class TrainerConfig:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> TrainerConfig:
-        """Restores settings that :meth:`to_dict` wrote, without checking rules between them.
+        """Restores settings from the result of :meth:`to_dict`.
 
-        A setting or a whole group that is missing takes its defaults.
+        Whether the settings fit each other is not checked. Missing settings and missing groups get
+        their defaults.
 
         Raises:
-            ConfigError: A group or setting is unknown, or missing without default.
+            ConfigError: A group or a setting is unknown, or is missing and has no default.
         """
         kinds = groups()
         try:
@@ -208,7 +211,7 @@ class TrainerConfig:
 
 
 def groups() -> dict[str, type]:
-    """Returns the dataclass of each group by its name, in the order of ``docs/flags.md``."""
+    """Returns the dataclass of each group of settings, by name and in the order of the docs."""
     return typing.get_type_hints(TrainerConfig)
 
 
@@ -224,7 +227,7 @@ def _settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Earlier versions wrote these settings, which have no effect any more.
+# Settings in checkpoints of earlier versions that no longer exist. They are ignored.
 _FORMER = frozenset(
     """
     data_impl deprecated_use_mcore_models async_tensor_model_parallel_allreduce exit_signal_handler

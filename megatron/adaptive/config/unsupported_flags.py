@@ -1,11 +1,11 @@
 """Lists flags of Megatron-LM that this trainer refuses or ignores, with the reasons.
 
-A refused flag gets an error with its reason; for an unknown flag the error can only name the
-nearest flag. Flags are refused if they contradict the engine, or if a run without their effect
-would be a different one. The other flags of such a feature are accepted and ignored, as are flags
-that GPT pre-training never reads. Prefixes cover families of flags that grow with each version; a
-refused name takes precedence over a prefix. A test checks that the trainer's own flags are absent
-here.
+A flag is refused if it contradicts the pipeline engine, or if ignoring it would give a different
+training run. The error message has the reason. (For an unknown flag, it can only name the most
+similar flag.) Further flags of a refused feature are accepted and ignored, and so are flags that
+are never used in GPT pre-training. Prefixes stand for groups of flags, which grow with each version
+of Megatron-LM. If a flag is listed by its full name, prefixes do not apply to it. A test checks
+that none of the trainer's own flags are listed here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
-# Each reason is followed by its flags, without leading dashes; a prefix ends with a star.
+# Each reason is followed by the flags it applies to, without dashes. A prefix ends with a star.
 _TABLE = """\
 the engine itself delays weight gradients and frees activations; use --split-backward
     delay-wgrad-compute ep-overlap-early-attn-memory-release
@@ -113,7 +113,7 @@ it was renamed long ago; use --distributed-backend
     DDP-impl
 """
 
-# These flags are accepted with any values, and change nothing.
+# Flags that are accepted with any values but ignored, in the same notation.
 _IDLE_TABLE = """\
 it belongs to programs other than pre-training a GPT: vision, BERT, T5, retrieval, Mamba
     num-classes num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
@@ -154,7 +154,7 @@ this trainer always behaves as with this flag
 
 
 def _reasons(table: str) -> dict[str, str]:
-    """Returns the reason by each flag and each prefix of a table."""
+    """Parses a table; returns the reason for each flag and each prefix."""
     reasons: dict[str, str] = {}
     reason = ""
     for is_flags, lines in groupby(table.splitlines(), key=lambda line: line.startswith(" ")):
@@ -166,16 +166,16 @@ def _reasons(table: str) -> dict[str, str]:
 
 
 REFUSED = _reasons(_TABLE)
-"""Reason by refused flag, without leading dashes; a prefix ends with a star."""
+"""Reason for each refused flag, by its name without leading dashes; a prefix ends with a star."""
 IDLE = _reasons(_IDLE_TABLE)
-"""Reason by ignored flag, without leading dashes; a prefix ends with a star."""
+"""Reason for each ignored flag, by its name without leading dashes; a prefix ends with a star."""
 
 
 def reason_for(name: str) -> str | None:
-    """Returns why a flag of Megatron-LM is refused, ``None`` if it is not refused or unknown.
+    """Returns why a flag of Megatron-LM is refused; ``None`` for all other flags.
 
     Args:
-        name: Name of the flag with its dashes.
+        name: Name of the flag with its leading dashes.
     """
     bare = name.removeprefix("--")
     is_listed = bare in REFUSED or is_idle(name)
@@ -183,10 +183,10 @@ def reason_for(name: str) -> str | None:
 
 
 def is_idle(name: str) -> bool:
-    """Returns whether a flag of Megatron-LM is accepted without any effect.
+    """Returns whether a flag of Megatron-LM is accepted but ignored.
 
     Args:
-        name: Name of the flag with its dashes.
+        name: Name of the flag with its leading dashes.
     """
     bare = name.removeprefix("--")
     return bare not in REFUSED and (bare in IDLE or _by_prefix(bare, IDLE) is not None)
@@ -198,5 +198,5 @@ def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def refused_flags() -> tuple[str, ...]:
-    """Returns every flag that is refused by its full name, with dashes."""
+    """Returns the flags that are refused by their full names, with leading dashes."""
     return tuple(f"--{name}" for name in REFUSED if not name.endswith("*"))

@@ -1,1 +1,1 @@
-"""Turns text into token files, and token files into the microbatches of every rank."""
+"""Converts text to token files, and provides each rank with microbatches from token files."""

@@ -1,14 +1,15 @@
-"""Caches arrays that are slow to build in a folder, and builds them again if a file is damaged.
+"""Caches arrays that are slow to build in a folder, and rebuilds them if a file is damaged.
 
-A file has numpy's format, which other programs can read, followed by a checksum::
+Each array is a file in numpy's format, which other programs can read, followed by a checksum::
 
     NAME.npy   | header | data | MAIDXSUM | 16 bytes: xxh3 of NAME.npy, header and data |
 
-A file gets its name only after its bytes are on the disk. Before an array is used, its whole file
-is read and its checksum compared. A checksum only shows that the bytes have not changed. It does
-not show that they fit the data, so the caller also checks the arrays of a set against each other.
+A file is renamed to its final name only after its bytes are on the disk. Before an array is used,
+the whole file is read and its checksum is compared. A correct checksum only shows that the bytes
+have not changed, not that the array was made from the same data. The caller therefore also checks
+the arrays against each other and against the data.
 
-Needs neither torch nor megatron-core.
+This module imports neither torch nor megatron-core.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from megatron.adaptive.errors import DataError
 
 Arrays = list[npt.NDArray[Any]]
 Check = Callable[[Arrays], str]
-"""Function that returns the rule that arrays break, or an empty text."""
+"""Function that returns what is wrong with the arrays, or an empty text if they are valid."""
 
 _LOG = logging.getLogger(__name__)
 _MARK = b"MAIDXSUM"
 _TAIL_BYTES = len(_MARK) + 16
-_PIECE_BYTES = 1 << 22  # a piece stays in the processor's cache between reading and hashing
+_PIECE_BYTES = 1 << 22  # small enough to stay in the processor's cache from reading to hashing
 
 
 class _DamageError(Exception):
-    """A file differs from what was written; the text says how."""
+    """A cached file differs from what was written; the message says how."""
 
 
 def cached_arrays(
@@ -50,18 +51,19 @@ def cached_arrays(
     make: Callable[[], Sequence[npt.NDArray[Any]]],
     check: Check = lambda arrays: "",
 ) -> Arrays:
-    """Returns arrays from a folder; builds all of them if one is missing or damaged.
+    """Returns cached arrays; builds and caches all of them if one is missing or damaged.
 
-    One of the processes that share the folder builds them, under a file lock; the others wait.
+    If several processes need the arrays at the same time, one process builds them under a file
+    lock, and the others wait for it.
 
     Args:
-        cache: Path of the folder.
-        names: Names of the files without suffix.
-        make: Function that builds the arrays.
-        check: Check of the arrays against each other and against the data that they index.
+        cache: Path of the folder that contains the cached files.
+        names: File name of each array, without the suffix ``.npy``.
+        make: Function that builds the arrays, in the order of ``names``.
+        check: Function that checks the arrays against each other and against the data they index.
 
     Raises:
-        DataError: The folder cannot be written, or ``make`` raises it.
+        DataError: The folder cannot be written, or ``make`` has raised this error.
     """
     folder = Path(cache)
     paths = [folder / f"{name}.npy" for name in names]
@@ -84,12 +86,12 @@ def cached_arrays(
 
 
 def _read(paths: Sequence[Path], check: Check, *, logs: bool = False) -> Arrays | None:
-    """Returns the arrays, or ``None`` if a file is missing or damaged.
+    """Reads all arrays; returns ``None`` if a file is missing or damaged.
 
     Args:
-        paths: Paths of the files.
-        check: Check of the arrays against each other.
-        logs: Whether damage is logged.
+        paths: Path of the ``.npy`` file of each array.
+        check: Function that checks the arrays against each other.
+        logs: Whether a damaged file is reported by a warning in the log.
     """
     arrays = []
     try:
@@ -109,14 +111,14 @@ def _read(paths: Sequence[Path], check: Check, *, logs: bool = False) -> Arrays 
 
 
 def _map(path: Path) -> npt.NDArray[Any]:
-    """Maps the array of a file after checking its bytes.
+    """Maps the array of a file into memory after comparing the checksum.
 
     Raises:
         FileNotFoundError: The file does not exist.
         _DamageError: The file differs from what was written.
     """
     try:
-        # If the name is a pipe without a writer, O_NONBLOCK keeps open() from waiting.
+        # If the path is a named pipe, open() without O_NONBLOCK would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
@@ -158,7 +160,7 @@ def _check_sum(stream: Any, name: str, size: int) -> None:
 
 
 def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Writes arrays so that a file with its final name is complete, even after a power failure."""
+    """Writes arrays to files whose final names appear only once their bytes are on the disk."""
     for path, array in zip(paths, arrays, strict=True):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:

@@ -1,20 +1,22 @@
-"""Renders conversations by a chat template and finds the text that counts in the loss.
+"""Renders conversations by a chat template and finds the text on which the loss is computed.
 
 A template is a jinja program. It runs in a sandbox, with the names that ``transformers`` defines
-for templates. The assistant's text is *taught*: it counts in the loss. If the template marks it
-with ``{% generation %}``, the marks decide. Otherwise an answer is the difference of two
-renderings of the conversation's beginning::
+for templates. The assistant's messages (answers) are *taught*, that is, the loss is computed on
+their text only. If the template marks the taught text with ``{% generation %}``, these marks
+decide. Otherwise an answer is the difference between two renderings of the conversation, without
+and with the answer::
 
     messages[:i] with the generation prompt   [user] hi [end] [assistant]
     messages[:i + 1]                          [user] hi [end] [assistant] yo [end]
     taught                                                               ^^^^^^^^^
 
-This fails if a template renders an answer differently once other messages follow, or if an answer
-does not continue the generation prompt (``<think>``). The conversation is then rendered twice with
-two probes instead of the answer. The text that both renderings share is before and after the
-answer.
+This fails if a template renders an answer differently once other messages follow. It also fails if
+an answer does not begin with the generation prompt, for example because the prompt ends with
+``<think>``. In these cases the answer is replaced by two different probe words, one after the
+other. What both renderings have in common is the text before and after the answer.
 
-Imports neither torch nor megatron-core, and jinja only when a template is compiled.
+This module imports neither torch nor megatron-core, and imports jinja only when a template is
+compiled.
 """
 
 from __future__ import annotations
@@ -34,13 +36,14 @@ from megatron.adaptive.errors import DataError
 TAUGHT_ROLE = "assistant"
 Message = Mapping[str, Any]
 Span = tuple[int, int]
-"""Offset of the first character, and offset after the last one."""
+"""Part of a text: offset of its first character, and offset after its last character."""
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of the field with a message's reasoning; most templates read the first one."""
+"""Possible names of a message's field with reasoning; most templates read the first name."""
 _BEGUN_TAG = re.compile(r"[<\[(#|][^\s>\])]*$")
-# The probes share no first or last letter, and no template treats them specially.
+# Probe words that replace an answer. Their first letters differ, and so do their last letters, so
+# that all text that two renderings have in common lies outside the probes.
 _PROBES = ("Bqjx", "Wzkv")
 _THIRD_PROBE = "Fhnd"
 _common_start = os.path.commonprefix
@@ -48,12 +51,12 @@ _common_start = os.path.commonprefix
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Holds a conversation and the other inputs of a template.
+    """Holds what a chat template renders: a conversation, its tools and its documents.
 
     Attributes:
-        messages: Messages, each with a role and usually with a content.
-        tools: Descriptions of functions that the assistant may call.
-        documents: Texts to which answers refer.
+        messages: Messages in order, each with a ``role`` and usually a ``content``.
+        tools: Descriptions of functions that the assistant may call; ``None`` if there are none.
+        documents: Texts to which answers may refer; ``None`` if there are none.
     """
 
     messages: Sequence[Message]
@@ -66,9 +69,9 @@ class Written:
     """Holds the rendered text of a conversation.
 
     Attributes:
-        text: Rendered text.
-        spans: Taught parts of the text.
-        are_marked: Whether the template itself marks these parts.
+        text: Whole text of the conversation, as the template renders it.
+        spans: Taught parts of ``text``, on which the loss is computed.
+        are_marked: Whether the template itself marks the taught parts with ``{% generation %}``.
     """
 
     text: str
@@ -80,10 +83,10 @@ class ChatTemplate:
     """Renders conversations by the chat templates of a tokenizer.
 
     Args:
-        templates: Templates by name. Conversations with tools use ``tool_use`` if there is such a
-            template; all others use ``default``.
-        tokens: Special tokens by their names in templates, such as ``eos_token``.
-        folder: Folder of the templates, for messages.
+        templates: Source text of each template, by name. Conversations with tools use the template
+            ``tool_use`` if it exists; all others use ``default``.
+        tokens: Text of each special token, by its name in templates, such as ``eos_token``.
+        folder: Folder that contains the templates; error messages name it.
     """
 
     def __init__(
@@ -94,10 +97,10 @@ class ChatTemplate:
         self._folder = folder
 
     def write(self, conversation: Conversation) -> Written:
-        """Renders a conversation and finds its taught parts.
+        """Renders a conversation and finds the parts on which the loss is computed.
 
         Raises:
-            DataError: The template refuses the conversation, or leaves out an answer.
+            DataError: The template raises an error, or leaves out one of the assistant's messages.
         """
         template = self._templates["default"]
         if conversation.tools is not None:
@@ -134,11 +137,11 @@ class ChatTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Around:
-    """Holds the text around an answer, which does not depend on the answer.
+    """Holds the rendered text around an answer, which is the same for every answer.
 
     Attributes:
-        before: Text before the answer.
-        behind: Text after the answer.
+        before: Rendered text from the start up to the answer.
+        behind: Rendered text after the answer.
     """
 
     before: str
@@ -147,12 +150,14 @@ class _Around:
 
 @dataclass(frozen=True, kw_only=True)
 class _Prompt:
-    """Compares the text before an answer with the generation prompt.
+    """Holds how the text before an answer differs from the generation prompt.
+
+    The generation prompt is the text with which a template asks the model to answer.
 
     Attributes:
-        asked: Generation prompt, empty if there is none or it is unknown.
-        added: Text that the template adds between the prompt and every answer.
-        opened: End of the prompt that is missing in front of an answer.
+        asked: Generation prompt; empty if there is none or it is unknown.
+        added: Text that the template writes after the prompt, before every answer.
+        opened: End of the prompt that the template does not write before an answer.
     """
 
     asked: str
@@ -161,7 +166,7 @@ class _Prompt:
 
 
 class _Renderer:
-    """Renders one conversation by a template."""
+    """Renders a conversation, and parts of it, by a chat template."""
 
     def __init__(
         self, template: str, tokens: Mapping[str, str], conversation: Conversation
@@ -175,14 +180,14 @@ class _Renderer:
         }
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """Returns the text of messages, with the generation prompt if ``asks`` is True."""
+        """Renders messages, and after them the generation prompt if ``asks`` is true."""
         text = self._compiled.render(
             messages=[*messages], add_generation_prompt=asks, **self._options
         )
         return str(text)
 
     def render_marked(self) -> tuple[str, list[Span]]:
-        """Returns the text of the conversation and the parts that the template marks."""
+        """Renders the conversation; returns its text and the parts that the template marks."""
         marks = self._compiled.environment.marks
         blocks: list[str] = []
         with marks.collected(blocks) as spans:
@@ -190,15 +195,15 @@ class _Renderer:
                 messages=[*self.messages], add_generation_prompt=False, **self._options
             )
             for block in generated:
-                blocks.append(block)  # the offset of the next mark is the length of these blocks
+                blocks.append(block)  # marks compute their offsets from the length of these blocks
         return "".join(blocks), spans
 
     def answer(self, number: int, text: str) -> Span | None:
-        """Returns the position of an answer in the conversation's text, ``None`` if not found.
+        """Returns an answer's position in the rendered text, or ``None`` if it is not found.
 
         Args:
-            number: Index of the message, from 0.
-            text: Text of the whole conversation.
+            number: Index of the assistant's message in the conversation, from 0.
+            text: Rendered text of the whole conversation.
         """
         prompt = self._try(self.messages[:number], asks=True)
         is_last = number + 1 == len(self.messages)
@@ -212,12 +217,14 @@ class _Renderer:
         return None
 
     def _probed(self, number: int, text: str, *, plain: bool) -> Span | None:
-        """Finds an answer by replacing it with two probes and comparing the renderings.
+        """Finds an answer by rendering two different words in its place.
+
+        What both renderings have in common is the text before and after the answer.
 
         Args:
-            number: Index of the message, from 0.
-            text: Text of the whole conversation.
-            plain: Whether the probes are plain text, without tool calls and reasoning.
+            number: Index of the assistant's message in the conversation, from 0.
+            text: Rendered text of the whole conversation.
+            plain: Whether the replacing messages leave out the answer's tool calls and reasoning.
         """
         before = self.messages[:number]
         rest = self.messages[number + 1 :]
@@ -232,11 +239,12 @@ class _Renderer:
         if whole is None or ended is None:
             return None
         prompt = self._prompt(before, ended.before)
-        # Text that the template adds after the prompt, such as an empty thought, is taught too.
+        # The model must also learn the text that the template adds after the prompt, such as an
+        # empty <think> block. So the taught part begins before that text.
         is_added = bool(prompt.added) and whole.before.endswith(prompt.added)
         start = len(whole.before) - (len(prompt.added) if is_added else 0)
         if prompt.opened and text.startswith(prompt.opened, start):
-            start += len(prompt.opened)  # the prompt already contains this text
+            start += len(prompt.opened)  # not taught, because the prompt already contains it
         stop = len(text) - len(whole.behind)
         stop += len(self._end_mark(whole.behind, ended, probes, before, prompt.asked))
         is_there = text.startswith(whole.before[:start]) and text.endswith(whole.behind)
@@ -250,14 +258,14 @@ class _Renderer:
         before: Sequence[Message],
         asked: str,
     ) -> str:
-        """Returns the text that ends an answer, without the beginning of the next turn.
+        """Returns the text that ends an answer (its end mark), without the next message's start.
 
         Args:
-            behind: Text after the answer in the whole conversation.
-            ended: Text around the answer if the conversation ends with it.
-            probes: Two messages that replace the answer.
-            before: Messages before the answer.
-            asked: Generation prompt, empty if it is unknown.
+            behind: Rendered text after the answer in the whole conversation.
+            ended: Rendered text around the answer if the conversation ends with the answer.
+            probes: Two messages with different content that replace the answer.
+            before: Messages of the conversation before the answer.
+            asked: Generation prompt; empty if it is unknown.
         """
         if behind.startswith(ended.behind):
             return ended.behind
@@ -266,7 +274,8 @@ class _Renderer:
             mark = asking.behind[: -len(asked)]
             if behind.startswith(mark):
                 return mark
-        # Between two answers are the end mark and the text that the template writes before one.
+        # Render two answers in a row. The text between them is the end mark of the first answer,
+        # followed by the text that the template writes before the second.
         third = {"role": TAUGHT_ROLE, "content": _THIRD_PROBE}
         twice = self._around([[*before, probe, third] for probe in probes])
         so_far = self._try(before)
@@ -276,15 +285,16 @@ class _Renderer:
             mark = between.removesuffix(head)
             if head and between.endswith(head) and behind.startswith(mark):
                 return mark
-        # If both texts begin a tag and continue it differently, that tag is no end mark.
+        # Drop an incomplete tag at the end of the common text: two different tags begin there, so
+        # it is not part of the end mark.
         return _BEGUN_TAG.sub("", _common_start([behind, ended.behind]))
 
     def _prompt(self, before: Sequence[Message], rendered: str) -> _Prompt:
-        """Finds the part of the generation prompt that an answer continues.
+        """Compares the generation prompt with the text that the template writes before an answer.
 
         Args:
-            before: Messages before the answer.
-            rendered: Text of these messages, and of the beginning of an answer.
+            before: Messages of the conversation before the answer.
+            rendered: Rendered text of these messages, up to the first word of an answer.
         """
         prompt = self._try(before, asks=True)
         so_far = self._try(before)
@@ -295,7 +305,7 @@ class _Renderer:
             return _Prompt(asked="", added=rendered[agreed:], opened=prompt[agreed:])
         asked = prompt[len(so_far) :]
         tail = rendered[len(_common_start([rendered, so_far])) :]
-        searched = asked.lstrip()  # without white space that separates turns
+        searched = asked.lstrip()  # without the white space that separates messages
         if not searched:
             return _Prompt(asked=asked, added=tail, opened="")
         for length in range(len(searched), 0, -1):
@@ -307,7 +317,10 @@ class _Renderer:
     def _around(
         self, conversations: Sequence[Sequence[Message]], *, asks: bool = False
     ) -> _Around | None:
-        """Returns the common beginning and end of two conversations, ``None`` without them."""
+        """Renders two conversations and returns the beginning and end that they share.
+
+        Returns ``None`` if a rendering fails, or if the shared texts overlap.
+        """
         first, second = (self._try(messages, asks=asks) for messages in conversations)
         if first is None or second is None:
             return None
@@ -327,7 +340,8 @@ class _Renderer:
 def _normalized(message: Message) -> dict[str, Any]:
     """Returns a message in the form that ``transformers`` passes to a template.
 
-    Keys without a value are left out. Reasoning gets the names that templates read.
+    Keys whose value is ``None`` are left out. Reasoning is stored under both names that templates
+    read, ``thinking`` and ``reasoning_content``.
     """
     fields: dict[str, Any] = _clean(
         {key: value for key, value in message.items() if value is not None}
@@ -339,7 +353,7 @@ def _normalized(message: Message) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """Replaces lone surrogates in nested data, because UTF-8 cannot encode them."""
+    """Replaces lone surrogates in all texts of nested data, because UTF-8 cannot encode them."""
     if isinstance(value, str):
         return without_surrogates(value)
     if isinstance(value, Mapping):
@@ -350,7 +364,7 @@ def _clean(value: Any) -> Any:
 
 
 def without_surrogates(text: str) -> str:
-    """Joins surrogate pairs and replaces lone surrogates, which JSON allows but UTF-8 does not."""
+    """Joins surrogate pairs, and replaces lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -359,14 +373,14 @@ def without_surrogates(text: str) -> str:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Returns the exceptions by which a template refuses a conversation."""
+    """Returns the exceptions that a template may raise if a conversation does not suit it."""
     from jinja2 import TemplateError
 
     return (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
 class _Marks:
-    """Collects the positions of a template's marked blocks in the rendered text."""
+    """Records where the blocks that a template marks as taught are in the rendered text."""
 
     def __init__(self) -> None:
         self._blocks: list[str] | None = None
@@ -374,11 +388,11 @@ class _Marks:
 
     @contextmanager
     def collected(self, blocks: list[str]) -> Iterator[list[Span]]:
-        """Collects the spans of marked blocks during a rendering.
+        """Records the spans of marked blocks while the caller renders a conversation.
 
         Args:
-            blocks: Parts of the text rendered so far. The caller must append each part as soon as
-                it is rendered.
+            blocks: Text rendered so far, in parts. The caller must append each part as soon as it
+                is rendered, because spans begin at the total length of these parts.
         """
         self._blocks = blocks
         self._spans = []
@@ -388,7 +402,7 @@ class _Marks:
             self._blocks = None
 
     def mark(self, caller: Callable[[], str]) -> str:
-        """Returns the text of a marked block and records its span."""
+        """Renders a marked block, records its span, and returns its text."""
         text = caller()
         if self._blocks is not None:
             start = sum(map(len, self._blocks))
@@ -398,13 +412,13 @@ class _Marks:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
-    """Compiles a chat template for the sandbox, with the names that ``transformers`` defines."""
+    """Compiles a chat template in a sandbox with the names that ``transformers`` defines."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Parses ``{% generation %}`` ... ``{% endgeneration %}``."""
+        """Lets jinja parse ``{% generation %}`` ... ``{% endgeneration %}``, which marks text."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja declares it without ClassVar
 
@@ -415,7 +429,7 @@ def _compiled(template: str) -> Any:
             return marked.set_lineno(line)
 
         def mark(self, caller: Callable[[], str]) -> str:
-            """Returns the text of a marked block and records its span."""
+            """Renders a marked block, records its span, and returns its text."""
             marks: _Marks = getattr(self.environment, "marks")  # noqa: B009 jinja's class lacks it
             return marks.mark(caller)
 

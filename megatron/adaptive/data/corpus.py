@@ -1,14 +1,15 @@
 """Makes the default corpus from the source files of Python's standard library, without a download.
 
-Owns the choice of files, the vocabulary trained on them and the folder with the result::
+Chooses the source files, trains a vocabulary on them, tokenizes them, and writes this folder::
 
-    <folder>/corpus.jsonl                    a line is {"text": ..., "path": ...}
+    <folder>/corpus.jsonl                    one {"text": ..., "path": ...} per line
              vocab.json  merges.txt          byte-level BPE in GPT-2's form, with <|endoftext|>
              corpus_text_document.bin/.idx   tokens, for --data-path <folder>/corpus_text_document
-             corpus.json                     manifest: settings and sizes
-             index_cache/                    written by training runs
+             corpus.json                     manifest: settings, and size of each file
+             index_cache/                    shuffling indices, written by training runs
 
-The manifest is written last, so a folder with a manifest is complete. The next call uses it again.
+The manifest is written last, so a folder with a manifest is complete. The next call with the same
+settings reuses the corpus.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron.adaptive.errors import ConfigError, DataError
 _FORMAT = 1
 _MANIFEST = "corpus.json"
 _LOCK = ".lock"
-_LEFT_BEHIND = ".corpus_text_document.*.tmp.*"  # a process that was killed leaves such files
+_LEFT_BEHIND = ".corpus_text_document.*.tmp.*"  # temporary files of a process that was killed
 _FILES = (
     "corpus.jsonl",
     "vocab.json",
@@ -43,20 +44,21 @@ _FILES = (
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages"}
 )
-# The vocabulary needs the 256 byte symbols and the end of document; fewer would lose text.
+# 256 symbols for the values of a byte, and the end-of-document token. With a smaller vocabulary
+# some text could not be encoded.
 _SMALLEST_VOCABULARY = 257
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSpec:
-    """Holds the settings of a corpus.
+    """Holds the settings from which a corpus is made.
 
     Attributes:
-        output_dir: Folder of the corpus.
-        vocab_size: Number of entries of the vocabulary, end of document included.
-        max_bytes: Largest total size of the source text in bytes.
-        source_dir: Folder of ``.py`` files; by default the running Python's standard library.
-        workers: Number of processes that tokenize.
+        output_dir: Folder to which the corpus is written.
+        vocab_size: Number of tokens in the vocabulary, including the end-of-document token.
+        max_bytes: Largest total size of the source files in bytes.
+        source_dir: Folder with ``.py`` files; ``None`` uses the running Python's standard library.
+        workers: Number of processes that tokenize in parallel.
     """
 
     output_dir: Path
@@ -66,20 +68,20 @@ class CorpusSpec:
     workers: int = 1
 
     def settings(self) -> dict[str, int]:
-        """Returns the settings that an existing corpus must have to be used again."""
+        """Returns the settings that an existing corpus must share with this one to be reused."""
         return {"format": _FORMAT, "vocab_size": self.vocab_size, "max_bytes": self.max_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Holds the paths of a corpus.
+    """Holds the paths of a finished corpus.
 
     Attributes:
-        jsonl: Path of the JSON lines, one for each source file.
-        vocab_file: Path for ``--vocab-file``.
-        merge_file: Path for ``--merge-file``.
-        data_prefix: Path for ``--data-path``.
-        reused: Whether the corpus existed already.
+        jsonl: Path of the texts, one JSON line per source file.
+        vocab_file: Path of ``vocab.json``, the value for ``--vocab-file``.
+        merge_file: Path of ``merges.txt``, the value for ``--merge-file``.
+        data_prefix: Path of the token files without suffix, the value for ``--data-path``.
+        reused: Whether an earlier call made the corpus.
     """
 
     jsonl: Path
@@ -90,19 +92,19 @@ class Corpus:
 
 
 def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus:
-    """Makes a corpus, or uses the one that an earlier call with the same settings made.
+    """Makes a corpus, or reuses the corpus that an earlier call with the same settings made.
 
-    If two processes call this at the same time, one makes the corpus and the other waits for it.
+    If two processes call this at the same time, one process makes the corpus and the other waits.
 
     Args:
-        spec: Folder and sizes.
-        progress: Function that is called after each batch, see
-            :func:`megatron.adaptive.data.preprocess.preprocess`.
+        spec: Source, sizes and output folder of the corpus.
+        progress: Function that is called after each tokenized batch, with the number of documents
+            and of input bytes so far.
 
     Raises:
-        ConfigError: A size is too small.
-        DataError: There are no source files, the folder contains other files or a corpus of a newer
-            format, or it cannot be written.
+        ConfigError: ``vocab_size``, ``max_bytes`` or ``workers`` is too small.
+        DataError: There are no source files, or the output folder contains other files or a corpus
+            of a newer format, or cannot be written.
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:
         raise ConfigError(
@@ -120,7 +122,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder / _LOCK):
-                reused = _is_whole(folder, spec)  # another process may have made it meanwhile
+                reused = _is_whole(folder, spec)  # another process may have made the corpus
                 if not reused:
                     _fill(folder, documents, spec, progress)
         except OSError as error:
@@ -140,9 +142,9 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 def source_files(source_dir: Path) -> list[Path]:
     """Returns the ``.py`` files below ``source_dir``, without tests, caches and packages.
 
-    The order is that of a hash of the relative path, so it does not depend on the machine. Files of
-    one folder are thus spread over the corpus, and its last part, the validation split, is similar
-    to the rest.
+    Files are sorted by a hash of their relative path, so the order is the same on every machine.
+    This also spreads the files of a folder over the whole corpus. The last part of the corpus,
+    which is used for validation, is therefore similar to the rest.
     """
     files = []
     for parent, folders, names in os.walk(source_dir):
@@ -157,7 +159,7 @@ def source_files(source_dir: Path) -> list[Path]:
 
 
 def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
-    """Returns relative path and text of files with at most ``max_bytes`` in total."""
+    """Returns relative path and text of each file, with at most ``max_bytes`` in total."""
     source_dir = spec.source_dir or Path(sysconfig.get_path("stdlib"))
     documents: list[tuple[str, str]] = []
     taken = 0
@@ -182,7 +184,7 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
 def _fill(
     folder: Path, documents: list[tuple[str, str]], spec: CorpusSpec, progress: Progress | None
 ) -> None:
-    """Writes all files, the manifest last, because only a folder with a manifest is complete."""
+    """Writes all files; the manifest is last, because it marks the corpus as complete."""
     for old in (folder / _MANIFEST, *folder.glob(_LEFT_BEHIND)):
         old.unlink(missing_ok=True)
     with (folder / "corpus.jsonl").open("w", encoding="utf-8") as stream:
@@ -222,7 +224,7 @@ def _train_vocabulary(folder: Path, texts: list[str], vocab_size: int) -> None:
 
 
 def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
-    """Returns whether a folder has a complete corpus with these settings.
+    """Returns whether a folder contains a complete corpus that was made with these settings.
 
     Raises:
         DataError: The corpus has a newer format.
@@ -242,7 +244,7 @@ def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raises an error if a folder contains files that are not part of a corpus."""
+    """Raises an error if a folder contains files that do not belong to a corpus."""
     if not folder.exists():
         return
     if not folder.is_dir():

@@ -1,17 +1,19 @@
-"""Builds the training, validation and test samples from token files, or generates them.
+"""Builds the training, validation and test samples from token files, or generates mock samples.
 
-Owns the parsing of ``--data-path`` and similar flags, the checks of the data before training, and
-the caches of shuffling indices. The samples are those of megatron-core (``GPTDataset`` and its
-blends); :mod:`megatron.adaptive.data.loader` draws them as microbatches.
+This module parses ``--data-path`` and similar flags, checks the data before training, and caches
+shuffling indices. The samples are those of megatron-core's ``GPTDataset``, or of a blend, which
+mixes several datasets by weight. :mod:`megatron.adaptive.data.loader` groups samples into
+microbatches.
 
 In megatron-core only global rank 0 writes the shuffling indices of a corpus, and all other ranks
-read them. That fails on a node that does not share the disk of rank 0. A process that is killed
-leaves a half-written cache, and a corpus that is made again under the same name is not noticed.
-Here any process may write. A file lock lets one process per node do the work, files get their final
-names when they are complete, and the key of a cache includes size and time of the corpus.
+read them. That fails on a node that does not share the disk of rank 0. Besides, a process that is
+killed leaves a half-written cache, and a corpus that was replaced under the same name is not
+noticed. Here, any process may write the cache, and a file lock lets one process per node do it.
+Files get their final names only when they are complete. The key of a cache includes the size and
+the modification time of the corpus.
 
-This module imports megatron-core. On a machine without CUDA import it only after
-:func:`megatron.adaptive.accelerator.install`.
+This module imports megatron-core. On a machine without CUDA, import it only after
+:func:`megatron.adaptive.accelerator.install` was called.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 _SPLIT_NAMES = ("train", "valid", "test")
 _PARTS = ("document", "sample", "shuffle")
-_CHECK_WHOLE_BYTES = 64 << 20  # a larger index is only checked in parts
+_CHECK_WHOLE_BYTES = 64 << 20  # a larger index array is checked only in some parts
 
 Samples = Sequence[dict[str, Any]]
 Indices = tuple[npt.NDArray[np.generic], npt.NDArray[np.generic], npt.NDArray[np.generic]]
 Blend = tuple[list[str], list[float] | None]
-"""Prefixes of token files and their positive weights, in megatron-core's form.
+"""Paths of token files without suffix, and the weight of each file, as megatron-core takes them.
 
-Without weights (``None``) every file is read once, in proportion to its size.
+If the weights are ``None``, each file is read once, and is mixed in proportion to its size.
 """
 
 
@@ -66,35 +68,37 @@ def build_datasets(
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
     """Checks the data and builds the training, validation and test samples.
 
-    If ``torch.distributed`` is initialized, this is collective: every rank calls it with the same
-    arguments, whether it needs samples or not. Global rank 0 builds first, then all other ranks at
-    the same time. Shuffling indices are cached under a file lock, so on a node that does not share
-    the disk of rank 0 one process builds them and the others read them.
+    If ``torch.distributed`` is initialized, this function is collective: every rank must call it
+    with the same arguments, even if the rank needs no samples. Global rank 0 builds first, then all
+    other ranks at the same time. Shuffling indices are cached under a file lock. On a node that
+    does not share the disk of rank 0, one process thus builds them and the others read them.
 
-    The order of samples depends on seed, sequence length, split and, as in Megatron-LM, on the
-    number of passes over the data that ``train_samples`` needs. A run that is extended into a
-    further pass therefore has another order.
+    The order of samples depends on seed, sequence length and split. As in Megatron-LM, it also
+    depends on the number of epochs that ``train_samples`` needs. If a run is extended so far that
+    it needs one more epoch, the order therefore changes.
 
     Args:
-        data: Settings of the data.
-        tokenizer: Tokenizer of the data; its ``eod`` and size affect the samples.
-        seq_length: Number of tokens of a sample.
-        seed: Seed of the shuffling.
-        train_samples: Number of training samples, from the first iteration to the last.
-        valid_samples: Number of validation samples over all validations; 0 builds none.
-        test_samples: Number of test samples; 0 builds none.
-        is_built_on_rank: Returns whether this rank needs samples. Must be true on global rank 0.
+        data: Settings of the data, from the command line.
+        tokenizer: Tokenizer that made the token files; its ``eod`` and size affect the samples.
+        seq_length: Number of tokens per sample.
+        seed: Seed that determines the order of the samples.
+        train_samples: Number of training samples of the whole run.
+        valid_samples: Total number of samples in all validations; 0 builds no validation data.
+        test_samples: Number of test samples; 0 builds no test data.
+        is_built_on_rank: Function that returns whether this rank needs samples. It must return
+            true on global rank 0.
 
     Returns:
-        Training, validation and test dataset. Each is ``None`` if no samples are requested, if the
-        split has no share, or if this rank needs none. A sample is a dict of ``tokens``,
-        ``labels``, ``position_ids`` ``[seq_length] int64``, ``loss_mask [seq_length] float32`` and,
-        with ``reset_attention_mask``, ``attention_mask [1, seq_length, seq_length] bool`` (true for
-        hidden tokens). With ``variable_seq_lengths`` a sample is a document of up to
-        ``seq_length`` tokens; see :mod:`megatron.adaptive.data.lengths`.
+        Training, validation and test dataset. A dataset is ``None`` if its number of samples is 0,
+        if ``--split`` gives it no documents, or if this rank needs no samples. A sample is a dict
+        with ``tokens``, ``labels``, ``position_ids`` ``[seq_length] int64``, ``loss_mask
+        [seq_length] float32`` and, with ``reset_attention_mask``, ``attention_mask [1, seq_length,
+        seq_length] bool`` (true for tokens that are hidden). With ``variable_seq_lengths`` a sample
+        is a document, cut after ``seq_length`` tokens.
 
     Raises:
-        ConfigError: A blend is malformed, or --split leaves no data for training.
+        ConfigError: A list of datasets and weights is malformed, or --split leaves no data for
+            training.
         DataError: A file is missing or broken, does not fit the vocabulary, or is too small.
     """
     counts = (train_samples, valid_samples, test_samples)
@@ -103,7 +107,7 @@ def build_datasets(
     blends, source = _blends(data, counts)
     needs_samples = is_built_on_rank()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron-core warns about pad tokens
+        warnings.simplefilter("ignore")  # megatron-core warns if a tokenizer has no pad token
         config = CachedGPTDatasetConfig(
             random_seed=seed,
             sequence_length=seq_length,
@@ -122,7 +126,8 @@ def build_datasets(
             edges = config.split_matrix if data.data_path else None
             _check(data, blends, edges, counts, tokenizer.vocab_size)
         if config.split_matrix is not None:
-            # megatron-core needs at least one sample even for a count of 0, and may search forever.
+            # Drop splits whose count is 0: megatron-core would still look for one sample of each,
+            # and may never end if there is none.
             config.split_matrix = [
                 share if count else None
                 for share, count in zip(config.split_matrix, counts, strict=True)
@@ -143,10 +148,10 @@ def _built(
     counts: tuple[int, ...],
     is_built_on_rank: Callable[[], bool],
 ) -> Any:
-    """Returns the three datasets that megatron-core builds.
+    """Lets megatron-core build the training, validation and test dataset.
 
     Raises:
-        DataError: The index of the samples does not fit into memory.
+        DataError: The shuffling index of the samples does not fit into memory.
     """
     cls: Any = MockGPTDataset if data.mock_data else CachedGPTDataset
     if data.variable_seq_lengths:
@@ -167,7 +172,7 @@ def _built(
 
 @contextmanager
 def _quiet_megatron_core() -> Iterator[None]:
-    """Silences megatron-core's warning that it caches no indices, because this module does."""
+    """Silences megatron-core's warning that indices are not cached: this module caches them."""
     logger = logging.getLogger("megatron.core.datasets")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -178,7 +183,7 @@ def _quiet_megatron_core() -> Iterator[None]:
 
 
 def _is_too_much(error: BaseException | None) -> bool:
-    """Returns whether an error, or one that it wraps, says that an array is too large."""
+    """Returns whether an error, or one of its causes, says that an array is too large."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, MemoryError | OverflowError) or "array is too big" in text:
@@ -190,7 +195,7 @@ def _is_too_much(error: BaseException | None) -> bool:
 
 
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:
-    """Returns the blends of the splits, and the same as settings of megatron-core."""
+    """Returns the files and weights of each split, and the same as settings of megatron-core."""
     if data.mock_data:
         return [], {}
     if data.data_path is not None:
@@ -215,19 +220,20 @@ def _check(
     """Checks the data on every rank, because megatron-core would fail or hang later.
 
     Args:
-        data: Settings of the data.
-        blends: Blends of the splits; a single one if they share it, none for mock data.
-        edges: Begin and end of each split as fractions of a file's documents, if splits share a
-            blend; otherwise ``None``.
-        counts: Number of samples of each split.
-        vocab_size: Number of ids of the tokenizer.
+        data: Settings of the data, from the command line.
+        blends: Files and weights of each split; a single entry if all splits share the same files;
+            empty for mock data.
+        edges: Begin and end of each split as fractions of each file's documents; ``None`` unless
+            the splits share the same files.
+        counts: Number of samples that the run needs from each split.
+        vocab_size: Number of token ids of the tokenizer.
     """
     if not blends:
         return
     if counts[0] and edges is not None and edges[0] is None:
         raise ConfigError(f"--split {data.split}: leaves no data for training; give it a share")
     if data.sft:
-        return  # conversations are checked as they are read
+        return  # files of conversations are checked later, when they are read
     infos = {}
     for prefix in dict.fromkeys(prefix for blend in blends if blend for prefix in blend[0]):
         infos[prefix] = check_indexed(prefix)
@@ -237,7 +243,7 @@ def _check(
             continue
         for prefix, info in infos.items():
             first, last = (round(edge * info.num_sequences) for edge in share)
-            # megatron-core would never end on an empty split.
+            # Refuse an empty split, because megatron-core would search it for samples forever.
             if first >= last:
                 raise DataError(
                     f"{prefix}: --split {data.split} leaves no document for {name} "
@@ -254,7 +260,7 @@ def _index_cache(data: DataConfig, blends: Sequence[Blend | None]) -> str:
 
 
 def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
-    """Parses the values of a flag such as ``a``, ``a b c`` or ``0.3 a 0.7 b``.
+    """Parses a list of datasets such as ``a``, ``a b c`` or (with weights) ``0.3 a 0.7 b``.
 
     Raises:
         ConfigError: Weights and prefixes do not alternate, or a weight is not positive.
@@ -282,14 +288,14 @@ def _weight(text: str) -> float | None:
 
 @dataclass
 class CachedGPTDatasetConfig(GPTDatasetConfig):
-    """Adds settings of this package to those of megatron-core's GPT dataset.
+    """Adds two settings to megatron-core's configuration of a GPT dataset.
 
-    ``path_to_cache`` stays empty, so that megatron-core builds indices in memory and this module
+    ``path_to_cache`` stays empty. megatron-core then builds indices in memory, and this module
     caches them.
 
     Attributes:
-        index_cache: Path of the folder of shuffling indices.
-        sft: Whether files are JSON lines of conversations.
+        index_cache: Path of the folder in which shuffling indices are cached.
+        sft: Whether the data files are conversations as JSON lines, not token files.
     """
 
     index_cache: str = ""
@@ -300,7 +306,7 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
         self.path_to_cache = ""
 
     def prepare(self, path: str) -> Conversations:
-        """Tokenizes a file of conversations, or opens its tokens from the cache."""
+        """Returns the tokens of a file of conversations, from the cache if they are there."""
         try:
             status = os.stat(path)
         except OSError as error:
@@ -322,7 +328,7 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
 
 
 class CachedGPTDataset(GPTDataset):
-    """Caches the indices of megatron-core's GPT dataset in a folder; otherwise does not differ."""
+    """GPT dataset of megatron-core that caches its shuffling indices by this package's code."""
 
     def _build_document_sample_shuffle_indices(self) -> Indices:
         names = [f"{self._cache_key()}-{part}" for part in _PARTS]
@@ -334,13 +340,13 @@ class CachedGPTDataset(GPTDataset):
     def _broken_rule(
         self, documents: npt.NDArray[Any], samples: npt.NDArray[Any], shuffle: npt.NDArray[Any]
     ) -> str:
-        """Returns the rule of megatron-core's indices that the arrays break, or an empty text.
+        """Returns what is wrong with the index arrays, or an empty text if they are valid.
 
         Args:
-            documents: Numbers of the documents in the order of reading, ``[epochs * documents]``.
-            samples: Index in ``documents`` and token at which each sample begins,
-                ``[samples + 1, 2]``.
-            shuffle: Numbers of the samples in the order of use, ``[samples]``.
+            documents: Numbers of the documents in shuffled order, ``[epochs * documents]``.
+            samples: Start of each sample, as an index in ``documents`` and a token offset in that
+                document, ``[samples + 1, 2]``.
+            shuffle: Numbers of the samples in the order in which they are used, ``[samples]``.
         """
         arrays = (documents, samples, shuffle)
         if any(array.dtype.kind not in "iu" or not array.size for array in arrays):
@@ -379,10 +385,10 @@ class CachedGPTDataset(GPTDataset):
 
 
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yields a small array in pieces; of a large array only pieces at equal distances.
+    """Yields parts of an array: all of a small array, evenly spaced parts of a large array.
 
-    The checksum has already found damaged bytes. Only an index that belongs to other data remains
-    to be found, and any piece of it shows that.
+    The checksum has already excluded damaged bytes. What remains to be found is an index that was
+    built from other data, and a few parts are enough to notice that.
     """
     for start, stop in pieces(len(array), array[0].nbytes, _CHECK_WHOLE_BYTES):
         yield array[start:stop]

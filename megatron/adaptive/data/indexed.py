@@ -1,19 +1,19 @@
 r"""Checks ``.bin/.idx`` token files before training uses them.
 
-megatron-core maps both files and does not check them: an index of another format fails an
-assertion, a truncated index is read past its end, and an id outside the vocabulary crashes in the
-embedding of some later step. The checks here run at start-up and name the file and its fault. They
-need neither torch nor megatron-core. The index has this layout::
+megatron-core maps both files into memory without checking them. An index of another format fails an
+assertion, a truncated index is read past its end, and an id outside the vocabulary crashes the
+embedding in some later step. The checks here run before training, and name the file and what is
+wrong with it. They import neither torch nor megatron-core. The index has this layout::
 
     bytes  0..8    magic  MMIDIDX\\0\\0
-           9..16   version, u64            1
+           9..16   version, u64            always 1
           17       dtype code, u8
           18..25   sequences S, u64
           26..33   document marks D, u64   documents + 1
-          34..     lengths   S x i32       tokens
-                   pointers  S x i64       bytes into .bin
+          34..     lengths   S x i32       tokens of each sequence
+                   pointers  S x i64       byte offset of each sequence in .bin
                    marks     D x i64       index of each document's first sequence, then S
-                   modes     S x i8        multimodal data only
+                   modes     S x i8        only in multimodal data
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.adaptive.config.input_files import open_file
 from megatron.adaptive.errors import DataError
 
 INDEX_CACHE = "index_cache"
-"""Name of the folder next to the data for shuffling indices without ``--data-cache-path``."""
+"""Name of the folder for shuffling indices, next to the data, unless the user names a folder."""
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -49,13 +49,14 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedInfo:
-    """Holds the sizes of a token file that its index states.
+    """Holds what the index says about a token file.
 
     Attributes:
-        prefix: Path of both files without suffix.
-        dtype: Type of a token in the ``.bin`` file.
-        num_sequences: Number of sequences, by which megatron-core splits a corpus.
-        num_tokens: Total number of tokens.
+        prefix: Path of the ``.bin`` and ``.idx`` file without suffix.
+        dtype: Integer type in which the ``.bin`` file stores token ids.
+        num_sequences: Number of sequences. megatron-core divides a corpus into training, validation
+            and test data by these.
+        num_tokens: Total number of tokens in all sequences.
     """
 
     prefix: str
@@ -68,14 +69,14 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
     """Checks that ``<prefix>.idx`` and ``<prefix>.bin`` are complete and belong together.
 
     Args:
-        prefix: Path of both files without suffix, the form that ``--data-path`` takes.
+        prefix: Path of both files without suffix, as in ``--data-path``.
 
     Returns:
-        Sizes from the index.
+        Type and number of the tokens, and number of the sequences.
 
     Raises:
-        DataError: A file is missing, truncated, or of another format or version, or the two
-            contradict each other; the message names the file and the fault.
+        DataError: A file is missing, truncated, or of another format or version, or the two files
+            contradict each other; the message names the file and what is wrong.
     """
     idx_path = Path(f"{prefix}.idx")
     bin_path = Path(f"{prefix}.bin")
@@ -91,7 +92,7 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
 
 
 def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
-    """Checks header, lengths, pointers and document marks against each other and the data."""
+    """Checks that all parts of the index agree with each other and with the ``.bin`` file."""
     with open_file(idx_path) as stream:
         header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
@@ -108,7 +109,8 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     dtype = np.dtype(_DTYPES[code])
     size = idx_path.stat().st_size
     expected = _HEADER.size + 12 * sequences + 8 * marks
-    # Multimodal indices have one more byte per sequence, which readers of text ignore.
+    # The index of multimodal data has one more byte per sequence (its mode). Accept it, because
+    # text can be read without the modes.
     if size not in (expected, expected + sequences):
         fault = "is truncated" if size < expected else "has too many bytes"
         _refuse(
@@ -152,17 +154,19 @@ def _refuse(path: Path, fault: str) -> NoReturn:
 
 
 def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
-    """Checks that the data contains no id outside ``0..vocab_size-1``.
+    """Checks that a token file contains no id outside ``0..vocab_size-1``.
 
-    Reads a ``.bin`` file of up to 256 MB completely. From a larger file it reads 256 MB, in pieces
-    of 4 MB at equal distances. This may miss a few wrong ids, but not data of another vocabulary.
+    A file of up to 256 MB is read completely. Of a larger file only 256 MB are read, in evenly
+    spaced parts of 4 MB. This may miss a few wrong ids, but it finds data that was tokenized with
+    another vocabulary.
 
     Args:
-        info: Sizes of the files, from :func:`check_indexed`.
-        vocab_size: Number of ids of the tokenizer, without padding.
+        info: Result of :func:`check_indexed` for the file.
+        vocab_size: Number of token ids of the tokenizer, without padding.
 
     Raises:
-        DataError: An id is outside; the message says how large a vocabulary the data needs.
+        DataError: A token id is out of range; the message says how large a vocabulary the data
+            needs.
     """
     path = f"{info.prefix}.bin"
     try:
@@ -199,15 +203,16 @@ def _hint_for_missing(prefix: str) -> str:
 def pieces(
     count: int, itemsize: int, whole_bytes: int = _SCAN_WHOLE_BYTES
 ) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of 4 MB pieces of an array.
+    """Yields begin and end of parts of an array, as indices of elements.
 
-    The pieces cover a small array completely. In a larger one they have equal distances from the
-    first element to the last.
+    Each part has 4 MB. The parts cover a small array completely. In a large array they are evenly
+    spaced, from the first element to the last.
 
     Args:
         count: Number of elements of the array.
-        itemsize: Number of bytes of an element.
-        whole_bytes: Largest size in bytes of an array that is covered completely.
+        itemsize: Size of an element in bytes.
+        whole_bytes: Size in bytes up to which an array is covered completely; of a larger array,
+            parts of this total size are yielded.
     """
     piece = _PIECE_BYTES // itemsize
     if count * itemsize <= whole_bytes:
@@ -220,10 +225,10 @@ def pieces(
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a file; the kernel releases it if the process dies."""
-    # If the name is a pipe, O_RDWR keeps open() from waiting for a reader.
+    """Locks a file exclusively during the block; the kernel unlocks it if the process dies."""
+    # If the path is a named pipe, open() for writing only would wait for a reader.
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "rb") as stream:
-        # If the file system has no locks, two processes may do the same work.
+        # If the file system has no locks, continue without: two processes may do the same work.
         with suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield

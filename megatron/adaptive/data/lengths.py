@@ -1,9 +1,9 @@
-"""Provides samples of different lengths: whole documents and conversations.
+"""Provides samples of different lengths, each a whole document or conversation.
 
-A sample is one document, cut at ``--seq-length`` and never joined with another.
+A sample is cut after ``--seq-length`` tokens, and never contains parts of several documents.
 
-This module imports megatron-core. On a machine without CUDA import it only after
-:func:`megatron.adaptive.accelerator.install`.
+This module imports megatron-core. On a machine without CUDA, import it only after
+:func:`megatron.adaptive.accelerator.install` was called.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from megatron.adaptive.errors import DataError
 
 _MOCK_DOCUMENTS = 100_000
 _MOCK_SIGMA = 0.8
-"""Standard deviation of the logarithm of a length, similar to that of web corpora."""
+"""Standard deviation of the logarithm of a mock document's length, as in typical web corpora."""
 _MOCK_MEDIAN = 0.25
-"""Median length as a fraction of ``--seq-length``."""
+"""Median length of a mock document, as a fraction of ``--seq-length``."""
 _MOST_ORDERS = 2
-"""Number of passes over the data whose order is kept in memory."""
+"""Number of epochs whose order of documents is kept in memory at the same time."""
 
 
 class DocumentDataset(MegatronDataset):  # type: ignore[misc]
-    """Provides documents as samples, in another random order for each pass over the data.
+    """Provides documents as samples, in a different random order in each epoch.
 
     Attributes:
-        num_cut: Number of documents that are longer than a sample, whose rest is left out.
-        num_empty: Number of documents without a token to predict, which are left out.
+        num_cut: Number of documents that are cut because they are longer than ``--seq-length``.
+        num_empty: Number of documents that are left out because they have no token to predict,
+            that is, fewer than two tokens.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # The last token of a document is only a label, so a sample is one token shorter.
+        # A sample is one token shorter than its document, whose last token is only a label.
         lengths = np.asarray(self.dataset.sequence_lengths)[self.indices].astype(np.int64) - 1
         is_used = lengths > 0
         longest = self.config.sequence_length
@@ -58,12 +59,12 @@ class DocumentDataset(MegatronDataset):  # type: ignore[misc]
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Returns the number of documents of a file, by which it is split."""
+        """Returns a file's number of documents, which --split divides among the splits."""
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: Any, config: Any) -> Any:
-        """Opens a token file, or with ``--sft`` JSON lines; without a path returns mock data."""
+        """Opens a token file (JSON lines with ``--sft``), or makes mock data without a path."""
         if dataset_path is None:
             return _MockDocuments(config.tokenizer, config.sequence_length)
         if config.sft:
@@ -74,7 +75,7 @@ class DocumentDataset(MegatronDataset):  # type: ignore[misc]
         return self._documents.size if self.num_samples is None else int(self.num_samples)
 
     def length_of(self, index: int) -> int:
-        """Returns the number of tokens of a sample."""
+        """Returns the number of tokens of a sample, without reading the tokens."""
         return int(self._lengths[self._row(index)])
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
@@ -98,7 +99,7 @@ class DocumentDataset(MegatronDataset):  # type: ignore[misc]
 
 
 def left_out(datasets: Sequence[Any]) -> str:
-    """Returns one line on cut and empty documents, an empty text if there are none."""
+    """Returns a text with the numbers of cut and omitted documents, empty if there are none."""
     parts = [
         part for dataset in datasets for part in getattr(dataset, "datasets", [dataset]) if part
     ]
@@ -109,7 +110,7 @@ def left_out(datasets: Sequence[Any]) -> str:
 
 
 class _MockDocuments:
-    """Generates documents with lognormally distributed lengths, the same in every run."""
+    """Generates mock documents with log-normal lengths; they are the same in every run."""
 
     def __init__(self, tokenizer: Tokenizer, seq_length: int) -> None:
         self._tokenizer = tokenizer
@@ -125,15 +126,15 @@ class _MockDocuments:
 
 
 class Conversations:
-    """Holds the tokens of conversations, and which of them are taught (count in the loss).
+    """Holds the tokens of conversations, and for each token whether the loss is computed on it.
 
-    Only the assistant's text and its end mark are taught.
+    The loss is computed only on tokens that are *taught*: the assistant's text and its end mark.
 
     Args:
-        ids: Tokens of all conversations one after the other, ``[tokens] int32``.
+        ids: Token ids of all conversations, concatenated, ``[tokens] int32``.
         taught: Whether each token is taught, ``[tokens] bool``.
-        ends: Offset of each conversation in ``ids``, and the number of tokens,
-            ``[conversations + 1] int64``.
+        ends: Offset in ``ids`` at which each conversation begins, followed by the total number of
+            tokens, ``[conversations + 1] int64``.
     """
 
     def __init__(
@@ -145,18 +146,18 @@ class Conversations:
         self.sequence_lengths = np.diff(ends)
 
     def get(self, index: int, offset: int, length: int) -> npt.NDArray[Any]:
-        """Returns ``length`` tokens of a conversation, from ``offset`` on."""
+        """Returns ``length`` token ids of a conversation, starting with the token ``offset``."""
         start = int(self._ends[index]) + offset
         return self._ids[start : start + length]
 
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
-        """Returns whether each of a conversation's first ``length`` tokens is taught."""
+        """Returns for each of a conversation's first ``length`` tokens whether it is taught."""
         start = int(self._ends[index])
         return self._taught[start : start + length]
 
     @staticmethod
     def broken_rule(arrays: Sequence[npt.NDArray[Any]], vocab_size: int) -> str:
-        """Returns the rule that the three arrays of a file break, or an empty text."""
+        """Returns what is wrong with a file's three arrays, or an empty text if they are valid."""
         ids, taught, ends = arrays
         is_ids = ids.dtype == np.int32 and ids.ndim == 1
         if not is_ids or taught.dtype != np.bool_ or taught.shape != ids.shape:
@@ -173,15 +174,15 @@ class Conversations:
     def read(path: str, tokenizer: Tokenizer) -> tuple[npt.NDArray[Any], ...]:
         """Tokenizes JSON lines, each ``{"messages": [{"role": ..., "content": ...}, ...]}``.
 
-        The chat template gets the fields ``messages``, ``tools`` and ``documents``. Other fields
-        are ignored.
+        The fields ``messages``, ``tools`` and ``documents`` of a line are passed to the chat
+        template; other fields are ignored.
 
         Returns:
-            The three arguments of :class:`Conversations`. A conversation without a message of the
-            assistant has no tokens.
+            Token ids, taught tokens and offsets, the three arguments of :class:`Conversations`. A
+            conversation without a message from the assistant has no tokens.
 
         Raises:
-            DataError: A line is no conversation, or the file cannot be read.
+            DataError: A line is not a conversation, or the file cannot be read.
         """
         ids: list[int] = []
         taught: list[bool] = []
@@ -208,13 +209,13 @@ class Conversations:
 
 
 def _conversation(line: str, where: str) -> Conversation:
-    """Parses a line of a file as a conversation.
+    """Parses a JSON line as a conversation.
 
     Raises:
-        DataError: The line is not a conversation; the message names the line.
+        DataError: The line is not a conversation; the message names file and line.
     """
     try:
-        # Ignored fields may contain numbers that strict parsing refuses.
+        # Parse leniently, because fields that are ignored may contain numbers of any size.
         fields = parse_json(line, strict=False)
         messages = fields["messages"]
         extras = [fields.get(name) for name in ("tools", "documents")]

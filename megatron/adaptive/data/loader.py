@@ -1,18 +1,19 @@
-"""Draws microbatches; which ones depends only on the number of samples consumed before.
+"""Provides microbatches, which depend only on the number of samples consumed before.
 
-Samples are taken in dataset order in blocks of ``micro_batch_size * dp_size``. Each data-parallel
-rank takes its part of every block, as in Megatron-LM. With micro-batch size 2 and two ranks::
+Samples are taken in the order of the dataset, in blocks of ``micro_batch_size * dp_size``. Each
+data-parallel rank takes its part of every block, as in Megatron-LM. With micro-batch size 2 and two
+data-parallel ranks::
 
     sample        0 1 2 3 | 4 5 6 7 | 8 9 ...
     dp_rank 0     0 1     | 4 5     | 8 9           microbatches 0, 1, 2 of this rank
     dp_rank 1         2 3 |     6 7 |     ...
 
-A step of any global batch size is a whole number of blocks, so after each step every layout of the
-job (data-parallel size, micro-batch size, global batch size) continues at the same sample.
+A step always consists of whole blocks. A job that is resumed with another data-parallel size,
+micro-batch size or global batch size therefore continues at exactly the next sample.
 
-If samples differ in length, a step takes the same samples, but their lengths decide which of them
-share a microbatch. Every rank knows all lengths without reading tokens, so all ranks of a pipeline
-agree on number and sizes of the microbatches without a message::
+If samples differ in length, a step takes the same samples, but their lengths decide which samples
+share a microbatch. Every rank knows all lengths without reading tokens. All ranks of a pipeline
+thus agree on the number and sizes of the microbatches without exchanging messages::
 
     samples of a step    7 3 9 2 5 4        --pack-to 10, two replicas
     packed               [9] [7 3] [5 4] [2]      one row each, attention within each document
@@ -43,13 +44,14 @@ from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Size
 Microbatch = dict[str, torch.Tensor]
 Arrays = dict[str, npt.NDArray[Any]]
 OnRead = Callable[[int, int, int], None]
-"""Callback for a microbatch that was read: its index in the step, start and end in nanoseconds of
-the monotonic clock."""
+"""Callback after a microbatch was read. Its arguments are the microbatch's index in the step, and
+the monotonic times in nanoseconds at which reading began and ended."""
 
 Deal = Callable[[Sequence[Size]], Sequence[Sequence[int]]]
-"""Function that takes the sizes of a step's microbatches and returns those of each replica."""
+"""Function that takes the sizes of a step's microbatches, and returns for each data-parallel
+replica the indices of its microbatches."""
 
-# Data workers send the entries of a microbatch in these types; token ids fit 32 bits.
+# Types in which data workers send a microbatch. 32 bits suffice for token ids and halve the size.
 _WIRE_DTYPES: dict[str, Any] = {
     "tokens": np.int32,
     "labels": np.int32,
@@ -58,17 +60,17 @@ _WIRE_DTYPES: dict[str, Any] = {
     "attention_mask": np.bool_,
 }
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
-_PREFETCH = 4  # microbatches that each worker reads ahead
+_PREFETCH = 4  # number of microbatches that each worker prefetches
 _INTEGER = ("tokens", "labels", "position_ids")
 _KEYS = (*_INTEGER, "loss_mask")
-"""Entries of samples that differ in length."""
+"""Entries that a sample has if samples differ in length."""
 
 
 class BatchSizes:
-    """Computes batch size and number of microbatches at every point of a run.
+    """Computes the global batch size and the number of microbatches at any point of a run.
 
-    With ``--rampup-batch-size START INCREMENT SAMPLES`` the batch size grows from START by equal
-    increments, each after the same number of samples::
+    With ``--rampup-batch-size START INCREMENT SAMPLES`` the batch size begins at START and grows by
+    INCREMENT at regular intervals until SAMPLES samples are consumed::
 
         size  global |                  ____________
                      |            ______
@@ -81,8 +83,8 @@ class BatchSizes:
     state.
 
     Args:
-        config: Batch settings that ``config.flag_checks`` has accepted.
-        data_parallel_size: Number of copies of the model that share each batch.
+        config: Batch settings, already checked by ``config.flag_checks``.
+        data_parallel_size: Number of data-parallel replicas that share each global batch.
     """
 
     def __init__(self, config: BatchConfig, data_parallel_size: int) -> None:
@@ -91,29 +93,30 @@ class BatchSizes:
         self._sizes = config.batch_sizes()
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
-        """Returns the number of samples of the step after ``consumed_samples`` samples."""
+        """Returns the global batch size of the step after ``consumed_samples`` samples."""
         if self._config.rampup_batch_size is None or len(self._sizes) == 1:
             return self._config.global_batch_size
         ramp_samples = self._config.rampup_batch_size[2]
         if consumed_samples > ramp_samples:
             return self._config.global_batch_size
-        # This division rounds like that of megatron-core. Exact arithmetic would take some
-        # increments one batch earlier, and a run that moves here would get other batches.
+        # This floating-point division rounds as in megatron-core. Exact arithmetic would grow the
+        # batch one step earlier in some cases. A run that was begun with Megatron-LM and continues
+        # here would then get different batches.
         samples_per_increment = ramp_samples / (len(self._sizes) - 1)
         return self._sizes[int(consumed_samples / samples_per_increment)]
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
-        """Returns the microbatches per model copy in the step after ``consumed_samples``."""
+        """Returns each replica's microbatches in the step after ``consumed_samples`` samples."""
         return self.global_batch_size_at(consumed_samples) // self._samples_per_microbatch
 
     def iterations_for(self, train_samples: int) -> int:
-        """Returns the number of iterations of a run; a last, incomplete batch is left out.
+        """Returns the number of iterations of a run; an incomplete last batch is left out.
 
-        Megatron-LM assumes that the run is longer than the ramp-up; this method also supports
-        runs that end within it.
+        Unlike Megatron-LM, this method also supports runs that end before the batch size has
+        reached its final value.
 
         Args:
-            train_samples: Number of samples of the whole run.
+            train_samples: Number of training samples of the whole run.
         """
         iterations = consumed = 0
         while self.global_batch_size_at(consumed) < self._config.global_batch_size:
@@ -127,16 +130,16 @@ class BatchSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """Groups samples into microbatches.
+    """Decides which samples share a microbatch.
 
     Attributes:
-        micro_batch_size: Number of samples of a microbatch without packing.
-        replicas: Data-parallel size.
+        micro_batch_size: Number of samples per microbatch, if samples are not packed.
+        replicas: Number of data-parallel replicas.
         varies: Whether samples differ in length.
-        pack_to: Largest number of tokens of a packed microbatch, ``None`` without packing.
-        multiple: Unit in tokens to which rows are padded.
-        group: Divisor of the number of microbatches of a replica.
-        least: Least number of microbatches of a replica.
+        pack_to: Largest number of tokens per packed microbatch; ``None`` if samples are not packed.
+        multiple: Each row is padded to a multiple of this number of tokens.
+        group: The number of microbatches per replica and step must be a multiple of this number.
+        least: Smallest number of microbatches per replica and step.
     """
 
     micro_batch_size: int
@@ -148,7 +151,11 @@ class Batching:
     least: int = 1
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Returns the microbatches of all replicas, each a list of indices into ``lengths``."""
+        """Returns the microbatches of all replicas, each a list of indices of samples.
+
+        Args:
+            lengths: Number of tokens of each of the step's samples.
+        """
         if self.pack_to is not None:
             unit = self.replicas * self.group
             least = self.replicas * self.least
@@ -157,38 +164,48 @@ class Batching:
         return [list(range(n, n + size)) for n in range(0, len(lengths), size)]
 
     def size_of(self, lengths: Sequence[int]) -> Size:
-        """Returns tokens and sum of squared lengths of a microbatch with these lengths."""
+        """Returns a microbatch's number of tokens and sum of squared lengths.
+
+        Args:
+            lengths: Number of tokens of each sample in the microbatch.
+        """
         if self.pack_to is None:
             lengths = [self.row_tokens(max(lengths))] * len(lengths)
         return float(sum(lengths)), float(sum(length * length for length in lengths))
 
     def positions(self, lengths: Sequence[int]) -> int:
-        """Returns the tokens of a microbatch with these lengths, padding included."""
+        """Returns a microbatch's number of tokens, including padding.
+
+        Args:
+            lengths: Number of tokens of each sample in the microbatch.
+        """
         if self.pack_to is None:
             return len(lengths) * self.row_tokens(max(lengths))
         return self.row_tokens(sum(lengths))
 
     def row_tokens(self, tokens: int) -> int:
-        """Returns the length of a row for this number of tokens, padding included."""
+        """Returns the padded length of a row that has this number of tokens."""
         return -(-tokens // self.multiple) * self.multiple
 
 
 def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) -> list[list[int]]:
-    """Packs samples into rows: the longest first, each into the first row that has room.
+    """Packs samples into rows: the longest sample first, each into the first row where it fits.
 
-    If the result has too few rows for ``unit`` or ``least``, rows with the most samples are split.
+    If this gives fewer rows than ``least``, or not a multiple of ``unit``, rows with the most
+    samples are split.
 
     Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973: first fit decreasing, which
     needs at most 11/9 of the fewest rows, plus one.
 
     Args:
         lengths: Number of tokens of each sample.
-        room: Number of tokens of a full row; no sample is longer.
-        unit: Divisor of the number of rows.
-        least: Least number of rows.
+        room: Largest number of tokens per row; no sample is longer.
+        unit: The number of rows must be a multiple of this number.
+        least: Smallest allowed number of rows.
 
     Returns:
-        Indices into ``lengths``, ascending within a row; rows ascend by their first sample.
+        Rows, each a list of indices of samples. The indices in a row are ascending, and rows are
+        sorted by their first index.
 
     Raises:
         ConfigError: There are fewer samples than rows.
@@ -219,16 +236,16 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Holds the sizes of a step's microbatches, over all replicas.
+    """Holds statistics on the microbatches of a step, over all data-parallel replicas.
 
     Attributes:
-        tokens: Number of tokens without padding.
-        padding: Padding as a fraction of all positions, 0 to 1.
-        longest: Number of tokens of the longest document.
-        mean_length: Mean number of tokens of a document.
-        num_microbatches: Number of microbatches.
-        least_tokens: Number of tokens of the smallest microbatch.
-        most_tokens: Number of tokens of the largest microbatch.
+        tokens: Total number of tokens in the step, without padding.
+        padding: Padding as a fraction of all token positions, 0 to 1.
+        longest: Number of tokens in the longest document.
+        mean_length: Mean number of tokens per document.
+        num_microbatches: Number of microbatches in the step.
+        least_tokens: Number of tokens in the smallest microbatch.
+        most_tokens: Number of tokens in the largest microbatch.
     """
 
     tokens: int
@@ -241,7 +258,7 @@ class Load:
 
 
 def length_of(dataset: Any, index: int) -> int:
-    """Returns the number of tokens of a sample, also for a blend of several datasets."""
+    """Returns the number of tokens of a sample, even if several datasets are blended."""
     while hasattr(dataset, "dataset_index"):
         part = dataset.dataset_index[index]
         index = dataset.dataset_sample_index[index]
@@ -250,24 +267,24 @@ def length_of(dataset: Any, index: int) -> int:
 
 
 class MicrobatchLoader:
-    """Draws the microbatches of one data-parallel rank, step by step.
+    """Provides the microbatches of one data-parallel rank, step by step.
 
-    Without workers a microbatch is read when it is requested. Workers read this rank's part of each
-    block ahead, in order and across steps. Not thread safe.
+    Without workers, a microbatch is read when it is requested. Workers prefetch this rank's part of
+    each block in order, also for later steps. The loader is not thread-safe.
 
     Args:
         dataset: Samples as dicts, from :func:`megatron.adaptive.data.datasets.build_datasets`.
-        consumed_samples: Number of samples that all ranks together took before, in the whole run.
-        batching: Rules that group samples into microbatches.
+        consumed_samples: Number of samples that all ranks together have consumed so far in the run.
+        batching: Decides which samples share a microbatch.
         dp_rank: Index of this rank among the data-parallel ranks.
-        reads: Whether this rank needs the tokens; it always needs the lengths.
-        num_workers: Number of processes that read ahead; 0 reads in this process. Samples of
+        reads: Whether this rank needs the tokens. If not, it only uses the lengths of samples.
+        num_workers: Number of processes that prefetch; 0 reads in this process. Samples of
             different lengths are always read in this process.
         pin_memory: Whether tensors are page-locked, for asynchronous copies to a GPU.
-        on_read: Callback for every microbatch that was read.
+        on_read: Callback after each microbatch that was read.
 
     Attributes:
-        consumed_samples: Number of samples that all ranks together have taken in the whole run.
+        consumed_samples: Number of samples that all ranks together have consumed in the whole run.
     """
 
     def __init__(
@@ -295,7 +312,7 @@ class MicrobatchLoader:
             left = len(dataset) - consumed_samples
             replicas = batching.replicas
             blocks = max(0, left) // (batching.micro_batch_size * replicas)
-            # torch declares a base class as type, but an iterable of index lists suffices.
+            # torch declares the type of batch_sampler as Sampler, but takes any iterable of lists.
             order: Any = map(self._samples, range(dp_rank, blocks * replicas, replicas))
             self._read_ahead = iter(
                 DataLoader(
@@ -305,7 +322,8 @@ class MicrobatchLoader:
                     prefetch_factor=_PREFETCH,
                     collate_fn=_collate,
                     worker_init_fn=functools.partial(_start_worker, os.getpid()),
-                    # A forked process inherits mapped files and indices; others would read them.
+                    # A forked worker inherits mapped files and indices. A worker that is started in
+                    # another way would have to read them again.
                     multiprocessing_context="fork",
                 )
             )
@@ -314,12 +332,13 @@ class MicrobatchLoader:
         """Takes the next ``num_microbatches * micro_batch_size * replicas`` samples.
 
         Args:
-            num_microbatches: Mean number of microbatches of a rank in this step, before packing;
-                may change between steps.
-            deal: Function that assigns microbatches to ranks; ``None`` assigns them in turns.
+            num_microbatches: Mean number of microbatches per data-parallel rank in this step,
+                before packing. It may differ between steps.
+            deal: Function that assigns microbatches to data-parallel ranks; ``None`` assigns them
+                round-robin.
 
         Returns:
-            Microbatches of this rank, readable until the next call of :meth:`step`.
+            Microbatches of this rank, which can be read until the next call of :meth:`step`.
 
         Raises:
             DataError: The dataset ends within the step.
@@ -353,14 +372,14 @@ class MicrobatchLoader:
         return StepMicrobatches(fetch, len(numbers), **options)
 
     def close(self) -> None:
-        """Ends the data workers, if there are any. The loader then reads in this process."""
+        """Stops the data workers, if there are any; the loader then reads in this process."""
         self._read_ahead = None
 
     def _samples(self, number: int) -> range:
-        """Returns the samples of a microbatch.
+        """Returns the indices of the samples in a microbatch.
 
         Args:
-            number: Index of the microbatch over all ranks, from 0 at this loader's first sample.
+            number: Index of the microbatch over all ranks; 0 has the first sample of this loader.
         """
         size = self._batching.micro_batch_size
         start = self._first_sample + number * size
@@ -381,7 +400,7 @@ class MicrobatchLoader:
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
-        """Returns this rank's microbatch of ``block``; skips blocks that earlier steps left."""
+        """Returns this rank's part of a block from the workers; skips parts that were not used."""
         try:
             while self._read_block < block:
                 next(read_ahead)
@@ -398,18 +417,18 @@ class MicrobatchLoader:
 
 
 class StepMicrobatches:
-    """Provides the microbatches of one step and rank, in any order and repeatedly.
+    """Provides the microbatches of one step and rank; each may be requested several times.
 
-    A request reads the microbatch and all before it that were not read yet; each is read once and
-    kept. A microbatch has ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64``, ``loss_mask
-    [b, s] float32`` and, if the dataset makes one, ``attention_mask [b, 1, s, s] bool`` (true for
-    hidden tokens).
+    A request reads the requested microbatch, and all earlier ones that were not read yet. Each
+    microbatch is read once and kept. It is a dict with ``tokens``, ``labels``, ``position_ids``
+    ``[b, s] int64``, ``loss_mask [b, s] float32`` and, if the dataset provides it,
+    ``attention_mask [b, 1, s, s] bool`` (true for tokens that are hidden).
 
     Args:
-        read: Reads the microbatch with this index in the step.
-        count: Number of microbatches.
-        pin_memory: Whether tensors are page-locked.
-        on_read: Callback for every microbatch that was read.
+        read: Function that reads a microbatch, given its index in the step.
+        count: Number of microbatches of this rank in the step.
+        pin_memory: Whether tensors are page-locked, for asynchronous copies to a GPU.
+        on_read: Callback after each microbatch that was read.
     """
 
     def __init__(
@@ -446,24 +465,25 @@ class StepMicrobatches:
 class LengthMicrobatches(StepMicrobatches):
     """Provides the microbatches of one step and rank, from samples of different lengths.
 
-    A microbatch has ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64`` and ``loss_mask [b,
-    s] float32``. If documents are packed, ``b`` is 1 and there is ``lengths [n] int32``: the
-    lengths of the documents in order, with the padding as a last one. On a rank that reads no
-    tokens, a microbatch has only ``lengths``, or nothing.
+    A microbatch is a dict with ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64`` and
+    ``loss_mask [b, s] float32``. If documents are packed, ``b`` is 1, and ``lengths [n] int32`` has
+    the length of each document in the row, followed by the length of the padding if there is any.
+    On a rank that reads no tokens, a microbatch has only ``lengths``, or is empty.
 
     Attributes:
-        contents: Tuple for each microbatch: its positions with padding, then the number of tokens
-            of each of its documents.
-        load: Sizes of the microbatches of all replicas.
+        contents: For each microbatch, a tuple of its number of token positions with padding,
+            followed by the number of tokens of each of its documents.
+        load: Statistics on the microbatches of all data-parallel replicas.
 
     Args:
         lengths: Number of tokens of each of the step's samples.
-        batching: Rules that group samples into microbatches.
-        dp_rank: Index of this rank's replica.
-        read: Reads the sample with this index in the step; ``None`` on a rank that needs no tokens.
-        deal: Function that assigns microbatches to replicas; ``None`` assigns them in turns.
-        pin_memory: Whether tensors are page-locked.
-        on_read: Callback for every microbatch that was read.
+        batching: Decides which samples share a microbatch.
+        dp_rank: Index of this rank's data-parallel replica.
+        read: Function that reads a sample, given its index in the step; ``None`` on a rank that
+            needs no tokens.
+        deal: Function that assigns microbatches to replicas; ``None`` assigns them round-robin.
+        pin_memory: Whether tensors are page-locked, for asynchronous copies to a GPU.
+        on_read: Callback after each microbatch that was read.
     """
 
     def __init__(
@@ -532,7 +552,7 @@ class LengthMicrobatches(StepMicrobatches):
 
 
 def _collate(samples: list[dict[str, Any]]) -> Arrays:
-    # Tensors from a worker would need space in /dev/shm, which containers limit; arrays do not.
+    # Workers send arrays, because tensors would go through /dev/shm, which is small in containers.
     return {
         key: np.stack([np.asarray(sample[key], dtype=dtype) for sample in samples])
         for key, dtype in _WIRE_DTYPES.items()
@@ -541,12 +561,12 @@ def _collate(samples: list[dict[str, Any]]) -> Arrays:
 
 
 def _start_worker(rank_pid: int, _worker_id: int) -> None:
-    # A worker inherits the rank's connections. If it outlived a killed rank, they would stay open,
-    # and other ranks would continue to wait for that rank.
+    # End this worker with its rank. A worker inherits the rank's connections. If it outlived a
+    # killed rank, these would stay open, and other ranks would continue to wait for that rank.
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != rank_pid:
         os._exit(1)
-    # A signal reaches the whole process group. Only the trainer handles it: if workers died of it,
-    # the trainer could not finish its step. Workers end when the trainer does.
+    # Workers ignore signals to the whole process group, because the trainer handles these. If a
+    # worker died, the trainer could not finish its step. Workers end when the trainer ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -5,10 +5,11 @@
     files ──> batches of lines ──> worker processes ──> in order ──> a builder per key ──> rename
               (parent)             parse, tokenize      (parent)     hidden temporary files
 
-The output files appear only if everything was converted. The parent reads and writes, workers parse
-and tokenize. Only a few batches are in progress at a time, so memory does not grow with the input.
-The output does not depend on the number of workers. The parent imports torch and megatron-core when
-it writes the first result: workers start without them, and work during the import.
+The output files appear only once everything is converted. The parent process reads and writes
+files, worker processes parse and tokenize. Only a few batches are in progress at a time, so memory
+use does not grow with the input. The output does not depend on the number of workers. The parent
+imports torch and megatron-core only when it writes the first result. The workers thus start without
+these packages, and already tokenize while the parent imports them.
 """
 
 from __future__ import annotations
@@ -48,15 +49,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessSpec(TokenizerConfig):
-    """Holds the settings of :func:`preprocess`: input, keys, tokenizer and output.
+    """Holds the settings of a conversion to token files: input, keys, tokenizer and output.
 
     Attributes:
-        inputs: Paths of files with one JSON object per line, in the order of the output.
+        inputs: Paths of the input files, which have one JSON object per line. The output keeps
+            their order.
         output_prefix: Prefix of the output files, ``<output_prefix>_<key>_document.bin`` and
             ``.idx``.
-        json_keys: Keys whose text becomes a document; each key gets a pair of files.
-        append_eod: Whether each document ends with the end-of-document id.
-        workers: Number of processes that tokenize; 1 tokenizes in this process.
+        json_keys: Keys of a JSON object whose text becomes a document. Each key gets its own pair
+            of output files.
+        append_eod: Whether the end-of-document id is appended to each document.
+        workers: Number of processes that tokenize in parallel; 1 tokenizes in the calling process.
     """
 
     inputs: tuple[Path, ...]
@@ -66,21 +69,21 @@ class PreprocessSpec(TokenizerConfig):
     workers: int = 1
 
     def prefix_of(self, key: str) -> str:
-        """Returns the output path of ``key`` without suffix, for ``--data-path``."""
+        """Returns the path of a key's token files without suffix, as ``--data-path`` takes it."""
         return f"{self.output_prefix}_{key}_document"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessSummary:
-    """Holds the results of :func:`preprocess`.
+    """Holds the output paths of a conversion to token files, and statistics on it.
 
     Attributes:
-        prefixes: Output path of each key, without suffix.
+        prefixes: Path of each key's token files, without suffix.
         num_documents: Number of JSON objects that were read.
-        num_empty: Number of texts without a token, which were left out, over all keys.
+        num_empty: Number of texts that were left out because they have no tokens, over all keys.
         num_tokens: Number of tokens that were written, over all keys.
-        input_bytes: Number of bytes that were read.
-        elapsed_s: Wall time in seconds.
+        input_bytes: Number of input bytes that were read.
+        elapsed_s: Duration of the conversion in seconds.
     """
 
     prefixes: tuple[str, ...]
@@ -92,18 +95,18 @@ class PreprocessSummary:
 
 
 _Batch = tuple[Path, int, list[bytes]]
-"""Path of a file, number of the first line, and the raw lines, blank ones included."""
+"""Path of an input file, number of the batch's first line, and its lines, even blank ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """Holds the tokens of a batch.
+    """Holds the tokens of a batch of lines.
 
     Attributes:
-        ids: For each key, the tokens of all documents one after the other.
-        lengths: For each key, the number of tokens of each document.
-        num_documents: Number of JSON objects.
-        num_bytes: Number of input bytes.
+        ids: For each key, the token ids of the batch's documents, concatenated.
+        lengths: For each key, the number of tokens in each document.
+        num_documents: Number of JSON objects in the batch.
+        num_bytes: Number of input bytes of the batch.
     """
 
     ids: list[npt.NDArray[np.int32]]
@@ -113,10 +116,12 @@ class _Encoded:
 
 
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """Returns the files of names and glob patterns, each once; those of a pattern are sorted.
+    """Returns the files that file names and glob patterns match, each file once.
+
+    The files of a pattern are sorted by name.
 
     Raises:
-        DataError: A name or pattern matches no readable file.
+        DataError: A file name or pattern matches no readable file.
     """
     files: dict[Path, None] = {}
     for pattern in patterns:
@@ -134,21 +139,23 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
 
 
 def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> PreprocessSummary:
-    """Tokenizes JSON lines into a ``.bin/.idx`` pair for each key; after an error leaves no files.
+    """Tokenizes JSON lines into a ``.bin/.idx`` pair for each key.
 
-    Existing output is replaced only after everything was tokenized. Blank lines are skipped.
+    Existing output files are replaced only after everything is tokenized. An error leaves no new
+    files. Blank lines are skipped.
 
     Args:
-        spec: Inputs, keys, tokenizer and output.
-        progress: Called in this process after each batch with the documents and input bytes so far.
+        spec: Input files, JSON keys, tokenizer and output path.
+        progress: Function that is called in this process after each batch, with the number of
+            documents and of input bytes so far.
 
     Returns:
-        Counts and output paths.
+        Paths of the output files, and numbers of documents, tokens and bytes.
 
     Raises:
-        ConfigError: An option breaks a rule.
-        DataError: A line is not JSON or lacks a key (the message has file and line), the input has
-            no document, a vocabulary is broken, or the output cannot be written.
+        ConfigError: A setting is invalid.
+        DataError: A line is not JSON or lacks a key (the message names file and line), the input
+            has no documents, a vocabulary is broken, or the output cannot be written.
     """
     _check(spec)
     try:
@@ -223,10 +230,10 @@ def _batches(inputs: Iterable[Path]) -> Iterator[_Batch]:
 
 
 class _Encoder:
-    """Parses and tokenizes batches, in a worker process or in the parent."""
+    """Parses and tokenizes batches of lines, in a worker process or in the parent process."""
 
     def __init__(self, spec: PreprocessSpec) -> None:
-        # ``tokenizers`` would start a thread per core in each of the ``--workers`` processes.
+        # Otherwise the library would start a thread per core in each of the worker processes.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = build_tokenizer(spec)
         self._keys = spec.json_keys
@@ -255,7 +262,7 @@ class _Encoder:
         return _Encoded(ids, lengths, len(rows), sum(map(len, lines)))
 
     def _parse(self, line: bytes) -> list[str]:
-        """Returns the texts of a line; raises ``ValueError`` if a text is missing."""
+        """Returns the text of each key in a JSON line; raises ``ValueError`` if one is missing."""
         try:
             document = parse_json(line, strict=False)
         except ValueError as error:
@@ -281,14 +288,14 @@ _worker_encoder: list[_Encoder] = []
 
 
 def _start_worker(spec: PreprocessSpec) -> None:
-    # Only the parent handles Ctrl-C: it removes the temporary files and ends the workers.
+    # Ignore Ctrl-C in the worker. The parent removes the temporary files and ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker_encoder.append(_Encoder(spec))
 
 
 def _end_with_parent() -> None:
-    """Ends this worker if the parent dies, because its queue would never close."""
+    """Ends this worker if the parent dies; otherwise it would wait forever for work."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
@@ -300,13 +307,13 @@ def _encode_in_worker(batch: _Batch) -> _Encoded:
 
 
 def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
-    """Yields tokenized batches in input order; stops the workers when closed."""
+    """Yields tokenized batches in input order; stops the workers when the generator is closed."""
     if spec.workers == 1:
         yield from map(_Encoder(spec), _batches(spec.inputs))
         return
     pool = ProcessPoolExecutor(
         max_workers=spec.workers,
-        # Threads of the parent (torch, progress bar) do not survive a fork.
+        # Spawn workers, because a fork is unsafe if the parent has threads (torch, progress bar).
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
         initargs=(spec,),
@@ -329,7 +336,7 @@ def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
 
 
 class _Output:
-    """Writes a ``.bin/.idx`` pair under temporary names until :meth:`publish`."""
+    """Writes a ``.bin/.idx`` pair under temporary names; :meth:`publish` renames both files."""
 
     def __init__(self, prefix: str, vocab_size: int) -> None:
         self.prefix = prefix
@@ -339,14 +346,14 @@ class _Output:
         self._temporary = str(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"))
         self._builder: Any = None
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The file is created now, so that an unwritable folder is known before the work is done.
+        # Create the file now, so that an unwritable folder is noticed before text is tokenized.
         Path(f"{self._temporary}.bin").touch()
 
     def __enter__(self) -> _Output:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Closes the files and removes those without a final name."""
+        """Closes the files and removes those that still have a temporary name."""
         if self._builder is not None:
             with suppress(OSError):
                 self._builder.data_file.close()
@@ -354,7 +361,12 @@ class _Output:
             Path(f"{self._temporary}{suffix}").unlink(missing_ok=True)
 
     def add(self, ids: npt.NDArray[np.int32], lengths: list[int]) -> None:
-        """Appends documents, whose tokens follow one another in ``ids``."""
+        """Appends documents.
+
+        Args:
+            ids: Token ids of the documents, concatenated.
+            lengths: Number of tokens in each document.
+        """
         if self._builder is None:
             self._builder = _new_builder(f"{self._temporary}.bin", self._vocab_size)
         end = 0
@@ -365,11 +377,11 @@ class _Output:
         self.num_tokens += len(ids)
 
     def finish(self) -> None:
-        """Writes the index and flushes the tokens, still under temporary names."""
+        """Writes the index, and flushes the tokens; both files keep their temporary names."""
         self._builder.finalize(f"{self._temporary}.idx")
 
     def publish(self) -> None:
-        """Renames the files, the index last, because it marks the data as complete."""
+        """Renames both files; the index is last, because it marks the data as complete."""
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             os.replace(f"{self._temporary}{suffix}", f"{self.prefix}{suffix}")
@@ -377,7 +389,7 @@ class _Output:
 
 def _new_builder(bin_path: str, vocab_size: int) -> Any:
     with warnings.catch_warnings():
-        # megatron-core warns about optional GPU packages that are not needed here.
+        # Silence megatron-core's warnings about missing GPU packages, which are not needed here.
         warnings.simplefilter("ignore")
         prepare_megatron_core()
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder

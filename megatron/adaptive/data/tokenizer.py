@@ -1,14 +1,15 @@
 """Converts text to token ids and back, and computes the size of the vocabulary.
 
-Owns reading and checking a GPT-2 style vocabulary (``vocab.json`` and ``merges.txt``), the folder
-of a Hugging Face tokenizer with its chat template, the files of SentencePiece and tiktoken, and the
-padding rule of the embedding. Files are local. The only code in them that runs is a chat template,
-in a sandbox. Only ``TikTokenizer`` imports torch and megatron-core, so that worker processes start
-quickly. Tokenizers have the attributes that megatron-core's dataset configuration reads
-(``vocab_size``, ``eod``, ``unique_identifiers``, ``tokenize``, ...).
+This module reads and checks a GPT-2 vocabulary (``vocab.json`` and ``merges.txt``), the folder of a
+Hugging Face tokenizer with its chat template, and the files of SentencePiece and tiktoken. All
+files are local. No code in them is executed except chat templates, which run in a sandbox. Only
+``TikTokenizer`` imports torch and megatron-core, so that worker processes start quickly. Tokenizers
+have the attributes that megatron-core's dataset configuration reads (``vocab_size``, ``eod``,
+``unique_identifiers``, ``tokenize``, ...).
 
 megatron-core's GPT-2 tokenizer is not used, because it needs ``transformers`` and may download
-files. Its ``NullTokenizer`` is not used, because its identity leaves out the vocabulary size.
+files. megatron-core's ``NullTokenizer`` is not used, because its identifiers do not contain the
+vocabulary size, so that caches of different vocabularies would be confused.
 """
 
 from __future__ import annotations
@@ -33,23 +34,27 @@ from megatron.adaptive.data.chat import TAUGHT_ROLE, ChatTemplate, Conversation,
 from megatron.adaptive.errors import ConfigError, DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
-_ROLES = ("system", "user", "assistant")  # allowed if the tokenizer has no chat template
+_ROLES = ("system", "user", "assistant")  # roles allowed if there is no chat template
 _TEMPLATE_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 _CHAT_VERSION = 2
-"""Version of the rule that chooses taught tokens; part of the key of cached tokens."""
+"""Version of the code that chooses the tokens on which the loss is computed.
+
+It is part of the key of cached tokens, so raise it if that code changes.
+"""
 _MODEL = "check --tokenizer-model"
 _IDS_OF_TIKTOKEN = 1 << 17
-"""Default size of a tiktoken vocabulary, special tokens included; the same as in Megatron-LM."""
+"""Default size of a tiktoken vocabulary with its special tokens, as in Megatron-LM."""
 
 
 def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_size: int) -> int:
-    """Rounds a vocabulary up so that every tensor-parallel rank gets an equal, aligned share.
+    """Rounds the vocabulary size up, so that tensor-parallel ranks get equal parts of it.
 
     Args:
-        vocab_size: Number of ids of the tokenizer.
-        make_divisible_by: Value of ``--make-vocab-size-divisible-by``.
+        vocab_size: Number of token ids of the tokenizer.
+        make_divisible_by: The size per rank becomes a multiple of this number, the value of
+            ``--make-vocab-size-divisible-by``.
         tensor_parallel_size: Number of ranks over which the embedding is split.
 
     Returns:
@@ -64,10 +69,10 @@ class Tokenizer(ABC):
     """Converts text to ids and back, with the interface that megatron-core's datasets expect.
 
     Attributes:
-        vocab_size: Number of ids, end of document included; every id is below it.
-        eod: Id that ends a document.
-        unique_identifiers: Values that distinguish this tokenizer from others; part of the keys
-            of cached dataset indices.
+        vocab_size: Number of token ids, including the end-of-document id; all ids are smaller.
+        eod: End-of-document id.
+        unique_identifiers: Values that distinguish this tokenizer from others. They are part of
+            the keys of cached dataset indices.
     """
 
     def __init__(self, vocab_size: int, eod: int, **identity: str) -> None:
@@ -78,20 +83,22 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Returns the ids of ``text``, without an end of document."""
+        """Returns the token ids of a text, without an end-of-document id."""
 
     def heading(self, role: str) -> list[int]:
-        """Returns the ids that precede a message of ``role`` in a conversation."""
+        """Returns the token ids that introduce a message of this role in a conversation."""
         return self.tokenize(f"{role}:\n")
 
     def conversation(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """Returns the ids of a conversation, and whether each is taught (the assistant's text).
+        """Returns the token ids of a conversation, and for each whether it is taught.
 
-        Without a template a message is its role's heading, its content and the end of document.
+        Taught tokens are those on which the loss is computed, that is, the assistant's text.
+        Without a chat template, a message is tokenized as the heading of its role, its content, and
+        the end-of-document id.
 
         Raises:
-            DataError: The tokenizer's template refuses the conversation. Without a template: a
-                message is no text, or its role is unknown.
+            DataError: The chat template raises an error. If there is no template: a message is not
+                text, or its role is unknown.
         """
         ids: list[int] = []
         taught: list[bool] = []
@@ -111,25 +118,25 @@ class Tokenizer(ABC):
         return ids, taught
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of each text: the results of :meth:`tokenize`, but faster."""
+        """Returns the token ids of each text; faster than calling :meth:`tokenize` for each."""
         return [self.tokenize(text) for text in texts]
 
     @abstractmethod
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Returns the text of ``ids``."""
+        """Converts token ids to text."""
 
 
 class _LibraryTokenizer(Tokenizer):
     """Wraps a tokenizer of the ``tokenizers`` library.
 
     Args:
-        encoder: Tokenizer of the library.
-        eod: Id that ends a document.
-        digest: Hash that distinguishes its files from others.
+        encoder: Tokenizer object of the ``tokenizers`` library.
+        eod: End-of-document id.
+        digest: Hash of the tokenizer's files, which distinguishes it from other tokenizers.
     """
 
     def __init__(self, encoder: FastTokenizer, eod: int, digest: str) -> None:
-        # Ids may have gaps, for example if tokens were added.
+        # Use the highest id, not the number of ids: ids may have gaps if tokens were added.
         super().__init__(max(encoder.get_vocab().values()) + 1, eod, digest=digest)
         self._encoder = encoder
 
@@ -146,14 +153,15 @@ class _LibraryTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
-    """Implements GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``.
+    """Tokenizes by GPT-2's byte-level BPE, with a ``vocab.json`` and a ``merges.txt``.
 
-    The text ``<|endoftext|>`` inside a document is ordinary text: a document cannot end itself.
+    The text ``<|endoftext|>`` inside a document is treated as ordinary text, not as the
+    end-of-document token.
 
     Args:
-        vocab_file: Path of a JSON object from token to id.
-        merge_file: Path of the merge rules, one per line, the most frequent first; a rule is two
-            tokens separated by one space.
+        vocab_file: Path of a JSON file that maps each token to its id.
+        merge_file: Path of a text file with one merge rule per line, the most frequent rule first.
+            A rule is two tokens separated by a space.
 
     Raises:
         DataError: A file is missing or malformed, or the two do not belong together.
@@ -193,9 +201,9 @@ def _check_merges(
 ) -> None:
     """Checks that a vocabulary and its merges belong together.
 
-    Every token of several bytes is made by one merge rule, so a changed name or rule leaves a token
-    without a rule. In most vocabularies ids have the order of the merges; then a rule that is out
-    of order is found too.
+    Every token of several bytes is the result of a merge rule. If a token or a rule was changed,
+    there is therefore a token without a rule. In most vocabularies, ids are in the order of the
+    rules. In these, rules that are out of order are found as well.
 
     Raises:
         DataError: An id occurs twice, ids have gaps, a rule occurs twice, a token has no rule, or a
@@ -208,7 +216,7 @@ def _check_merges(
         lacking = next(expected for expected, number in enumerate([*ids, -1]) if expected != number)
         raise DataError(f"{vocab_file}: no token has the id {lacking}, and others have larger ones")
     merged_ids = [vocab.get(left + right, -1) for left, right in merges]
-    if len(set(merges)) != len(merges):  # different rules may make one token
+    if len(set(merges)) != len(merges):  # not merged_ids: two rules may give the same token
         raise DataError(f"{merge_file}: a rule occurs twice; the files are damaged")
     has_rule = set(merged_ids)
     alone = [
@@ -231,13 +239,13 @@ def _check_merges(
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
-    """Reads a folder that ``transformers`` wrote: tokenizer, special tokens and chat template.
+    """Uses a tokenizer folder that ``transformers`` wrote, with special tokens and chat template.
 
-    Special tokens inside a document are recognized, as in ``transformers``, but none is added. The
-    end of document is the folder's ``eos_token``.
+    Special tokens inside a document are recognized, as in ``transformers``, but none are added. The
+    end-of-document token is the folder's ``eos_token``.
 
     Args:
-        folder: Path of the folder, the value of ``--tokenizer-model``.
+        folder: Path of the folder with ``tokenizer.json``, the value of ``--tokenizer-model``.
 
     Raises:
         DataError: A file is missing or broken, or no file names the token that ends a document.
@@ -273,7 +281,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         if self._chat is None:
             return super().conversation(conversation)
         written = self._chat.write(conversation)
-        # The rendered text already has every special token.
+        # Add no special tokens, because the rendered text already contains all of them.
         encoding = self._encoder.encode(written.text, add_special_tokens=False)
         taught = [False] * len(encoding.ids)
         for start, stop in written.spans:
@@ -281,7 +289,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         return list(encoding.ids), taught
 
     def _find_templates(self) -> dict[str, str]:
-        """Returns the folder's chat templates by name."""
+        """Returns the text of each chat template in the folder, by the template's name."""
         value = self._json("tokenizer_config.json").get("chat_template")
         if isinstance(value, list):
             value = {
@@ -316,7 +324,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         if not path.is_file():
             return {}
         try:
-            # transformers writes 10^30 for an unlimited length, which strict parsing refuses.
+            # Parse leniently: transformers writes the integer 10^30 for an unlimited length.
             content = parse_json(read_text(path, _MODEL, DataError), strict=False)
         except ValueError as error:
             raise DataError(f"{path}: is not JSON ({error})") from None
@@ -324,11 +332,11 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Reads a model file of SentencePiece.
+    """Tokenizes with a SentencePiece model.
 
     Args:
-        file: Path of the file, the value of ``--tokenizer-model``.
-        begins: Whether each text starts with the beginning-of-sequence token, as for
+        file: Path of the model file, the value of ``--tokenizer-model``.
+        begins: Whether a beginning-of-sequence token is put before each text; used for
             ``Llama2Tokenizer``.
 
     Raises:
@@ -361,14 +369,14 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TikTokenizer(Tokenizer):
-    """Wraps megatron-core's tiktoken tokenizer; ids of special tokens come before all others.
+    """Wraps megatron-core's tiktoken tokenizer, in which special tokens have the lowest ids.
 
     Args:
         file: Path of a JSON list ``[{"rank": 0, "token_bytes": BASE64, "token_str": ""}, ...]``,
             the value of ``--tokenizer-model``.
-        vocab_size: Number of ids, special tokens included.
+        vocab_size: Number of token ids, including special tokens.
         num_special: Number of special tokens.
-        pattern: Pattern that splits text into words, ``v1`` or ``v2``.
+        pattern: Name of the regular expression that splits text into words, ``v1`` or ``v2``.
 
     Raises:
         ConfigError: The package tiktoken is missing.
@@ -403,13 +411,13 @@ class TikTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Reads ids as decimal numbers separated by spaces, for mock data and measurements.
+    """Reads token ids as decimal numbers separated by spaces; for mock data and measurements.
 
-    As in Megatron-LM the end of document has an additional id: ids ``0..vocab_size-1`` are
-    ordinary, ``eod`` is ``vocab_size``.
+    As in Megatron-LM, ids ``0..vocab_size-1`` are ordinary tokens, and the end-of-document id
+    follows them as ``vocab_size``.
 
     Args:
-        vocab_size: Number of ordinary ids, the value of ``--vocab-size``.
+        vocab_size: Number of ordinary token ids, the value of ``--vocab-size``.
 
     Raises:
         ConfigError: ``vocab_size`` is not positive.
@@ -424,7 +432,7 @@ class NullTokenizer(Tokenizer):
         return [self._number(digits) for digits in text.split()]
 
     def heading(self, role: str) -> list[int]:
-        return []  # there are no ids for words
+        return []  # words such as role names have no ids
 
     def _number(self, digits: str) -> int:
         try:
@@ -445,11 +453,11 @@ class NullTokenizer(Tokenizer):
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Builds the tokenizer that the command line names.
+    """Builds the tokenizer of ``--tokenizer-type``.
 
     Raises:
-        ConfigError: A flag or a package that the tokenizer needs is missing, or the model has fewer
-            rows than the tokenizer has ids.
+        ConfigError: A flag or a package that the tokenizer needs is missing, or ``--vocab-size`` is
+            less than the tokenizer's number of ids.
         DataError: A file is missing or broken.
     """
     kind = config.tokenizer_type
@@ -480,7 +488,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def prepare_megatron_core() -> None:
-    """Lets this process import megatron-core, and train afterwards, on machines without CUDA."""
+    """Lets this process import megatron-core even if the machine has no CUDA."""
     if "megatron.core" not in sys.modules:
         from megatron.adaptive import accelerator
 
@@ -488,12 +496,12 @@ def prepare_megatron_core() -> None:
 
 
 def need_package(name: str, flag: str, extra: str) -> Any:
-    """Imports a package that only some runs need.
+    """Imports an optional package.
 
     Args:
-        name: Name of the package.
-        flag: Flag or value that needs the package, for the message.
-        extra: Extra of this project's wheel that installs the package.
+        name: Name of the package to import.
+        flag: Flag or value that needs the package; the error message names it.
+        extra: Name of this project's optional dependencies (pip extra) that contain the package.
 
     Raises:
         ConfigError: The package is missing.
@@ -511,12 +519,12 @@ def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_mark
     """Marks all tokens that overlap a range of characters as taught.
 
     Args:
-        taught: Whether each token is taught; changed in place.
-        encoding: Tokens of the text, from the ``tokenizers`` library.
-        start: Offset of the first character.
-        stop: Offset after the last character.
-        are_marked: Whether the template marks the characters. If it does and the last character has
-            several tokens, only the first of them is taught, as in
+        taught: Whether the loss is computed on each token; changed in place.
+        encoding: Tokens of the text with their offsets, from the ``tokenizers`` library.
+        start: Offset of the first taught character in the text.
+        stop: Offset after the last taught character.
+        are_marked: Whether the chat template marks the taught text. If so, and if the last
+            character consists of several tokens, only the first of these is taught, as with
             ``return_assistant_tokens_mask`` of ``transformers``.
     """
     if start == stop:
