@@ -2,8 +2,8 @@
 
 Importing torch and megatron-core takes longer than all other parts of a start. The forkserver
 imports them once per node, before any rank is needed, and then forks each rank. The forkserver has
-one thread and opens no device. On a node with GPUs it imports only torch, because a
-process that has detected GPUs cannot be forked.
+one thread and opens no device. On a node with GPUs it imports only torch, because a process that
+has detected GPUs cannot be forked.
 
 The forkserver reads orders from the file descriptor named on its command line, one JSON object per
 line, and writes its answers to the same descriptor::
