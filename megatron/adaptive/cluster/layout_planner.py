@@ -94,7 +94,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
         The cluster, and all profiles merged into one (``None`` without profiles).
 
     Raises:
-        ConfigError: A file cannot be read or breaks a rule.
+        ConfigError: A file cannot be read or is invalid, or there is not exactly one cluster file.
     """
     clusters: list[tuple[str, Any]] = []
     profiles: list[tuple[str, dict[str, Any]]] = []
@@ -279,7 +279,7 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Returns the best plan that the trainer accepts, and the error for the first refused."""
+        """Returns the best plan that the trainer accepts, and the error of the first it refused."""
         wished = self._config.schedule.pipeline_schedule
         options = replace(options, schedules=(wished if wished in policy_names() else "1f1b",))
         request = Request(global_batch=self._config.batch.global_batch_size, options=options)

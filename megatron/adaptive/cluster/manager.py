@@ -1,6 +1,7 @@
 """Runs a job in one layout after another as its nodes come and go.
 
-::
+An incarnation is the time for which ranks run in one layout. After it, the manager starts the next
+one, or the job ends::
 
     wait for nodes -> choose a layout -> start ranks -> watch ──┬─ all iterations done: end
          ^                                                      ├─ error in the program: end
@@ -423,10 +424,10 @@ class Manager:
             newcomers = some_names(node.name for node in nodes if node.name not in former_names)
             self._ask_to_save(running, f"{newcomers} came" if newcomers else "another plan")
         elif not running.stopping:
-            self._notice_ns = None  # Nothing changes, so stop measuring from the notice.
+            self._notice_ns = None  # The notice causes no change of layout.
 
     def _ask_to_save(self, running: RunningRanks, reason: str) -> None:
-        if self._is_deposed and not running.killed:  # Another manager owns the checkpoints.
+        if self._is_deposed and not running.killed:  # Another manager writes checkpoints.
             running.fault = running.fault or "another manager has the job"
             running.deadline_s = 0.0
         if running.stopping or running.fault:
@@ -541,7 +542,7 @@ class Manager:
             self._members.reread_file()
 
     async def _tick(self) -> None:
-        """Periodically renews the lease, writes the state and rereads the machines file."""
+        """Every few seconds, renews the lease, writes the state and rereads the machines file."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._clock.now_s()
@@ -555,7 +556,7 @@ class Manager:
                 self._members.events.put_nowait(Event("tick", "", {}))
 
     def _holds(self) -> bool:
-        """Renews the lease on the job; returns whether this manager still holds the lease."""
+        """Renews the lease (the exclusive right to manage the job); returns whether it is held."""
         self._is_deposed = self._is_deposed or not self._lease.is_held(say)
         if self._is_deposed:
             self._asked_to_stop(signal.SIGTERM)

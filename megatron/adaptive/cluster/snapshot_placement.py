@@ -1,4 +1,4 @@
-"""Decides which nodes keep copies of the training state, and restores a step from the copies.
+"""Decides which nodes keep copies of the training state, and restores the state from the copies.
 
 The copies (snapshots) are in the memory of the nodes. After ranks are lost, the manager asks each
 remaining node which copies it has, and picks the newest step whose parts are all on some node. The
@@ -194,7 +194,7 @@ class JobSnapshots:
         return source, max(0, done - resumed)
 
     async def recover(self, limit_s: float) -> None:
-        """Writes the newest complete step in memory as a checkpoint, unless one is as new.
+        """Writes the newest complete step as a checkpoint, if newer than the last checkpoint.
 
         Args:
             limit_s: Time limit in seconds for the nodes to write the checkpoint.
