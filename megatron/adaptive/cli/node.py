@@ -681,7 +681,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
-    """Keeps a file with the master's address during the block, so that workers can find the master."""
+    """Keeps a file with the master's address during the block, so that workers find it."""
     facts = {"address": address, "port": port, "pid": os.getpid(), "secret": secret}
     text = json.dumps(facts)
     write_private(path, text)

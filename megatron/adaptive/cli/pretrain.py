@@ -116,10 +116,7 @@ def model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds one model chunk of GPT.
-
-    Megatron-core 0.17 and 0.18 leave this to Megatron-LM's scripts.
-    """
+    """Builds a model chunk of GPT, which megatron-core 0.17 and 0.18 leave to scripts."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.spec_utils import import_module
     from megatron.training import get_args
