@@ -1,7 +1,7 @@
 """``checkpoint``: lists checkpoints, describes one, and checks them for damage.
 
-Starts no process group and imports no torch, except in ``import-hf`` and ``export-hf``, which
-convert Hugging Face folders to checkpoints and back.
+These commands do not import torch. This module also contains ``import-hf`` and ``export-hf``, which
+convert Hugging Face folders to checkpoints and back, and do import torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _EXIT_DAMAGED = 1
 _MIB = 1 << 20
 _RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 _GB = 10**9
-_LONG = ("config", "files", "blocks", "options", "states")  # Keys of manifests with long values.
+# Keys of manifests whose values are long.
+_LONG = ("config", "files", "blocks", "options", "states")
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs ``verify``, ``list`` or ``show``.
 
     Returns:
-        Exit status: 1 if a checkpoint is damaged.
+        Exit status: 1 if a checkpoint is damaged, else 0.
     """
     options = _parser().parse_args(argv)
     path = Path(options.folder)
@@ -135,7 +136,10 @@ def _lines(about: dict[str, Any]) -> list[str]:
 
 
 def import_hf(argv: Sequence[str]) -> None:
-    """Writes a checkpoint of iteration 0, and a file with the model's flags next to it."""
+    """Converts a Hugging Face folder to a checkpoint of iteration 0.
+
+    Also writes the model's flags for the trainer to a file next to the checkpoint.
+    """
     parser = CommandParser(
         prog="import-hf",
         description="Convert a Hugging Face folder to a checkpoint, in bounded memory.",
@@ -158,7 +162,7 @@ def import_hf(argv: Sequence[str]) -> None:
 
 
 def export_hf(argv: Sequence[str]) -> None:
-    """Writes a folder in the format of ``transformers``."""
+    """Converts a checkpoint to a Hugging Face folder, in the format of ``transformers``."""
     parser = CommandParser(
         prog="export-hf",
         description="Convert a checkpoint to a Hugging Face folder, for transformers or vLLM.",
@@ -191,7 +195,7 @@ def export_hf(argv: Sequence[str]) -> None:
 
 
 def _load_libraries() -> None:
-    """Imports torch and megatron-core, adapted to this machine."""
+    """Prepares torch and megatron-core for this machine, with or without GPUs."""
     from megatron.adaptive import accelerator
 
     accelerator.install()

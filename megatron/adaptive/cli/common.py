@@ -1,4 +1,4 @@
-"""Runs command line programs so that each ends in the same way on an expected error."""
+"""Runs command line programs, and reports expected errors in the same way for all of them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _STOPPED = "stopped by the user"
 
 
 def show(text: str = "", *, file: TextIO | None = None) -> None:
-    """Prints text from outside, such as names, paths or lines of other files, made printable."""
+    """Prints text that may contain file content or paths; escapes control characters."""
     print(printable(text, lines=True), file=file, flush=True)
 
 
 def open_streams() -> None:
-    """Opens ``/dev/null`` for each standard stream that the process was started without.
+    """Opens ``/dev/null`` for each standard stream that is closed when the process starts.
 
-    Otherwise Python sets the stream to ``None``, and the next opened file may get descriptor 2: the
-    libraries' error messages would go into that file.
+    Otherwise Python sets the stream to ``None``, and the next file to be opened may get, for
+    example, descriptor 2. Error messages of libraries would then be written into that file.
     """
     for number, (name, flags) in enumerate(_STREAMS.items()):
         try:
@@ -47,7 +47,7 @@ _STREAMS = {"stdin": os.O_RDONLY, "stdout": os.O_WRONLY, "stderr": os.O_WRONLY}
 
 
 def expected(error: Exception) -> AdaptiveError | None:
-    """Returns an expected exception as an error of one line, ``None`` if it is a bug."""
+    """Converts an exception that is not a bug to an ``AdaptiveError``; ``None`` for a bug."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
@@ -57,7 +57,7 @@ def expected(error: Exception) -> AdaptiveError | None:
 
 
 def end_at_once(number: int, frame: object) -> None:
-    """Handles a signal by ending the process with one line, while nothing needs cleaning up."""
+    """Handles a signal: prints one line and ends the process at once, without cleaning up."""
     name = signal.Signals(number).name
     text = _STOPPED if number == signal.SIGINT else f"stopped by signal {name}"
     with contextlib.suppress(OSError):  # the terminal may be closed
@@ -67,10 +67,10 @@ def end_at_once(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def interrupts_end_at_once() -> Iterator[None]:
-    """Ends the process with one line if Ctrl-C, SIGTERM or SIGHUP arrives within the block.
+    """Ends the process with one line if Ctrl-C, SIGTERM or SIGHUP arrives during the block.
 
-    Use it around imports, which may turn an interrupt into another error. Ignored signals stay
-    ignored.
+    It is meant for blocks that import modules, because an interrupt during an import may appear as
+    another error. Signals that are ignored stay ignored.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.getsignal(number) for number in numbers}
@@ -87,15 +87,16 @@ def interrupts_end_at_once() -> Iterator[None]:
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Runs ``main(argv)`` and prints an expected error as one line on stderr.
 
+    Unexpected exceptions are bugs. They are not caught, so that Python prints a traceback.
+
     Args:
-        main: Program. It gets the arguments without the program's name and returns its exit status;
-            ``None`` counts as 0.
-        argv: Arguments, ``sys.argv[1:]`` by default.
+        main: Function to run. It gets the arguments without the program's name, and returns the
+            exit status (``None`` stands for 0).
+        argv: Arguments for ``main``, ``sys.argv[1:]`` by default.
 
     Returns:
-        Exit status: 2 for an :class:`AdaptiveError`, 130 for Ctrl-C, 141 if the reader of the
-        output has closed it, as ``head`` does. Other exceptions are bugs: they are not caught and
-        keep their traceback.
+        Exit status: that of ``main``, 2 after an :class:`AdaptiveError`, 130 after Ctrl-C, or 141
+        if the reader of the output has closed the pipe, as ``head`` does.
     """
     open_streams()
     try:
@@ -106,7 +107,7 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         print(_STOPPED, file=sys.stderr, flush=True)
         return 130
     except BrokenPipeError:
-        # Python flushes the buffered rest at exit, which must not fail a second time.
+        # Python flushes buffered output again at exit. Redirect stdout, so that this does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:

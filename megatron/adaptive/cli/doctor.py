@@ -82,7 +82,8 @@ _LEAST_PYTHON = (3, 10)
 _MOST_SKEW_S = 0.1
 _CONNECT_S = 5.0
 _PURPOSE = "doctor"
-# The check starts and changes nothing, so a user need not copy a secret between the nodes for it.
+# Default secret, the same on all nodes. The check starts no programs and changes nothing, so users
+# need not copy a secret of their own between the nodes.
 _KNOWN_TO_ALL = "megatron.adaptive doctor"
 _OPEN = "open the ports between the nodes; gloo and NCCL take any above 1023"
 _TORCH = (
@@ -93,13 +94,13 @@ _TORCH = (
 
 @dataclass(frozen=True)
 class Check:
-    """Describes one finding.
+    """Describes the result of one check.
 
     Attributes:
         name: Name of the item that was checked.
-        state: ``warning`` if a run may work anyway, ``error`` if it cannot.
-        text: Result of the check.
-        mend: Suggested fix, empty if all is well.
+        state: ``ok``; ``warning`` if a run may work nevertheless; ``error`` if a run cannot work.
+        text: Result of the check, for the user.
+        mend: Suggested fix, empty if nothing needs to be fixed.
     """
 
     name: str
@@ -109,22 +110,22 @@ class Check:
 
 
 def _check(name: str, text: str, mend: str = "", *, is_error: bool = False) -> Check:
-    """Returns a finding; its state is ``ok`` if there is no fix to suggest."""
+    """Returns the result of a check; its state is ``ok`` if there is no fix to suggest."""
     return Check(name, ("error" if is_error else "warning") if mend else "ok", text, mend)
 
 
 def check_node(port: int) -> list[Check]:
-    """Checks this node alone.
+    """Checks this node, but no connections to other nodes.
 
     Args:
-        port: Port that a run would use.
+        port: Port at which a run would listen.
     """
     steps = (_software, _extension, _shared_memory, _rdma, _names, _clock)
     return [check for step in steps for check in step()] + [_port(port)]
 
 
 def node_report() -> dict[str, Any]:
-    """Describes this node as an entry of a cluster file, as far as its tools report the facts."""
+    """Describes this node as an entry of a cluster file, from what the installed tools report."""
     texts = []
     for command in (["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"]):
         try:
@@ -258,24 +259,24 @@ def _port(port: int) -> Check:
 
 
 def _ignore(text: str) -> None:
-    """Ignores the report about a refused visitor; only admitted visitors matter here."""
+    """Ignores messages about refused connections, because only accepted ones matter here."""
 
 
 async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Lets other nodes check their connection to this one, until one has done so or time is up.
+    """Waits until another node has checked its connection to this node, or until the time limit.
 
     Args:
-        port: Port to listen at.
+        port: Port at which to listen.
         limit_s: Time limit in seconds.
-        secret: Secret that the other nodes must prove.
+        secret: Secret that the other node must know.
     """
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:
-        """Answers with the time, and tries to connect back to the peer."""
+        """Handles a peer's request: replies with the local time and tries to connect back."""
         message = await link.receive(_CONNECT_S)
         if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
-            return await link.close()  # Another program has connected.
+            return await link.close()  # The peer is not ``doctor``.
         why = ""
         try:
             link_back = await Connection.connect(link.peer, back, _CONNECT_S, secret, _PURPOSE)
@@ -304,7 +305,14 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
 
 
 def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Checks the connection to the node at an address, where doctor must also run."""
+    """Checks the connection to another node, on which ``doctor`` must also run.
+
+    Args:
+        address: Address of the other node.
+        port: Port at which ``doctor`` listens there.
+        limit_s: Time limit in seconds. Retries until then, as ``doctor`` may start later there.
+        secret: Secret that both nodes must know.
+    """
     end_s = time.monotonic() + limit_s
     while True:
         try:

@@ -1,10 +1,13 @@
 """Runs torchrun, but checks the trainer's options first and ends with a short message.
 
-Takes torchrun's own command line, with these differences: bad options of ``pretrain_gpt.py`` end it
-before any process starts. A failed job ends with one line about the failed rank, without the
-launcher's traceback. Ctrl-C and SIGHUP (sent when the terminal is closed) are passed on to the
-ranks, which save a checkpoint and end. SIGHUP stays ignored under ``nohup``. SIGUSR1, which Slurm
-sends to every process of a job before its time is over, is ignored here: the ranks handle it.
+Accepts torchrun's own command line, and differs from torchrun as follows:
+
+- Wrong options of ``pretrain_gpt.py`` are reported before any process starts.
+- A failed job ends with one line about the failed rank, without torchrun's traceback.
+- Ctrl-C and SIGHUP (sent when the terminal is closed) are forwarded to the ranks, which save a
+  checkpoint and end. Under ``nohup``, SIGHUP stays ignored.
+- SIGUSR1 is ignored by this process, because the ranks handle it. Slurm sends it to all processes
+  of a job shortly before the job's time limit.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ _TRAINER = "pretrain_gpt.py"
 _MEETINGS = ("static", "c10d", "etcd", "etcd-v2")
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 _MAX_PROCESSES = 4096
-_PORT = 29400  # torchrun's default, if an endpoint names no port
+_PORT = 29400  # default of torchrun if an endpoint has no port
 _LOOK_UP_S = 30.0
 _SAY_S = 30.0
 _WAIT_S = 600.0
@@ -44,12 +47,14 @@ def main(argv: Sequence[str]) -> int:
     """Runs torchrun with ``argv``.
 
     Returns:
-        Exit status of the job: that of the rank that failed first, or 128 + N after signal N.
+        Exit status of the job: 0, the status of the rank that failed first, or 128 + N after
+        signal N.
     """
-    # Ranks inherit this, and ignore the signal until they install their own handler.
+    # Ranks inherit this. Without it, SIGUSR1 would kill a rank that has not installed its handler
+    # yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # torch sets its handlers only right before it starts ranks. Its imports take about a second,
-    # and it may turn an interrupt during them into another error.
+    # torchrun installs its signal handlers only just before it starts ranks. Importing torch takes
+    # about a second before that, and an interrupt during the import may appear as another error.
     with interrupts_end_at_once():
         return _launch(argv)
 
@@ -65,7 +70,7 @@ def _launch(argv: Sequence[str]) -> int:
 
     options = _read_options(argv)
     script = Path(options.training_script)
-    # Report it once here; otherwise each rank would report it.
+    # Report a missing script once here; otherwise each rank would report it.
     if not (options.module or options.no_python or script.is_file()):
         problem = "is a folder" if script.is_dir() else "no such file"
         raise ConfigError(f"{script}: {problem}; name the script to start, such as {_TRAINER}")
@@ -73,12 +78,13 @@ def _launch(argv: Sequence[str]) -> int:
     least = options.nnodes.partition(":")[0]
     require_files(options.world_size or int(options.nproc_per_node) * int(least))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # If this process is killed, torch would print a native stack for each rank as a warning.
+    # When this process is killed, torch warns on each rank with a C++ stack trace. Hide these.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if options.nnodes in ("1", "1:1"):
         os.environ |= loopback_variables(os.environ)
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed."):  # it repeats the rank's error over many lines
+        # torch repeats the rank's error in many lines. Hide these, as the rank has printed it.
+        if name.startswith("torch.distributed."):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         _wait_for_store(options)
@@ -95,7 +101,7 @@ def _launch(argv: Sequence[str]) -> int:
 
 
 def _read_options(argv: Sequence[str]) -> Any:
-    """Parses torchrun's options; replaces its error message, which begins with all options."""
+    """Parses torchrun's options; shortens the error message for a wrong option."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     parser = get_args_parser()
@@ -136,12 +142,14 @@ def _read_options(argv: Sequence[str]) -> Any:
 
 
 def _wait_for_store(options: Any) -> None:
-    """Waits for the store of the first node and reports the wait.
+    """Waits until the key-value store on the first node accepts connections; prints progress.
 
-    torchrun itself would wait for it without a limit and without a message.
+    The nodes find each other through this store. torchrun itself would wait for the store without a
+    time limit and without a message.
 
     Raises:
-        MeetingError: The name does not resolve, nobody listens there, or the listener is no store.
+        MeetingError: The host name does not resolve, nothing listens at the address within the time
+            limit, or the program that listens there is not a store.
     """
     if options.standalone or options.rdzv_backend.startswith("etcd"):
         return
@@ -161,7 +169,8 @@ def _wait_for_store(options: Any) -> None:
     begin_s = time.monotonic()
     end_s = begin_s + wait_s
     reach(host, port, begin_s + _LOOK_UP_S, only_look_up=True)
-    # Nobody may listen yet: the endpoint's node serves the store only later.
+    # This node may be the one that will create the store (c10d backend), so do not wait. Only check
+    # that another program does not already listen there.
     if options.rdzv_backend == "c10d":
         with contextlib.suppress(OSError):
             socket.create_connection((host, port), 1.0).close()
@@ -193,7 +202,7 @@ def _no_meeting(options: Any, error: Exception) -> SetupError:
 
 
 def _check_trainer(options: Any) -> None:
-    """Parses the trainer's options here, once, instead of in every rank."""
+    """Parses the trainer's options, so that an error is reported once instead of by each rank."""
     least, _, most = options.nnodes.partition(":")
     if Path(options.training_script).name != _TRAINER or most not in ("", least):
         return
@@ -202,7 +211,7 @@ def _check_trainer(options: Any) -> None:
 
 
 def _report(error: Any) -> int:
-    """Names the rank that failed first; returns the exit status for the whole job."""
+    """Prints which rank failed first, and returns the exit status for the whole job."""
     rank, failure = error.get_first_failure()
     code = int(failure.exitcode)
     if code == EXIT_EXPECTED_ERROR:

@@ -9,11 +9,12 @@
 Nodes on pods find each other before torchrun starts::
 
     first node   listens on MASTER_PORT; waits for hellos; numbers the nodes; answers each node
-       worker       connects until the deadline; sends its hello; receives the answer
+    worker       tries to connect until the deadline; sends its hello; receives the answer
 
-Before that, both sides have proved that they know the run's secret. If a worker disconnects or
-stays silent while others are missing, the first node forgets it, so that it can join again. After
-all have received their answers, torchrun uses the port.
+Each node describes itself in its hello, after both sides have proved that they know the run's
+secret. If a worker disconnects or sends no heartbeat while other nodes are missing, the first node
+removes the worker from its list, so that the worker can join again. When all workers have received
+their answers, the port is closed, so that torchrun can use it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ _PORT = 29500
 _MASTER_FILE = "master.json"
 _PURPOSE = "pods"
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# Only the node itself may choose its program: the master's answer must not set these variables.
+# Variables that define which program a node runs. Each node sets them itself; the values in the
+# master's answer are ignored.
 _NODE_SETTINGS = ("PYTHON", "CONTAINER", "IMAGE", "CONTAINER_MOUNTS")
 _LOADED = "LD_"
 _REPORT_S = 10.0
@@ -75,14 +77,14 @@ _RETRY_S = 0.5
 _POLL_S = 0.2
 _CONNECT_S = 5.0
 _SILENT_S = 5.0
-"""Time of silence in seconds after which a worker counts as gone."""
+"""Time in seconds without a heartbeat after which a worker is considered gone."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Takes part in a run as one node.
 
     Returns:
-        Exit status of the node's processes; 75 if the run was stopped early in good order.
+        Exit status of the node's processes; 75 if the run saved and ended on SIGUSR1.
     """
     roles = {"master": _master, "worker": _worker, "slurm": _slurm}
     role = argv[0] if argv else ""
@@ -123,7 +125,8 @@ def _master(argv: Sequence[str]) -> int:
     conf = load_conf(options.conf, changes, options.plan)
     check_files(conf)
     logs = conf.path("LOG_DIR")
-    # If the size is unknown, it is checked after all nodes have counted their GPUs.
+    # If the world size is unknown, the trainer's flags are checked later, when all nodes have
+    # connected and reported their GPUs.
     if conf.world_size is not None:
         check_trainer(conf, conf.world_size, logs / "job")
     make_folder(logs)
@@ -147,7 +150,7 @@ def _master(argv: Sequence[str]) -> int:
 
 
 def _print_instructions(address: str, port: int, logs: Path, generated_secret: str | None) -> None:
-    """Prints the command for the other nodes; prints a secret only to a terminal, not to a log."""
+    """Prints the command for the other nodes. A secret is printed only if stderr is a terminal."""
     start = f"bash run_worker.sh --master-addr {address}"
     _say(f"master at {address}:{port}; on the other nodes: {start}")
     if generated_secret is None:
@@ -162,7 +165,13 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
 
 
 def _answer(conf: LaunchConf, numbered: list[tuple[int, int]], port: int) -> dict[str, Any]:
-    """Returns the answer to all workers; checks the trainer's rules, as all sizes are known now."""
+    """Returns the answer for all workers, after checking the trainer's flags with the final sizes.
+
+    Args:
+        conf: Configuration of the launch.
+        numbered: Node rank and number of processes of each node.
+        port: Port for torchrun on the first node.
+    """
     logs = conf.path("LOG_DIR")
     processes = [count for _, count in sorted(numbered)]
     texts = {**conf.texts(), "WORLD_SIZE": str(sum(processes))}
@@ -228,7 +237,12 @@ def _worker(argv: Sequence[str]) -> int:
 
 
 def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings from a master's answer that a worker accepts from another node."""
+    """Returns the settings from a master's answer that this node accepts from another node.
+
+    Args:
+        answered: Settings in the master's answer.
+        overrides: Settings from this node's own command line.
+    """
     kept = {}
     for name, text in answered.items():
         if name in _NODE_SETTINGS or name.startswith(_LOADED):
@@ -279,14 +293,15 @@ def _slurm(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Hello:
-    """Describes a node to the first node.
+    """Describes a node, in the first message that it sends to the first node (the master).
 
     Attributes:
         host: Host name of the node.
-        gpus: Number of its GPUs.
-        processes: Number of processes requested for it, ``None`` if the master decides.
-        node_rank: Requested node rank, ``None`` for any.
-        address: Its address on the connection to the master; empty for the master itself.
+        gpus: Number of GPUs of the node.
+        processes: Number of processes that the node's user requested, ``None`` if the master
+            decides.
+        node_rank: Node rank that the node's user requested, ``None`` for any rank.
+        address: Address of the node on its connection to the master; empty for the master itself.
     """
 
     host: str
@@ -297,7 +312,7 @@ class _Hello:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> _Hello:
-        """Parses a message of another node; raises ``ValueError`` if it is malformed."""
+        """Parses the hello message of another node; raises ``ValueError`` if it is malformed."""
         host = message["host"]
         address = message["address"]
         open_ones = [message["processes"], message["node_rank"]]
@@ -309,7 +324,7 @@ class _Hello:
 
 
 class _MasterAddress(NamedTuple):
-    """Contains the address of a master and the run's secret."""
+    """Contains the address and port of a master, and the run's secret."""
 
     address: str
     port: int
@@ -317,7 +332,7 @@ class _MasterAddress(NamedTuple):
 
 
 class _Waiting:
-    """Limits a wait for other nodes, and reports from time to time what is missing."""
+    """Measures the time left of a wait for other nodes, and prints progress every few seconds."""
 
     def __init__(self, limit_s: float, reported_s: float) -> None:
         self._end_s = time.monotonic() + limit_s
@@ -334,7 +349,7 @@ class _Waiting:
 
 
 def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int, int]]:
-    """Returns the rank and number of processes of every node, in the order of ``hellos``."""
+    """Returns the node rank and number of processes for each node, in the order of ``hellos``."""
     planned = conf.processes
     free = [rank for rank in range(len(hellos)) if rank not in _wanted(hellos)]
     places = []
@@ -388,18 +403,18 @@ def _wanted(hellos: Sequence[_Hello]) -> list[int]:
 async def _gather(
     conf: LaunchConf, own_hello: _Hello, secret: str, host: str, port: int
 ) -> tuple[int, dict[str, Any], str | None]:
-    """Waits as the first node until all others have connected, and answers them.
+    """Waits, as the first node, until all workers have connected, then answers each of them.
 
     Args:
         conf: Configuration, which defines the number of nodes.
         own_hello: Description of this node.
-        secret: Secret of the run.
-        host: Address to listen at, empty for all addresses.
-        port: Port to listen at; free again afterwards.
+        secret: Secret of the run, which the workers must know.
+        host: Address at which to listen, empty for all addresses of this node.
+        port: Port at which to listen. It is free again when the function returns.
 
     Returns:
-        This node's rank, the answer to the workers, and the address by which they reached this node
-        (``None`` without workers).
+        This node's rank, the answer to the workers, and the address at which the workers reached
+        this node (``None`` without workers).
     """
     connected: dict[Connection, _Hello] = {}
     taken: set[Connection] = set()
@@ -450,7 +465,7 @@ async def _gather(
 async def _wait_for_receipts(
     guests: Mapping[Connection, _Hello], taken: set[Connection]
 ) -> list[str]:
-    """Waits a moment until all workers have the answer; returns the hosts of those without it."""
+    """Waits a few seconds for workers to confirm the answer; returns the hosts that did not."""
     waiting = _Waiting(_SILENT_S, 0.0)
     while set(guests) - taken and waiting.left_s > 0:
         await asyncio.sleep(_POLL_S)
@@ -460,7 +475,7 @@ async def _wait_for_receipts(
 async def _wait_for(
     connected: dict[Connection, _Hello], num_workers: int, port: int, limit_s: float
 ) -> None:
-    """Waits until enough workers have connected."""
+    """Waits until ``num_workers`` workers have connected; raises an error at the time limit."""
     waiting = _Waiting(limit_s, time.monotonic())
     while len(connected) < num_workers:
         count = f"{len(connected) + 1} of {num_workers + 1} nodes"
@@ -478,17 +493,21 @@ async def _wait_for(
 async def _join_master(
     find_master: Callable[[], _MasterAddress | None], hello: _Hello, limit_s: float
 ) -> dict[str, Any]:
-    """Connects to the first node as a worker, also if it is not up yet, and waits for its answer.
+    """Connects to the first node (the master) as a worker, and waits for the master's answer.
+
+    Retries until the time limit, because the master may not have started yet.
 
     Args:
-        find_master: Function that returns the address to try next, ``None`` if it is not known yet.
-            It raises SetupError while a name does not resolve, as that of a pod that is not up yet.
+        find_master: Function that returns the master's address, ``None`` if not known yet. Called
+            before each try. It may raise ``SetupError`` if the host name does not resolve, for
+            example before the master's pod is created.
         hello: Description of this node.
         limit_s: Time limit in seconds.
 
     Returns:
-        Answer of the master to all workers, with ``node_rank`` of this node, ``master_addr`` by
-        which it reached the master, and ``own_addr``, this node's address on that connection.
+        The master's answer. Most entries are the same for all workers; ``node_rank`` is this node's
+        rank, ``master_addr`` the address of the master, and ``own_addr`` this node's address on the
+        connection.
     """
     waiting = _Waiting(limit_s, 0.0)
     why = "its address is not known"
@@ -535,7 +554,7 @@ async def _join(master: _MasterAddress, hello: _Hello, waiting: _Waiting) -> dic
 
 
 def _check_answer(answer: dict[str, Any]) -> None:
-    """Checks that an answer is complete and well-formed, and names no path as the job."""
+    """Checks that a master's answer is well-formed, and that the job's name is not a path."""
     processes = answer.get("processes")
     port = answer.get("port")
     rank = answer.get("node_rank")
@@ -608,7 +627,7 @@ def _hello(options: argparse.Namespace, conf: LaunchConf | None) -> _Hello:
 
 
 def _check_alone(logs: Path) -> None:
-    """Refuses to wait for workers in a folder of logs where another run's master waits."""
+    """Raises an error if another run's master is waiting for workers with the same log folder."""
     master = _read_master_file(logs / _MASTER_FILE)
     if master is None:
         return
@@ -620,7 +639,10 @@ def _check_alone(logs: Path) -> None:
 
 
 def _new_job(logs: Path) -> str:
-    """Returns an unused job name and creates its folder; pods often share time and process id."""
+    """Creates the folder of a new job and returns the job's name.
+
+    Appends a number if the name is taken: pods often have the same start time and process id.
+    """
     name = f"pods-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{attempt}" for attempt in range(2, 100))):
         with contextlib.suppress(FileExistsError):
@@ -645,7 +667,7 @@ def _environment_number(*names: str) -> int | None:
 
 
 def _say_missing(secrets: Iterable[str]) -> None:
-    """Warns about secrets of ``conf.sh`` that are missing in this node's environment."""
+    """Warns about secrets that ``conf.sh`` sets but this node's environment lacks."""
     if missing := [name for name in secrets if name not in os.environ]:
         _say(
             f"warning: conf.sh sets {', '.join(missing)}, and secrets are neither written nor sent"
@@ -659,7 +681,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
-    """Keeps a file during the block, by which workers with the same log folder find the master."""
+    """Keeps a file with the master's address during the block, so that workers find it."""
     facts = {"address": address, "port": port, "pid": os.getpid(), "secret": secret}
     text = json.dumps(facts)
     write_private(path, text)
@@ -667,12 +689,12 @@ def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[N
         yield
     finally:
         with contextlib.suppress(OSError):
-            if path.read_text() == text:  # otherwise another master has replaced it
+            if path.read_text() == text:  # else another master has replaced the file
                 path.unlink()
 
 
 def _read_master_file(path: Path) -> _MasterAddress | None:
-    """Returns the address of the master, ``None`` if there is no valid file."""
+    """Reads the master's address from a file, ``None`` if there is no valid file."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         answer = parse_json(read_whole(path))
         return _MasterAddress(str(answer["address"]), int(answer["port"]), str(answer["secret"]))

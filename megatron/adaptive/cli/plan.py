@@ -62,11 +62,11 @@ from megatron.adaptive.planner.search_options import Objective, SearchOptions
 _WHOLE = selectable_names(
     lambda spec: spec.planned == "by default" and spec.splits_backward == "never"
 )
-"""Schedules whose backward passes are not split."""
+"""Schedules whose backward pass also computes weight gradients, not in a separate pass."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plans, prints the best plans, and writes the requested files."""
+    """Searches for the best plans, prints them, and writes the requested files."""
     if "--check" in argv:
         return check_runs(["--data" if argument == "--check" else argument for argument in argv])
     is_standalone = any(argument.startswith(("--compare", "--discover")) for argument in argv)
@@ -112,7 +112,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _discover(files: Sequence[Path]) -> int:
-    """Prints a cluster file made from outputs of tools; without files, runs these tools here."""
+    """Prints a cluster file made from the output of tools such as ``scontrol`` or ``nvidia-smi``.
+
+    Args:
+        files: Files with output of such tools. If empty, runs the tools on this machine.
+    """
     texts = [(str(path), read_text(path, "give a tool's output; see --help")) for path in files]
     if not files and shutil.which("scontrol"):
         texts.append(("scontrol show node", slurm(["scontrol", "show", "node"])))
@@ -184,7 +188,7 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
 
 
 class _PrintSchema(argparse.Action):
-    """Prints the JSON schema of an input file and exits, as ``--help`` does."""
+    """Prints the JSON schema of an input file and exits; an option like ``--help``."""
 
     def __call__(self, parser: argparse.ArgumentParser, *values: Any, **_: Any) -> None:
         print(json.dumps(forms()[str(values[1])], indent=2))
@@ -229,8 +233,8 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
         kind.attention_flops and not kind.attention_bytes for kind in model.kinds.values()
     )
     if (is_fused and not model.has_own_kernels) or model.name in PRESETS:
-        # Transformer Engine's layers compute weight gradients within the backward. BERT and T5 are
-        # for Megatron-LM's own programs, which have no other schedules.
+        # Transformer Engine's layers compute weight gradients within the backward pass. BERT and T5
+        # are trained by Megatron-LM's own programs, which have no schedules with a split backward.
         schedules = _WHOLE
     if options.schedules:
         schedules = tuple(options.schedules.split(","))
@@ -268,7 +272,7 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
 
 
 def _objective(options: argparse.Namespace, model: Model) -> Objective:
-    """Converts limits of a run to limits of a step."""
+    """Converts the user's limits on a whole run, such as a budget, to limits on one step."""
     for name in ("max_price", "budget"):
         value = getattr(options, name)
         if value == 0:
@@ -318,7 +322,7 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
 
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:
-    """Finds the front over parts of the cluster, writes plans and charts, and prints the table."""
+    """Finds the Pareto front of plans on parts of the cluster; writes files and prints a table."""
     rows = find_front(inputs, request)
     write_front(rows, inputs, options.pareto)
     show(table(rows, inputs, options.tokens))

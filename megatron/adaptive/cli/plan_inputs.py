@@ -1,7 +1,7 @@
 """Reads the inputs that ``plan`` and ``validate`` share: model, cluster and measured durations.
 
-``--calibrate`` fits a profile to the traces of runs. This module owns the options and reads what
-traces lack; ``planner.calibrate`` does the fitting.
+With ``--calibrate``, a profile is fitted to the traces of runs by ``planner.calibrate``. This
+module defines the options and reads facts that traces do not contain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Adds the options of the inputs, including those of calibration."""
+    """Adds the options that name the inputs, and the options for calibration."""
     add = parser.add_argument
     text = "name (gpt2-xl, llama2-70b, ...), arguments, file, or folder of a config.json"
     add("--model", required=required, help=text)
@@ -64,11 +64,11 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
 
 
 def read_inputs(options: argparse.Namespace) -> PlanInputs:
-    """Reads the inputs; reports measured links that cannot be used on stderr.
+    """Reads model, cluster and profile; warns on stderr about measured links that are not used.
 
     Raises:
-        ConfigError: A file is missing or invalid, or the files do not belong together.
-        TraceError: A trace of ``--calibrate`` is damaged.
+        ConfigError: A file is missing or invalid, or the files contradict each other.
+        TraceError: A trace that ``--calibrate`` names is damaged.
     """
     document = profile_file.load_all(options.profile) if options.profile else None
     memories = {} if document is None else profile_file.of_nodes(document, "memory_bytes")
@@ -96,7 +96,11 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
 
 
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
-    """Reads the model, in the precision of the profile, else in the best that all GPUs support."""
+    """Reads the description of the model, for the precision at which it will be trained.
+
+    The default precision is that of the profile. Without a profile, it is bf16 if all known GPUs
+    support that, else fp16.
+    """
     parts = [known_gpu(node.gpu) for node in cluster.types]
     default = "bf16"
     if any(part is not None and "bf16" not in part.flops for part in parts):
@@ -116,10 +120,17 @@ def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Mode
 
 
 def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
-    """Parses the whole numbers of an option such as ``--tp``; returns none if it is not given.
+    """Parses a list of whole numbers, as in ``--tp 1,2,4``.
+
+    Args:
+        name: Name of the option, for error messages.
+        text: Value of the option, ``None`` if the option is not set.
+
+    Returns:
+        The numbers, none if the option is not set.
 
     Raises:
-        ConfigError: The text is not a list of numbers, a number is below 1, or one occurs twice.
+        ConfigError: The text is not a list of numbers, or a number is below 1 or occurs twice.
     """
     if text is None:
         return ()
@@ -133,7 +144,7 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
 
 
 def add_host_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that sets the node types of the runs' hosts."""
+    """Adds the option that sets the node type of a host on which a traced run took place."""
     text = "node type of a host of these runs; needed if the cluster has several types"
     hosts: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST=TYPE"}
     parser.add_argument("--calibrate-host", **hosts, help=text)
@@ -142,19 +153,19 @@ def add_host_argument(parser: argparse.ArgumentParser) -> None:
 def calibrated(
     options: argparse.Namespace, model: Model, cluster: Cluster, document: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Replaces parts of a profile by values fitted to traces.
+    """Replaces durations in a profile by values fitted to the traces that ``--calibrate`` names.
 
     Args:
-        options: Parsed options of :func:`add_input_arguments`.
-        model: Model that the runs trained.
-        cluster: Cluster with the node types of the runs' hosts.
-        document: Content of a profile file, ``None`` for no profile.
+        options: Parsed options that :func:`add_input_arguments` added.
+        model: Model that the traced runs trained.
+        cluster: Cluster that contains the node types of the runs' hosts.
+        document: Content of a profile file, ``None`` without a profile.
 
     Returns:
-        Content of the profile, unchanged if there are no runs.
+        Content of the profile. It is unchanged without ``--calibrate``.
 
     Raises:
-        ConfigError: A run lacks a necessary fact, or trained another model.
+        ConfigError: A run lacks a necessary fact, such as a host's type, or trained another model.
         TraceError: A trace is damaged.
     """
     if not options.calibrate:
@@ -169,14 +180,14 @@ def calibrated(
 def traced_runs(
     folders: Iterable[Path], options: argparse.Namespace, model: Model, cluster: Cluster
 ) -> list[TracedRun]:
-    """Reads runs and adds what their traces lack.
+    """Reads traced runs, and adds the microbatch size and the hosts' node types.
 
     Args:
-        folders: Folders of traces, each with the trainer's progress file next to them.
-        options: Parsed options with ``--calibrate-host``, which a cluster of one type does not
-            need.
+        folders: Folders of traces. The trainer's progress file must be next to the traces.
+        options: Parsed options, with ``--calibrate-host``. This option is not needed if the cluster
+            has only one node type.
         model: Model that the runs trained.
-        cluster: Cluster with the node types of the hosts.
+        cluster: Cluster that contains the node types of the runs' hosts.
 
     Raises:
         ConfigError: The type of a host is missing or unknown, or the run trained another model.
@@ -210,7 +221,10 @@ def traced_runs(
 
 
 def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
-    """Returns the samples per microbatch, computed from tokens per step in the progress file."""
+    """Returns the number of samples per microbatch, computed from the tokens per step.
+
+    The tokens per step are taken from the progress file next to the traces.
+    """
     progress = ProgressTail(progress_file(folder), kept=None)
     progress.refresh()
     tokens = [

@@ -1,6 +1,6 @@
 """``preprocess_data``: converts JSON lines to token files, with Megatron-LM's flags.
 
-``make_corpus`` creates a corpus and vocabulary from Python's own source files.
+``make_corpus`` creates a text corpus and a vocabulary from the source files of Python's library.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ def available_cores() -> int:
 
 @contextmanager
 def progress_display(total_bytes: int | None) -> Iterator[Progress]:
-    """Yields a function that advances a progress bar on stderr, every 10 s if that is no terminal.
+    """Shows a progress bar on stderr during the block; yields a function that advances the bar.
+
+    If stderr is not a terminal, the bar is printed only every 10 s.
 
     Args:
-        total_bytes: Size of the input in bytes, ``None`` if unknown.
+        total_bytes: Size of the whole input in bytes, ``None`` if unknown.
     """
     pause: dict[str, Any] = {} if sys.stderr.isatty() else {"mininterval": 10.0, "delay": 10.0}
     with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenizing", **pause) as bar:
@@ -51,7 +53,10 @@ def progress_display(total_bytes: int | None) -> Iterator[Progress]:
 
 @contextmanager
 def tidy_on_sigterm() -> Iterator[None]:
-    """Unwinds on SIGTERM as on Ctrl-C, so that temporary files and workers are removed."""
+    """Raises ``SystemExit`` on SIGTERM during the block.
+
+    Temporary files and worker processes are then removed, as on Ctrl-C.
+    """
 
     def leave(signum: int, _frame: object) -> NoReturn:
         raise SystemExit(128 + signum)
@@ -64,7 +69,7 @@ def tidy_on_sigterm() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``preprocess_data`` with ``argv``, the process's arguments by default."""
+    """Runs ``preprocess_data``. ``argv`` defaults to the arguments of the process."""
     return run_cli(_run, argv)
 
 
@@ -126,7 +131,7 @@ def _parser() -> CommandParser:
 
 
 def make_corpus_main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``make_corpus`` with ``argv``, the process's arguments by default."""
+    """Runs ``make_corpus``. ``argv`` defaults to the arguments of the process."""
     return run_cli(_make_corpus, argv)
 
 

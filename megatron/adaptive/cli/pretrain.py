@@ -1,8 +1,8 @@
-"""Runs Megatron-LM's own trainer, which the wheel of megatron-core contains from 0.17 on.
+"""Runs Megatron-LM's own trainer, which is part of megatron-core's wheel from version 0.17 on.
 
-The wheel lacks only Megatron-LM's scripts, so this module builds a GPT, reads its data and computes
-its loss. Everything else (flags, steps, checkpoints, loggers) is Megatron-LM's, with the plug-in
-and its flags added.
+The wheel contains the trainer but not Megatron-LM's scripts. So this module does what a script
+does: it builds a GPT model, reads the data and computes the loss. Flags, training steps,
+checkpoints and logging are Megatron-LM's, extended by this project's plug-in and its flags.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOT_HERE = {
     "inter_document_masking": "attention within each document only",
     "use_legacy_models": "models from before megatron-core",
 }
-# This project's trainer also leaves out these layers and fused functions, which need CUDA.
+# Flags for training without GPUs: they turn off layers and fused functions that need CUDA.
 _ON_CPU = (
     "--distributed-backend",
     "gloo",
@@ -43,7 +43,7 @@ _ON_CPU = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains GPT with Megatron-LM's flags, as one process of a job that torchrun started."""
+    """Trains GPT with Megatron-LM's flags, as one of the processes that torchrun started."""
     if importlib.util.find_spec("megatron.training") is None:
         if {"-h", "--help"} & set(argv):
             print(f"{_USAGE}\n\n{_lacking()}")
@@ -67,7 +67,7 @@ Megatron-LM's own trainer with its own flags and those of the plug-in."""
 
 
 def _lacking() -> str:
-    """Returns the message that names what must be installed for ``pretrain``."""
+    """Returns the error message that says what must be installed for ``pretrain``."""
     return (
         f"megatron-core {metadata.version('megatron-core')} contains no trainer of Megatron-LM: "
         "pretrain needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM on "
@@ -81,8 +81,8 @@ def _pretrain(on_cpu: bool) -> None:
 
     from megatron.adaptive.plugin import add_arguments
 
-    # The helper in the wheel is compiled already; without its makefile, compiling would end the
-    # process.
+    # Megatron-LM compiles a C++ helper with a makefile, and exits if that fails. The wheel contains
+    # the compiled helper but no makefile, so skip the compilation.
     utils = importlib.import_module("megatron.core.datasets.utils")
     if not Path(utils.__file__ or "").with_name("Makefile").exists():
         utils.compile_helpers = lambda: None  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def _pretrain(on_cpu: bool) -> None:
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
     }
-    if not hasattr(arguments, "parse_and_validate_args"):  # until 0.17
+    if not hasattr(arguments, "parse_and_validate_args"):  # up to version 0.17
         training.pretrain(
             **pretrain_arguments, model_provider=model, extra_args_provider=add_arguments
         )
@@ -116,7 +116,7 @@ def model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds a chunk of GPT, for versions that leave this to scripts (0.17 and 0.18)."""
+    """Builds a model chunk of GPT, which megatron-core 0.17 and 0.18 leave to scripts."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.spec_utils import import_module
     from megatron.training import get_args
@@ -139,8 +139,8 @@ def model(
     layers = block() if args.spec is None else import_module(args.spec)
     predictions = None
     if args.mtp_num_layers is not None:
-        # Use all layers of the model, on whichever rank they are: predictions are made from the
-        # last.
+        # Multi-token prediction uses the specification of the model's last layer, which may be on
+        # another rank. So get the specifications of all layers.
         all_layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
             config,
             use_transformer_engine=uses_engine,
@@ -171,7 +171,10 @@ def model(
 
 
 def _transformer_config(args: Any) -> Any:
-    """Returns megatron-core's configuration; its function's module depends on the version."""
+    """Returns megatron-core's model configuration, computed from the parsed flags.
+
+    The function that computes it is in different modules, depending on the version.
+    """
     for module in ("arguments", "argument_utils"):
         candidate = importlib.import_module(f"megatron.training.{module}")
         if hasattr(candidate, "core_transformer_config_from_args"):
@@ -183,10 +186,10 @@ def _transformer_config(args: Any) -> Any:
 
 
 def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
-    """Builds the training, validation and test data, on ranks of the first and last stages.
+    """Builds the training, validation and test data on ranks of the first and last stages.
 
-    Every rank of a tensor-parallel group reads the data itself: the files are mapped, so a node has
-    them in memory once, and nothing is broadcast.
+    All ranks of a tensor-parallel group read the data, instead of one rank that broadcasts it. The
+    files are mapped into memory, so that a node holds them only once.
     """
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
@@ -207,7 +210,7 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
 
 
 def _cached_datasets() -> Any:
-    """Returns the module of the data sets that verify their shuffling indices and rebuild them."""
+    """Returns the module with data sets that verify, and if damaged rebuild, shuffling indices."""
     return importlib.import_module("megatron.adaptive.data.datasets")
 
 
@@ -238,7 +241,8 @@ def _data_config(args: Any) -> Any:
     names = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
     fields = {name: values[name] for name in names.intersection(values)}
     prefixes = [part[0][0] for part in (blend, *(blend_per_split or ())) if part and part[0]]
-    # These flags make Megatron-LM load its own index files faster, so keep those files.
+    # Two flags make Megatron-LM load its own index files faster. If one is set, use those files
+    # instead of this project's cache.
     is_own = values["fast_cache_load"] or values["defer_npy_index_mmap"]
     if args.mock_data or is_own or not prefixes:
         return GPTDatasetConfig(**fields)
@@ -253,7 +257,11 @@ def _reads_data(vp_stage: int | None) -> bool:
 
 
 def forward_step(data_iterator: Iterator[Any], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-    """Runs a microbatch through a chunk; returns its output and the function for its loss."""
+    """Runs the forward pass of a microbatch through a model chunk.
+
+    Returns:
+        The chunk's output, and a function that computes the loss from that output.
+    """
     from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
     from megatron.training import get_timers
 
@@ -280,7 +288,7 @@ _COLUMNS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
-    """Reads a microbatch and keeps this rank's part of its sequences."""
+    """Reads a microbatch and returns this rank's part of each sequence (context parallelism)."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -293,7 +301,7 @@ def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
         for name in _COLUMNS
     }
     group = {"cp_group": parallel_state.get_context_parallel_group()}
-    # megatron-core requires this argument from 0.18 on.
+    # Version 0.18 of megatron-core added this required argument.
     if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
         group["is_hybrid_cp"] = False
     return SimpleNamespace(**get_batch_on_this_cp_rank(batch, **group))
@@ -303,8 +311,8 @@ class _LossCheck(NamedTuple):
     """Describes a check of the loss by megatron-core's rerun state machine.
 
     Attributes:
-        rejects: Function of the loss that returns whether to reject it.
-        message: Reason for the log.
+        rejects: Function that gets the loss and returns whether to reject it.
+        message: Reason that is logged when the loss is rejected.
         is_fatal: Whether a rejected loss ends the run.
     """
 
@@ -314,7 +322,15 @@ class _LossCheck(NamedTuple):
 
 
 def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns the sum of the losses of all tokens, the number of tokens, and both for the log."""
+    """Computes the loss of a microbatch.
+
+    Args:
+        mask: Loss mask: the weight of each token, 0 for tokens without a loss.
+        output: Loss of each token, from the model.
+
+    Returns:
+        The sum of the losses, the number of tokens, and both as values for the log.
+    """
     import torch
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.training import get_args

@@ -1,7 +1,7 @@
 """``pretrain_gpt.py``: trains GPT with Megatron-LM's command line through an adaptive pipeline.
 
-``train`` does the same from a recipe, and starts the processes. ``evaluate`` only runs a text
-through an existing model. ``flags`` prints every flag, from the fields that also define the parser.
+``train`` trains from a recipe file and can start the processes itself. ``evaluate`` runs a text
+through an existing model, without training. ``flags`` prints all flags, as the parser defines them.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ by commas. Flags of Megatron-LM that this trainer refuses are at the end.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains with the flags in ``argv``, as a process of a torchrun job or as the only process."""
+    """Trains with the flags in ``argv``, as one of torchrun's processes or as the only process."""
     environment = Environment.read()
     config = parse(argv, world_size=environment.world_size, last_wins=True)
     if environment.node is not None:
         config = config.in_elastic_job()
-    # This imports torch and megatron-core, so it comes after the settings are checked.
+    # Import torch and megatron-core only now, so that wrong settings are reported without delay.
     from megatron.adaptive.training.pretrain import pretrain
 
     pretrain(config, environment)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Trains from a recipe, either as a process of a job or by starting the processes itself."""
+    """Trains from a recipe file, as one of torchrun's processes or by starting the processes."""
     return run(argv, _train)
 
 
@@ -108,7 +108,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def load_recipe(path: Path) -> Any:
-    """Reads a recipe and merges it into the recipe that it names as its ``base``."""
+    """Reads a recipe file. If the recipe names a ``base``, merges it into that recipe."""
     content = read_file(path, "recipe")
     if not isinstance(content, dict) or "base" not in content:
         return content
@@ -136,7 +136,7 @@ def _merge_recipes(base: Any, override: Any) -> Any:
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Prints a model's perplexity on a text, and its continuation of a prompt."""
+    """Prints a model's perplexity on a text, or the text with which it continues a prompt."""
     return run(argv, _evaluate)
 
 
@@ -178,7 +178,10 @@ _NO_TRAINING = "--skip-train --train-iters 1 --lr 1e-5 --micro-batch-size 1".spl
 
 
 def _model_flags(flags: Sequence[str]) -> list[str]:
-    """Returns the model's flags from the file that ``import-hf`` or a run wrote to ``--load``."""
+    """Returns the model's flags from a file in the folder of checkpoints that ``--load`` names.
+
+    The file is written by ``import-hf`` and by training runs.
+    """
     path = Path(last_value(flags, "--load") or "", FLAGS_FILE)
     if not path.is_file():
         return []
@@ -189,13 +192,16 @@ def _model_flags(flags: Sequence[str]) -> list[str]:
 
 
 def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> list[str]:
-    """Returns the flags that run a text once, in whole batches.
+    """Returns the flags that make the trainer evaluate a whole text once.
+
+    Tokens at the end that do not fill a batch are left out.
 
     Args:
-        data: Path of JSON lines, which are tokenized into ``folder``, or prefix of token files.
+        data: Path of a file with JSON lines, which are tokenized into ``folder``; or prefix of
+            existing token files.
         flags: Other flags of the run.
         processes: Number of processes of the job.
-        folder: Folder for the tokens.
+        folder: Folder into which token files are written.
     """
     validation = ["--valid-data-path", data, "--eval-iters", "1"]
     config = parse([*flags, *validation], world_size=processes, last_wins=True)
@@ -227,14 +233,14 @@ def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> li
 def run(
     argv: Sequence[str] | None = None, program: Callable[[Sequence[str]], int] | None = None
 ) -> int:
-    """Runs a program as a process of a job; of the ranks with the same error, only one prints it.
+    """Runs a program as one process of a job, and reports an expected error as one line.
 
-    Every rank finds bad settings by itself before any of them connects, and only rank 0 prints the
-    error. Until the run itself handles signals, Ctrl-C ends the process without a traceback.
+    Wrong settings cause the same error on all ranks, which only rank 0 prints. Until the program
+    installs its own handlers of signals, Ctrl-C ends the process without a traceback.
 
     Args:
-        argv: Arguments, the process's by default.
-        program: Program to run, :func:`main` by default.
+        argv: Arguments for the program, by default those of the process.
+        program: Function to run, :func:`main` by default.
     """
     open_streams()
     former = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -252,7 +258,10 @@ def run(
 
 
 def _speaks(error: AdaptiveError) -> bool:
-    """Returns whether this rank prints an error: rank 0, or a rank with an error of its own."""
+    """Returns whether this rank should print an error.
+
+    Rank 0 prints each error. Other ranks only print errors that do not occur on rank 0 as well.
+    """
     rank = os.environ.get("RANK", "0").strip()
     if not natural(rank) or isinstance(error, TransportError):
         return True
@@ -268,7 +277,7 @@ def _speaks(error: AdaptiveError) -> bool:
 
 
 def flags(argv: Sequence[str]) -> int:
-    """Prints the flags to stdout, as Markdown."""
+    """Prints a list of all flags to stdout, as Markdown."""
     if "-h" in argv or "--help" in argv:
         print("usage: python -m megatron.adaptive flags > docs/flags.md")
         return 0
@@ -279,7 +288,7 @@ def flags(argv: Sequence[str]) -> int:
 
 
 def flags_markdown() -> str:
-    """Returns every flag by group and every refused family of flags, as Markdown."""
+    """Returns tables of all flags by group, and of the flags that are refused, as Markdown."""
     parts = [_FLAGS_HEAD]
     for title, rows in flag_table().items():
         parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")

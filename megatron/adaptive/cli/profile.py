@@ -1,4 +1,7 @@
-"""``profile``: measures a model's layers and the links between ranks; see ``docs/planner.md``."""
+"""``profile``: measures a model's layers and the links between ranks, for the planner.
+
+The file that it writes is described in ``docs/planner.md``.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from megatron.adaptive.planner.model_file import read_model, usual_attention
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, merges or converts, and writes the profile."""
+    """Creates a profile from measurements, traces or other profiles, and writes it to a file."""
     environment = Environment.read()
     try:
         return _run(argv, environment)
     except ConfigError:
-        # Every process finds the same error, so only one reports it.
+        # All processes detect the same error, so only rank 0 reports it.
         if environment.rank == 0:
             raise
         return EXIT_EXPECTED_ERROR
@@ -93,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
-    """Fits a profile to traced runs; merges it with the profile of ``--output`` if it exists."""
+    """Fits a profile to traced runs; merges it with an existing profile at ``--output``."""
     if not options.model or options.cluster is None:
         raise ConfigError("--from-run: give the --model that was trained and its --cluster too")
     cluster = read_cluster(options.cluster)
@@ -115,10 +118,10 @@ def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(options: argparse.Namespace, environment: Environment) -> dict[str, Any] | None:
-    """Measures as one process of the job; returns the profile on rank 0, else ``None``."""
+    """Takes part in the measurement as one rank; returns the profile on rank 0, else ``None``."""
     sizes = parse_counts("--micro-batch-sizes", options.micro_batch_sizes)
     widths = parse_counts("--tp", options.tp)
-    # These imports load torch.
+    # Import torch only now: other uses of this command, such as merging profiles, do not need it.
     from megatron.adaptive.accelerator import detect
     from megatron.adaptive.training.profile_run import ProfileOptions, profile_layers
 

@@ -1,4 +1,4 @@
-"""Collects all that a job left in its folder, including traces, and writes it as one page."""
+"""Collects a job's logs, measurements and traces from its folder, and writes them as one page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megatron.adaptive.trace.views.page import plotly_js, write_html, write_page
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the page and prints its path."""
+    """Writes the report of a job as an HTML page and prints the page's path."""
     parser = CommandParser(
         prog="python -m megatron.adaptive report",
         description="Write one page about a job: configuration, curves, use of each node, "
@@ -62,23 +62,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 MAX_POINTS = 5000
-"""Most points of a curve; if there are more, evenly spaced ones are drawn."""
+"""Maximum number of points in a curve. From a longer curve, evenly spaced points are drawn."""
+
 MAX_MESSAGES = 200
-"""Most different warnings and errors shown per node."""
+"""Maximum number of distinct warnings and errors shown per node."""
 _NODE_START = re.compile(r"=== (.*) node (\d+) starts$")
 _ACCOUNT = ("state", "start", "end", "elapsed", "nodelist", "exitcode", "partition")
 _GIB = 1 << 30
 
 
 def gather(job: str, logs: Path) -> dict[str, Any]:
-    """Reads all that a job left.
+    """Reads all files in a job's folder that the report needs.
 
     Args:
-        job: Id of the job, which is the name of its folder.
-        logs: Folder with one folder per job.
+        job: Id of the job, which is also the name of its log folder.
+        logs: Folder that contains one log folder per job.
 
     Returns:
-        Content of the page, ready for JSON.
+        Content of the page, in a form that can be converted to JSON.
 
     Raises:
         SetupError: The job is unknown or has no logs.
@@ -117,7 +118,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
 
 
 def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[int]) -> list[str]:
-    """Returns the name of each rank's node, from the latest start of each node rank."""
+    """Returns the name of the node on which each rank last ran, in the order of the ranks."""
     latest: dict[int, tuple[str, str]] = {}
     for name in names:
         for line in lines_of(folder / f"{name}.out"):
@@ -127,7 +128,8 @@ def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[i
     names_by_node_rank = [
         latest.get(number, ("", f"node {number}"))[1] for number in range(len(processes))
     ]
-    # A damaged file may claim more processes than any node has.
+    # Limit the counts: a damaged file may contain a huge number, and the list below would be as
+    # long.
     counts = [min(count, 1 << 12) for count in processes]
     return [
         name for name, count in zip(names_by_node_rank, counts, strict=True) for _ in range(count)
@@ -153,7 +155,7 @@ def _facts(
 
 
 def _account(job: str) -> dict[str, str]:
-    """Returns the facts of Slurm's accounting, empty without accounting."""
+    """Returns what Slurm's accounting recorded about a job, empty without accounting."""
     command = ["sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_ACCOUNT)]
     rows = slurm_rows(command) if job.isdigit() else []
     rows = [row for row in rows if len(row) == len(_ACCOUNT)]
@@ -165,7 +167,7 @@ def _account(job: str) -> dict[str, str]:
 
 
 def _settings(status: JobStatus) -> list[dict[str, Any]]:
-    """Returns each variable with its requested and effective values, and whether these differ."""
+    """Returns the requested and the effective value of each variable, and whether they differ."""
     effective = status.effective
     differ = {name for name, _, _ in status.differences}
     names = [name for name in SETTINGS if name in status.requested or name in effective]
@@ -192,7 +194,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Returns a node's resource use over time, in columns; empty without samples."""
+    """Returns a node's resource use over time as one list per quantity; empty without samples."""
     samples = _thinned(list(samples_of(path)))
     gpus: dict[int, dict[str, list[Any]]] = {}
     rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]
@@ -219,7 +221,7 @@ def _sum(sample: Mapping[str, Any], key: str) -> float:
 def _messages(
     folder: Path, batch: Path, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns each error and warning once per node with its count, and notes about omissions."""
+    """Returns distinct errors and warnings per node with their counts, and notes on omissions."""
     messages: list[dict[str, Any]] = []
     notes = []
     counts = {
@@ -240,7 +242,10 @@ def _messages(
 
 
 MAX_CELLS = 200_000
-"""Most cells of the table of times; of more iterations, evenly spaced ones are shown."""
+"""Maximum number of cells in the table of times by rank and iteration.
+
+If there are more cells, the table contains only evenly spaced iterations.
+"""
 _NS_PER_MS = 1e6
 
 
@@ -248,11 +253,11 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
     """Reads the traces of a job.
 
     Args:
-        folder: Folder of the traces, which need not exist.
-        nodes: Name of each rank's node, as far as known.
+        folder: Folder of the traces, which may be missing.
+        nodes: Name of the node of each rank, as far as known.
 
     Returns:
-        Content for the page, ``None`` without traces; and notes for the reader.
+        Content for the page (``None`` without traces), and notes for the reader of the page.
     """
     if not folder.is_dir():
         return None, ["no traces: with TRACE=true there are times of every rank and a timeline"]
@@ -274,7 +279,8 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
     content = {
         "ranks": list(labels),
         "labels": list(labels.values()),
-        # The report already contains the library.
+        # Replace the plotting library in the page by a placeholder, because the report already
+        # contains the library.
         "page": text.replace(plotly_js(), "{{plotly}}"),
         **_times(figures),
     }
@@ -288,7 +294,7 @@ def _label(run: RunTrace, rank: int) -> str:
 
 
 def _times(figures: RunFigures) -> dict[str, Any]:
-    """Returns the time from the first to the last action of every rank, by iteration."""
+    """Returns the time from the first to the last action, by rank and iteration."""
     has_actions = figures.num_actions > 0
     ms = np.where(has_actions, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
     limit = max(2, MAX_CELLS // max(1, ms.shape[1]))

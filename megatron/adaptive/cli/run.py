@@ -2,10 +2,14 @@
 
 ::
 
-    python -m megatron.adaptive run --machines machines.txt pretrain_gpt.py ...   from one machine
-    python -m megatron.adaptive run --checkpoint DIR train.py ...                 with a Pipeline
-    python -m megatron.adaptive run --checkpoint DIR pretrain_gpt.py ...          on every node
-    python -m megatron.adaptive run --status DIR                                  state of a job
+    start all nodes of a job from one machine:
+        python -m megatron.adaptive run --machines machines.txt pretrain_gpt.py ...
+    take part in a job as one node; run it on each node:
+        python -m megatron.adaptive run --checkpoint DIR pretrain_gpt.py ...
+    the same for a script that trains a Pipeline:
+        python -m megatron.adaptive run --checkpoint DIR train.py ...
+    print the state of a job:
+        python -m megatron.adaptive run --status DIR
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ _SECONDS = number(float, 1e-3, 1e9, "number of seconds")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a job, takes part in a job, or prints the state of a job.
+    """Manages a job, takes part in a job as one node, or prints the state of a job.
 
     Returns:
-        Exit status of the job.
+        Exit status of the job or of this node.
     """
     options = _parser().parse_args(list(argv))
     if options.agent:
@@ -148,7 +152,8 @@ def _run(options: argparse.Namespace) -> int:
     folder: Path | str | None
     if is_pipeline:
         arguments, folder = _pipeline_arguments(options)
-        on_straggler: Policy = options.on_straggler or "replan"  # acts only if it writes traces
+        # Slow nodes are found in traces, so this has no effect if the script writes none.
+        on_straggler: Policy = options.on_straggler or "replan"
     else:
         folder = options.checkpoint or last_value(options.arguments, _SAVE)
         if not folder:
@@ -157,7 +162,7 @@ def _run(options: argparse.Namespace) -> int:
                 " --save"
             )
         arguments = (*options.arguments, _SAVE, str(folder))
-        # Check the trainer's arguments before anything starts.
+        # Parse the trainer's arguments, so that an error is reported before any process starts.
         on_straggler = _on_straggler(options.on_straggler, parse_requested(arguments).schedule)
     values = vars(options)
     spec = JobSpec(
@@ -185,7 +190,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
-    """Returns the arguments and the folder of checkpoints of a script with a ``Pipeline``."""
+    """Returns the arguments and the checkpoint folder for a script that trains a ``Pipeline``."""
     reason = f"{options.script.name} takes none of the trainer's arguments, so that it trains a"
     reason += " Pipeline"
     if options.checkpoint is None:
@@ -202,7 +207,12 @@ def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], P
 
 
 def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
-    """Returns the reaction to slow nodes, which only a diagnosis of the running job can find."""
+    """Returns the reaction to slow nodes; raises an error if the job does not diagnose itself.
+
+    Args:
+        wished: Reaction that the user chose, ``None`` for the default.
+        schedule: The trainer's settings, which include those of the diagnosis.
+    """
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
     if wished in ("replan", "exclude") and not is_diagnosed:
         problem = "--diagnose-interval 0" if schedule.trace_dir is not None else "no --trace-dir"
@@ -214,7 +224,7 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
 
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
-    """Creates the chooser of layouts; if it is a planner, it is closed with the stack."""
+    """Creates the object that chooses layouts. If it is a planner, ``stack`` will close it."""
     from megatron.adaptive.cluster.incarnation import model_file
     from megatron.adaptive.cluster.job_state_file import say
     from megatron.adaptive.cluster.layout_rule import Chooser
@@ -228,7 +238,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
         return Chooser()
     from megatron.adaptive.cluster.layout_planner import PlannerChooser
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # set it before numpy is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # must be set before numpy is imported
     model = model_file(spec.checkpoints) if spec.is_pipeline else None
     arguments = options.plan_with, spec.arguments, options.plan_s
     chooser = PlannerChooser(*arguments, unequal=options.unequal, model=model)

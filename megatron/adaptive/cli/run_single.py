@@ -1,4 +1,4 @@
-"""``run_single.sh``: data, training, traces and chart on one machine with one command."""
+"""``run_single.sh``: prepares data, trains, and draws a chart, on one machine in one command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _SIZES = {
     "tensor_parallel": (1, "tensor-parallel ranks of each stage"),
     "data_parallel": (1, "copies of the pipeline"),
 }
-"""Options for the sizes of the run, which are also variables of the example script."""
+"""Options for the sizes of the run: default and help text. The example script reads them too."""
+
 _FIXED_STAGES = {
     "--partition",
     "--pipeline-model-parallel-size",
@@ -40,14 +41,14 @@ _FIXED_STAGES = {
     "--plan",
     "--stage-data-parallel-sizes",
 }
-"""Options of the trainer that fix the layers of each stage."""
+"""Options of the trainer with which layers must not be moved between stages during the run."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the whole job with the options ``argv``.
+    """Prepares data, trains and reports, with the options in ``argv``.
 
     Returns:
-        Exit status of the training.
+        Exit status of the training run, or of the preparation if that fails.
     """
     arguments = list(argv)
     separator = arguments.index("--") if "--" in arguments else len(arguments)
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--resume: there is no run in {runs} yet; leave the option out")
     status = make_corpus(["--output-dir", str(data_dir)])
     if status:
-        return status  # make_corpus has printed the reason
+        return status  # ``make_corpus`` has printed the reason
     previous = _latest(runs)
     run_dir = _run_dir(runs, options)
     defaults = _default_flags(options, trainer_flags)
@@ -96,10 +97,11 @@ def _parser() -> CommandParser:
 
 
 def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) -> list[str]:
-    """Returns the trainer's flags that depend on the sizes; the user's flags follow them.
+    """Returns default flags for the trainer that depend on the sizes of the run.
 
-    The embedding and the loss make stages with equal numbers of layers unequal. So layers move once
-    the times of the stages are measured, unless the user sets a partition.
+    With the same number of layers, the first and the last stage take longer, because they also
+    compute the embedding and the loss. So the flags allow the trainer to move layers when it has
+    measured the stages, unless the user sets a partition.
     """
     flags = []
     names = {flag.split("=", 1)[0] for flag in trainer_flags}
@@ -113,7 +115,10 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
 
 
 def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
-    """Creates a new run's folder, or finds the latest one to resume; links ``latest`` to it."""
+    """Returns the folder of the run: a new one, to which ``latest`` is linked, or the latest.
+
+    The latest run's folder is returned with ``--resume``.
+    """
     latest = runs / "latest"
     if options.resume:
         return latest.resolve()
@@ -134,7 +139,7 @@ def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
 
 
 def _new_folder(runs: Path, name: str) -> Path:
-    """Creates a folder that no other run has, even if two runs start within one second."""
+    """Creates a new folder; appends a number if another run started in the same second."""
     runs.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         run = runs / (name if number == 1 else f"{name}-{number}")
@@ -151,7 +156,7 @@ def _point(latest: Path, target: str) -> None:
 
 
 def _latest(runs: Path) -> str | None:
-    """Returns the target of ``latest``, ``None`` before the first run."""
+    """Returns the target of the link ``latest``, ``None`` if no run was started before."""
     try:
         return os.readlink(runs / "latest")
     except OSError:
@@ -159,7 +164,7 @@ def _latest(runs: Path) -> str | None:
 
 
 def _forget_if_empty(run: Path, previous: str | None) -> None:
-    """Removes the folder of a run that failed before it wrote any file."""
+    """Removes a run's folder if it contains no file, and points ``latest`` to the previous run."""
     if any(path.is_file() for path in run.rglob("*")):
         return
     latest = run.parent / "latest"
@@ -171,7 +176,7 @@ def _forget_if_empty(run: Path, previous: str | None) -> None:
 
 
 def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: list[str]) -> int:
-    """Runs the example script and passes signals on to it."""
+    """Runs the example script, forwards signals to it, and returns its exit status."""
     environment = {
         **os.environ,
         **{name.upper(): str(getattr(options, name)) for name in (*_SIZES, "schedule")},
@@ -179,7 +184,8 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
         "DATA_DIR": str(data_dir),
         "RUN_DIR": str(run_dir),
     }
-    # The job needs its own session, so that Ctrl-C reaches it once, from this process.
+    # Start the job in its own session. Otherwise it would get Ctrl-C twice: from the terminal, and
+    # forwarded by this process.
     job = subprocess.Popen(
         ["bash", str(_SCRIPT), *flags], env=environment, start_new_session=True, cwd=WORK_FOLDER
     )
@@ -194,7 +200,7 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
 
 
 def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> None:
-    """Writes the text trace and the picture, and prints the paths of all results."""
+    """Writes a text trace and a chart, prints the paths of all results, and suggests commands."""
     show(f"\nrun            {run_dir}")
     for title, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard")):
         if (run_dir / folder).is_dir():
@@ -218,13 +224,14 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
     )
     resume_command = "bash run_single.sh" if IS_CHECKOUT else f"python -m {_PACKAGE} run-single"
     resume_command += f" {flags} --resume"
-    # The learning rate schedule ends with the run, so a longer run needs another one.
+    # The checkpoint contains a learning rate schedule that ends with this run. To train longer, it
+    # must be replaced.
     longer_run = " -- --train-iters N --override-opt-param-scheduler"
     show(f"  {resume_command}{'' if stopped else longer_run}")
 
 
 def _draw(options: argparse.Namespace, run_dir: Path) -> bool:
-    """Writes text trace and picture if there are traces; returns whether it did."""
+    """Writes a text trace and a chart from the run's traces; returns whether it succeeded."""
     from megatron.adaptive.trace.legacy_text import legacy_name, write_legacy
     from megatron.adaptive.trace.read import read_run
     from megatron.adaptive.trace.step_view import pipeline_step

@@ -1,4 +1,4 @@
-"""``simulate``: compares schedules on simulated work, from a profile or from given times.
+"""``simulate``: compares schedules by simulation, with durations from a profile or from options.
 
 python -m megatron.adaptive simulate --stages 8 --chunks 2 --microbatches 32 --jitter 0.3 \
     --schedules 1f1b,interleaved,zb-v,adaptive
@@ -22,12 +22,12 @@ from megatron.adaptive.trace.files import replaced
 _BAR = 40
 _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
-"""Most forwards in all simulated steps of a schedule; a million take up to half a minute."""
+"""Maximum number of forward passes to simulate per schedule. A million take up to 30 s."""
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Simulates the schedules and prints a table; also writes a chart and JSON if requested."""
+    """Simulates the schedules and prints a table; writes a chart and a JSON file if requested."""
     options = _parser().parse_args(argv)
     profile = _profile(options, options.stages * options.chunks)
     spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     for name, reason in refused.items():
         show(f"left out: {name}: {reason}")
     if options.chart is not None:
-        # Import it only here, because the import takes half a second.
+        # This import takes half a second, so do it only if a chart is requested.
         from megatron.adaptive.trace.views.picture import write_comparison
 
         write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)
@@ -54,14 +54,14 @@ def main(argv: Sequence[str]) -> int:
 def _simulate(
     options: argparse.Namespace, profile: StageProfile, seeds: Sequence[int]
 ) -> tuple[list[CandidateOutcome], dict[str, ScheduleError]]:
-    """Simulates the schedules that the sizes allow.
+    """Simulates each schedule of ``--schedules`` that can run with the given sizes.
 
     Returns:
-        Outcome of each of these schedules in the order of the flag, and the reason for each other
-        one by its name.
+        The outcomes in the order of the flag. Then, for each schedule that cannot run with these
+        sizes, the reason by the schedule's name.
 
     Raises:
-        ConfigError: A name is unknown, or the sizes allow none of the schedules.
+        ConfigError: The name of a schedule is unknown, or no schedule can run with these sizes.
     """
     outcomes: list[CandidateOutcome] = []
     refused: dict[str, ScheduleError] = {}
@@ -100,7 +100,7 @@ def _write_json(path: Path, outcomes: Sequence[CandidateOutcome]) -> None:
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default to the help of an option, if the option has one."""
+    """Formats help texts, with the default value of each option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, []) else super()._get_help_string(action)
@@ -179,7 +179,7 @@ def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
 
 
 def _check_work(options: argparse.Namespace, draws: int) -> None:
-    """Refuses a simulation that would take more than minutes or exceed the memory."""
+    """Refuses a simulation that would take many minutes or too much memory."""
     work = options.stages * options.chunks * options.microbatches
     if work > _MAX_ACTIONS or work * draws > _MAX_WORK:
         raise ConfigError(
@@ -217,7 +217,7 @@ def _candidate(options: argparse.Namespace, name: str) -> Candidate:
 
 
 def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
-    """Prints step time, bubble and peak of each schedule; speed-ups are relative to the first."""
+    """Prints each schedule's step time, bubble, peak memory, and speed-up over the first one."""
     first = outcomes[0].mean_s
     slowest = max(outcome.mean_s for outcome in outcomes)
     if not first:

@@ -1,7 +1,8 @@
-"""Prints the state of a job; ``get_result.sh`` calls it.
+"""Prints the state of a job, for ``get_result.sh``.
 
-Reads the logs of a Slurm job or of pods: the job's state, its nodes, whether it advances. Files may
-be large, missing, or cut off anywhere, and a job that was queued again appends to them.
+Reads the logs of a job on Slurm or on pods, and shows the job's state, its nodes and its progress.
+Log files may be large, missing or truncated. A job that Slurm requeued appends to the files of its
+earlier start.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the state of a job.
 
     Returns:
-        1 if the job is stalled, a node was lost or a node reported an error, else 0.
+        1 if the job makes no progress, or a node was lost or reported an error; else 0.
     """
     parser = CommandParser(prog="get_result.sh", description="Report the state of a job.")
     add = parser.add_argument
@@ -70,7 +71,7 @@ def _text(status: JobStatus) -> str:
 
 
 def summary(status: JobStatus) -> list[str]:
-    """Returns lines about a job's progress and its problems."""
+    """Returns lines of text that describe a job's progress and problems."""
     lines = [f"LOST: node {name}: {why}" for name, why in status.lost.items()]
     if not status.nodes:
         lines.append(f"no logs in {status.folder} yet; another LOG_DIR is given with --log-dir")
@@ -127,7 +128,7 @@ _MEDIAN_OF = 50
 _STALLED = 5
 _LEAST_STALL_S = 30.0
 _SILENT_S = 15.0
-"""Longest time between two samples in seconds, three periods; then a node counts as lost."""
+"""Time in seconds without a sample (three sampling intervals) after which a node is lost."""
 _RUNNING = ("RUNNING", "COMPLETING", "")
 _GOOD_ENDS = ("COMPLETED", "CANCELLED", "PENDING", "REQUEUED", "SUSPENDED", "PREEMPTED", "TIMEOUT")
 _GOES_ON = (
@@ -167,7 +168,7 @@ _WARNING = re.compile(r"warning", re.IGNORECASE)
 def _differences(
     requested: Mapping[str, str], effective: Mapping[str, str]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Returns name, requested and effective value of each setting whose values differ."""
+    """Returns (name, requested value, effective value) of each setting whose values differ."""
     has_rampup = "--rampup-batch-size" in requested.get("TRAINER_FLAGS", "")
     return tuple(
         (name, requested[name], value)
@@ -179,7 +180,7 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns whether a line reports an ``error``, a ``warning`` or neither."""
+    """Returns ``error`` or ``warning`` if a line reports one, else an empty text."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 
@@ -189,9 +190,9 @@ def node_names(folder: Path) -> list[str]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Returns the content of a job's ``run.json``, empty if it is missing or cut off.
+    """Returns the content of a job's ``run.json``, empty if the file is missing or damaged.
 
-    Masks secrets, which files of older versions contain.
+    Secrets are masked, because older versions wrote them to the file.
     """
     try:
         read = parse_json(read_whole(folder / "run.json"))
@@ -209,7 +210,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def tail(path: Path) -> list[str]:
-    """Returns the last lines of a file, from its latest start only."""
+    """Returns the last lines of a log file, without lines from earlier starts of the job."""
     try:
         with open_file(path) as file:
             length = file.seek(0, 2)
@@ -235,7 +236,12 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
-    """Yields the samples of a node's use, or only the latest one; skips lines that are cut off."""
+    """Yields the samples of a node's resource use; skips damaged lines.
+
+    Args:
+        path: Path of the node's file of samples.
+        latest: Whether to yield only the latest sample.
+    """
     lines: Iterator[str] = iter(reversed(tail(path))) if latest else lines_of(path)
     for line in lines:
         try:
@@ -249,7 +255,7 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def _is_sample(sample: Any) -> bool:
-    """Checks that the values of a sample that are added up are numbers."""
+    """Returns whether a parsed line is a sample whose values are numbers where needed."""
     with contextlib.suppress(KeyError, TypeError):
         for gpu in sample.get("gpus", []) if isinstance(sample, dict) else [{}]:
             gpu["index"] + gpu["memory_used_bytes"] + len(gpu.get("pids", []))
@@ -261,7 +267,7 @@ def _is_sample(sample: Any) -> bool:
 
 
 def count_messages(*paths: Path) -> dict[str, Counter[str]]:
-    """Returns the errors and warnings in files by kind, with the count of each line."""
+    """Counts how often each error line and each warning line occurs in some files."""
     counters: dict[str, Counter[str]] = {"error": Counter(), "warning": Counter()}
     for path in paths:
         for line in lines_of(path):
@@ -272,13 +278,13 @@ def count_messages(*paths: Path) -> dict[str, Counter[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmState:
-    """Describes a job as Slurm reports it; everything is empty if Slurm does not know it.
+    """Describes a job as Slurm reports it. All attributes are empty if Slurm has no such job.
 
     Attributes:
-        state: Slurm's state of the job, such as ``RUNNING``.
-        user: Name of the job's owner.
-        reason: Reason why the job waits.
-        nodes: Slurm's state of each node that the job has, or had before it ended.
+        state: State of the job, such as ``RUNNING``.
+        user: Name of the user who owns the job.
+        reason: Reason why the job is waiting.
+        nodes: State of each node of the job by name, such as ``allocated`` or ``down``.
     """
 
     state: str = ""
@@ -289,16 +295,16 @@ class SlurmState:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStatus:
-    """Summarizes a node's files.
+    """Summarizes a node's log files.
 
     Attributes:
-        name: Name of the node in its files.
-        out: Last lines of its output.
-        err: Last lines of its errors.
-        errors: Lines of both that report an error, each once.
-        warnings: Lines of both that report a warning, each once.
-        use: Latest sample of ``ResourceSampler``, ``None`` without one.
-        is_former: Whether it took part only in an earlier start of the job.
+        name: Name of the node, which begins the names of its files.
+        out: Last lines of the node's standard output.
+        err: Last lines of the node's standard error.
+        errors: Last distinct lines of both files that report an error.
+        warnings: Last distinct lines of both files that report a warning.
+        use: Latest sample of the node's resource use, ``None`` if there is none.
+        is_former: Whether the node took part only in an earlier start of the job.
     """
 
     name: str
@@ -316,21 +322,23 @@ class JobStatus:
 
     Attributes:
         job: Id of the job.
-        state: Slurm's state of the job, empty if Slurm does not know it.
-        reason: Reason why the job waits, empty if it does not.
-        folder: Path of the folder of its logs.
-        nodes: Nodes by the name of their files; ``batch`` is Slurm's batch script.
-        lost: Names of the nodes that vanished, with the evidence.
+        state: Slurm's state of the job, empty if Slurm has no such job.
+        reason: Reason why the job is waiting, empty if it is not waiting.
+        folder: Path of the job's log folder.
+        nodes: Summaries of the nodes' log files. An entry ``batch`` stands for the output of
+            Slurm's batch script.
+        lost: Reason to consider a node lost, by the node's name.
         iteration: Latest iteration, ``None`` before the first.
-        iterations: Number of iterations of the whole training.
-        iteration_ms: Median duration of the latest iterations, in ms.
-        tokens_per_s: Tokens per second of all ranks.
-        since_s: Time since the line of the latest iteration, in seconds.
-        is_over: Whether the job has ended for good.
-        is_stalled: Whether the job runs, but had no iteration for five times the median.
-        requested: Variables of the configuration.
-        effective: Values of these variables that the run itself reports.
-        differences: Name, requested and effective value of each variable whose values differ.
+        iterations: Number of iterations of the whole training run.
+        iteration_ms: Median duration of the latest iterations in milliseconds.
+        tokens_per_s: Tokens per second, summed over all ranks.
+        since_s: Time in seconds since the latest iteration was reported.
+        is_over: Whether the job has ended and will not continue.
+        is_stalled: Whether the job is running without progress: the latest iteration is older than
+            five times ``iteration_ms``, and older than 30 s.
+        requested: Variables of the configuration, by name.
+        effective: Values of these variables that the run itself reported, by name.
+        differences: Name, requested value and effective value of each variable whose values differ.
     """
 
     job: str
@@ -352,20 +360,21 @@ class JobStatus:
 
     @property
     def has_errors(self) -> bool:
-        """Returns whether a node was lost, or reports an error in the job's latest start."""
+        """Returns whether a node was lost, or reported an error since the job's latest start."""
         return bool(self.lost) or any(node.errors for node in self.nodes if not node.is_former)
 
 
 def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> JobStatus:
-    """Summarizes a job from the ends of its files.
+    """Summarizes a job from the last lines of its log files.
 
     Args:
-        job: Id of the job, which is the name of its folder.
-        logs: Folder with one folder per job.
-        progress: Progress of the job, ``None`` to read it.
+        job: Id of the job, which is also the name of its log folder.
+        logs: Folder that contains one log folder per job.
+        progress: Reader of the job's progress file, which must be up to date. ``None`` to create
+            one.
 
     Raises:
-        SetupError: Neither Slurm nor the logs know the job, or it belongs to another user.
+        SetupError: Neither Slurm nor the logs contain the job, or it belongs to another user.
     """
     folder = logs / job
     slurm_job = slurm_state(job)
@@ -374,8 +383,8 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     if progress is None:
         progress = progress_of(folder, record)
         progress.refresh()
-    # Until a new start trains, the file contains only lines of the previous one. The tolerance
-    # covers differences between the nodes' clocks.
+    # Skip lines that were written before the job's latest start. The tolerance of a few seconds
+    # allows for differences between the nodes' clocks.
     since_ns = max(
         progress.start.get("unix_ns", 0), (record.get("started_unix_s", 0.0) - _SILENT_S / 3) * 1e9
     )
@@ -383,7 +392,7 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     ended = progress.ended_ns >= since_ns and bool(progress.ended)
     nodes = _read_nodes(folder, record)
     lost = {} if ended else _lost(slurm_job, nodes)
-    # Slurm reports in this file which node failed.
+    # Show the output of the batch script as a node, because Slurm reports there which node failed.
     if (logs / f"{job}.batch").is_file():
         nodes += (_node(folder, "batch", tail(logs / f"{job}.batch"), []),)
     latest = lines[-1] if lines else {}
@@ -417,7 +426,7 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
 
 
 def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ...]:
-    """Summarizes the nodes that have files in a job's folder."""
+    """Summarizes each node that has files in a job's log folder."""
     names = node_names(folder)
     ends = {name: (tail(folder / f"{name}.out"), tail(folder / f"{name}.err")) for name in names}
     nodes = [_node(folder, name, *ends[name]) for name in names]
@@ -425,26 +434,29 @@ def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ..
 
 
 def _is_over(slurm_job: SlurmState, nodes: Sequence[NodeStatus], *, has_ended: bool) -> bool:
-    """Returns whether a job has ended, by Slurm if it knows the job, else by the nodes."""
+    """Returns whether a job has ended: by Slurm's state if known, else by the nodes' samples."""
     if slurm_job.state:
         return slurm_job.state not in _GOES_ON
     return has_ended or all(node.use and node.use.get(ENDED) for node in nodes)
 
 
 def slurm_rows(command: Sequence[str]) -> list[list[str]]:
-    """Returns the columns of a Slurm program's output; none if it is missing or fails."""
+    """Runs a Slurm program and returns the columns of each row; no rows if the program fails."""
     with contextlib.suppress(SetupError):
         return [line.split("|") for line in slurm(command).splitlines() if "|" in line]
     return []
 
 
 def slurm_state(job: str) -> SlurmState:
-    """Asks Slurm about a job, first ``squeue``, as ``sacct`` lags; a hetjob is its first part."""
+    """Returns Slurm's state of a job. A heterogeneous job has the state of its first part.
+
+    Asks ``squeue`` first, because ``sacct`` may be out of date.
+    """
     for command in (
         ["squeue", "-h", "-j", job, "-o", "%T|%u|%r|%N"],
         ["sacct", "-n", "-X", "-P", "-j", job, "-o", "state,user,reason,nodelist"],
     ):
-        # No rows: Slurm no longer knows the id, or there is no accounting.
+        # There are no rows if Slurm has forgotten the job, or does not keep accounts.
         rows = [row for row in slurm_rows(command) if len(row) > 3] if job.isdigit() else []
         if rows:
             node_list = ",".join(row[3] for row in rows if row[3] and not row[3].startswith("None"))
@@ -487,10 +499,11 @@ def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
 
 
 def _lost(slurm_job: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
-    """Returns the nodes that vanished, by Slurm's report or by samples that stopped.
+    """Returns the nodes that are lost, by name, with the reason.
 
-    While a job runs, a silent node counts as lost before Slurm notices. After the job, processes
-    may have been killed before they wrote a last sample, so Slurm's report counts if there is one.
+    A node is lost if Slurm reports it, or if its samples have stopped while the job runs. After the
+    end of the job, the samples are ignored if Slurm reports on the node, because the processes may
+    have been killed before they could write a last sample.
     """
     reasons: dict[str, str] = {}
     if slurm_job.state in _GOOD_ENDS:
@@ -532,12 +545,12 @@ def _node(folder: Path, name: str, out: list[str], err: list[str]) -> NodeStatus
 def progress_of(
     folder: Path, record: Mapping[str, Any], kept: int | None = _MEDIAN_OF
 ) -> ProgressTail:
-    """Returns the reader of a job's progress.
+    """Creates a reader for a job's progress file.
 
     Args:
-        folder: Folder of its logs.
-        record: Content of its ``run.json``, whose flags may name another folder.
-        kept: Number of lines to keep, ``None`` for all.
+        folder: Folder of the job's logs.
+        record: Content of the job's ``run.json``. Its flags may name another folder for progress.
+        kept: Number of latest lines to keep in memory, ``None`` for all.
     """
     path = progress_file(folder)
     named = last_value(record.get("flags", []), "--progress-dir")
@@ -552,7 +565,7 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _effective_sizes(start: Mapping[str, Any], latest: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the sizes that a run reports, by the variables of ``conf.sh``."""
+    """Returns the sizes that a run reported, by the name of the variable in ``conf.sh``."""
     sizes = {name: start.get(key) for name, key in _SIZES.items()}
     if latest:
         sizes["TRAIN_ITERS"] = start.get("total_iterations")

@@ -1,4 +1,4 @@
-"""Writes the script of a Slurm job and submits it."""
+"""Writes the batch script of a Slurm job and submits it with ``sbatch``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron.adaptive.errors import ConfigError, SetupError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks the configuration, writes the script and submits it."""
+    """Checks the configuration, writes the batch script and submits it to Slurm."""
     parser = CommandParser(
         prog="python -m megatron.adaptive submit",
         description="Write the script of a Slurm job and submit it.",
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    slurm(["sbatch", "--version"])  # without Slurm, fail before anything is written
+    slurm(["sbatch", "--version"])  # if there is no Slurm, fail before writing files
     make_folder(settings.parent)
     job = submit(conf, script, settings)
     show(f"job {job}: logs in {logs / str(job)}")
@@ -121,10 +121,10 @@ def slurm(command: Sequence[str], variables: Mapping[str, str] | None = None) ->
 
     Args:
         command: Command line of the program.
-        variables: Additional environment variables.
+        variables: Environment variables in addition to the present ones, ``None`` for no others.
 
     Raises:
-        SetupError: There is no such program, it fails, or Slurm does not answer.
+        SetupError: The program is missing or fails, or Slurm does not answer.
     """
     if shutil.which(command[0]) is None:
         raise SetupError(
@@ -152,11 +152,12 @@ def slurm(command: Sequence[str], variables: Mapping[str, str] | None = None) ->
 
 
 def batch_script(conf: LaunchConf, settings: Path) -> str:
-    """Returns the text of the script for ``sbatch``.
+    """Returns the text of the batch script for ``sbatch``.
 
     Args:
         conf: Configuration of the launch.
-        settings: Path of the file with :func:`settings_text`, readable on all nodes.
+        settings: Path of the settings file (see :func:`settings_text`), on storage that all nodes
+            share.
 
     Raises:
         ConfigError: A setting that Slurm needs is missing, or an option contains a secret.
@@ -185,7 +186,7 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
 
 
 def _hosts(conf: LaunchConf) -> str:
-    """Returns the commands that print the nodes in the order of the ranks, one per line."""
+    """Returns shell commands that print the job's host names in the order of the node ranks."""
     names = ["SLURM_JOB_NODELIST"]
     if len(conf.groups) > 1:
         names = [f"SLURM_JOB_NODELIST_HET_GROUP_{index}" for index in range(len(conf.groups))]
@@ -223,7 +224,8 @@ def _group_options(conf: LaunchConf, group: LaunchGroup) -> list[str]:
     if conf["DEVICE"] == "gpu" and group.gres != "none":
         kind, _, model = group.gres.partition(":")
         amount = f"{model}:{group.processes}" if model else str(group.processes)
-        # --gpus-per-task with a GPU type would leave CUDA_VISIBLE_DEVICES empty.
+        # Use --gpus-per-node: with --gpus-per-task and a GPU type, Slurm would leave
+        # CUDA_VISIBLE_DEVICES empty.
         options.append(
             f"--gpus-per-node={amount}"
             if kind == "gpu"
@@ -254,16 +256,21 @@ def _srun(conf: LaunchConf) -> list[str]:
 
 
 def settings_text(conf: LaunchConf) -> str:
-    """Returns the settings for the nodes of a job as JSON; of secrets it has only the names."""
+    """Returns the settings for a job's nodes as JSON. Secrets are included by name only."""
     settings = {"conf": conf.texts(), "folder": str(conf.folder), "secrets": [*conf.secrets]}
     return json.dumps(settings, indent=2) + "\n"
 
 
 def submit(conf: LaunchConf, script: str, settings: Path) -> int:
-    """Writes settings and script, and passes the script to ``sbatch``.
+    """Writes the settings file and the batch script, and submits the script with ``sbatch``.
+
+    Args:
+        conf: Configuration of the launch.
+        script: Text of the batch script.
+        settings: Path of the settings file. The script is written next to it.
 
     Returns:
-        Id of the job.
+        Slurm's id of the new job.
 
     Raises:
         ConfigError: The folder of logs cannot be written, or Slurm refuses the job.

@@ -1,7 +1,7 @@
-"""``top``: shows what a run does at this moment, in the terminal, drawn with rich.
+"""``top``: shows in the terminal what each rank of a run is doing now.
 
-Shows each rank's current action, the progress of the iteration, step time, tokens per second, loss,
-bubble, waits and memory, of a running or an ended run::
+Shows each rank's current action, the progress of training, step time, tokens per second, loss,
+bubble (fraction of idle time), waits and memory. For an ended run, shows the last state::
 
     run 17-4 · adaptive · 2 stages x 1 chunk                              running, 0.2 s old
     iteration 45 of 60 ━━━━━━━━━━━━━╸━━━━ 75%, 4.0 s left
@@ -39,7 +39,7 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, SLICES
 
 PERIOD_S = 0.5
 PIPE_COLUMNS = 160
-"""Width in columns if the output is not a terminal."""
+"""Width of a frame in columns if the output is not a terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,11 +95,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 WIDE = 96
-"""Least number of columns for a table with the bar of a step."""
+"""Minimum width of the terminal, in columns, for tables that include the ``step`` column."""
+
 BAR = 14
-"""Length of the bar of a step, in columns."""
+"""Length in columns of the bar that shows how a rank spends a step."""
+
 CURVE = 16
-"""Most points of a curve, one per column."""
+"""Maximum number of points in the curve of the loss. A point takes one column."""
 
 _STATES = {
     "running": "bold green",
@@ -119,8 +121,8 @@ def draw(snapshot: Snapshot, width: int, height: int | None = None) -> Renderabl
     Args:
         snapshot: Snapshot of the run.
         width: Columns of the terminal.
-        height: Rows of the terminal, ``None`` for no limit. If the ranks do not fit, there is one
-            line per stage instead of one per rank.
+        height: Rows of the terminal, ``None`` for no limit. If one line per rank does not fit, the
+            table has one line per stage.
     """
     parts: list[RenderableType] = [_title(snapshot)]
     if snapshot.iteration or snapshot.total_iterations:
@@ -201,7 +203,7 @@ def _figures(snapshot: Snapshot) -> Text:
 def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
     step = "step" if width >= WIDE else ""
     table = _table(f"rank stage now done {step} bubble waits compute held slow")
-    # The cells of this column may shrink if the terminal is narrow.
+    # Allow the column ``now`` to shrink if the terminal is narrow.
     table.columns[2].min_width = 14
     table.columns[2].no_wrap = False
     chunks = max((r.header.num_chunks for r in ranks if r.header is not None), default=1)
@@ -224,7 +226,7 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
 
 
 def _table(columns: str) -> Table:
-    """Creates an empty table; texts and bars are left-aligned, numbers right-aligned."""
+    """Creates a table without rows. Columns of text are left-aligned, of numbers right-aligned."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim")
     for name in columns.split():
         is_text = name in ("now", "step", "waits", "slow")
@@ -233,7 +235,13 @@ def _table(columns: str) -> Table:
 
 
 def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
-    """Creates the table of stages: actions of each stage's ranks, median and worst figures."""
+    """Creates the table of stages: what each stage's ranks are doing, median and worst figures.
+
+    Args:
+        snapshot: Snapshot of the run.
+        width: Columns of the terminal.
+        room: Maximum number of stages to show.
+    """
     waits = "waits" if width >= WIDE else ""
     table = _table(f"stage ranks now bubble {waits} compute slowest slow")
     table.columns[2].overflow = "ellipsis"
@@ -267,7 +275,7 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
 
 
 def _word(rank: LiveRank) -> str:
-    """Describes a rank's current action in a word or two."""
+    """Describes what a rank is doing now, in one or two words."""
     now = rank.now
     if rank.header is None:
         return "unreadable" if rank.problem else "not started"
@@ -304,7 +312,7 @@ def _now(rank: LiveRank, chunks: int) -> Text:
 
 
 def _bar(rank: LiveRank) -> Text:
-    """Draws a rank's step: work, waits by cause, and the rest."""
+    """Draws how a rank spends a step, as a bar: computation, waits by cause, and the rest."""
     text = Text()
     if rank.busy is None:
         return text
@@ -317,7 +325,7 @@ def _bar(rank: LiveRank) -> Text:
 
 
 def _waits(waits: Mapping[str, float]) -> Text:
-    """Names the cause with the longest wait."""
+    """Returns the cause of the longest waits, with its fraction of the step."""
     cause = max(waits, key=lambda cause: waits[cause], default="")
     if waits.get(cause, 0.0) < 0.005:
         return Text()
@@ -329,7 +337,7 @@ def _mark(rank: LiveRank) -> Text:
 
 
 def _findings(snapshot: Snapshot) -> list[str]:
-    """Returns a line for each of the three costliest findings: gain, headline and remedy."""
+    """Returns lines for the three diagnosed problems whose repair would gain the most time."""
     return [
         f"gain {finding['gain']:.1%}: {finding['headline']}; {finding['do']}"
         for finding in sorted(snapshot.findings, key=lambda finding: -finding["gain"])[:3]
@@ -345,10 +353,10 @@ def _notes(snapshot: Snapshot) -> list[str]:
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """Draws values in eight levels between their minimum and maximum, thinned to the width."""
+    """Draws values as a line of characters with eight heights, scaled from minimum to maximum."""
     if len(values) < 2:
         return ""
-    if len(values) > CURVE:  # Thin the values over the whole run.
+    if len(values) > CURVE:  # Keep evenly spaced values.
         step = (len(values) - 1) / (CURVE - 1)
         values = [values[round(index * step)] for index in range(CURVE)]
     low = min(values)

@@ -5,9 +5,9 @@ python -m megatron.adaptive trace diagnose runs/latest
 python -m megatron.adaptive trace whatif runs/latest
 python -m megatron.adaptive trace import trace.parquet --output traces
 
-``process_trace.py`` and ``visualize_trace.py`` do the same under their older names and flags. They
-read the JSON lines in a run's ``traces/`` or, if there are none, the text form
-``trace_pipeline_<p>_model_chunks_<c>.txt``.
+The scripts ``process_trace.py`` and ``visualize_trace.py`` do parts of this with older flags. They
+read the JSON lines in a run's folder ``traces``. Without such a folder, they read a trace in text
+form, ``trace_pipeline_<p>_model_chunks_<c>.txt``.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Lengths, Span
 PROGRAM = "python -m megatron.adaptive trace"
 DIAGNOSE = "diagnose"
 EVENT_ITERATIONS = 20
-"""Most iterations in the events; viewers open larger files slowly."""
+"""Maximum number of iterations in a file of events, because viewers open larger files slowly."""
+
 MOST_LAYERS = 4
-"""Most layers of experts that are named, those with the worst balance."""
+"""Maximum number of layers in the report on experts: those with the most uneven load."""
+
 FORMATS = ("xlsx", "html", "perfetto", "png", "tensorboard")
-"""Names of the views."""
+"""Names of the file formats that ``--format`` accepts."""
 _ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 
@@ -62,7 +64,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def process(argv: Sequence[str]) -> int:
-    """Runs ``process_trace.py``; arguments, result and errors are those of :func:`main`."""
+    """Runs ``process_trace.py``: prints a run's figures and writes its events as JSON.
+
+    Returns 0; an expected error is raised as an ``AdaptiveError``.
+    """
     parser = _parser(
         "process_trace.py",
         "Print busy time, waits and bubble of each pipeline rank, and write the events of the "
@@ -73,7 +78,10 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Runs ``visualize_trace.py``; arguments, result and errors are those of :func:`main`."""
+    """Runs ``visualize_trace.py``: draws the executed order of actions in one iteration.
+
+    Returns 0; an expected error is raised as an ``AdaptiveError``.
+    """
     parser = _parser(
         "visualize_trace.py",
         "Draw the executed order of one iteration: a row per stage, forward blue, backward "
@@ -104,7 +112,13 @@ def _what_if(argv: Sequence[str]) -> int:
 
 
 def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable[..., Any]) -> int:
-    """Prints the result of an analysis of a run, and draws it if requested."""
+    """Analyzes a run and prints the result; also draws a picture if requested.
+
+    Args:
+        parser: Parser with the flags that choose the run and its iterations.
+        argv: Arguments of the command line.
+        find: Function that analyzes the given iterations of a run.
+    """
     help_text = "print the result as JSON instead of text"
     parser.add_argument("--json", action="store_true", help=help_text)
     parser.set_defaults(picture=None)
@@ -168,14 +182,14 @@ def _show(
     report: bool = True,
     events: bool = False,
 ) -> int:
-    """Writes the views of a run and prints its figures.
+    """Writes the requested files about a run and prints its figures.
 
     Args:
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
-        formats: Views to write without ``--format``.
+        formats: Default of ``--format``: names of file formats separated by commas, or ``all``.
         report: Whether to print the figures.
-        events: Whether to write the events of the drawn replica as ``.json`` too.
+        events: Whether to also write the events of the drawn replica to a ``.json`` file.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)
@@ -204,10 +218,10 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
     """Returns a parser with the flags that choose a run and its iterations.
 
     Args:
-        prog: Name of the program.
-        description: Description of the program.
-        by_shape: Whether the run is chosen by ``--run-dir`` and its required sizes, not by a
-            positional argument.
+        prog: Name of the program in the help text.
+        description: Description of the program in the help text.
+        by_shape: Whether the parser has the older flags: ``--run-dir`` instead of a positional
+            argument, and the expected numbers of pipeline ranks and model chunks.
     """
     parser = CommandParser(prog=prog, description=description)
     parser.set_defaults(pipeline_parallel=None, model_chunks=None)
@@ -236,7 +250,7 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report: bool) -> None:
-    """Adds the flags that choose a replica, the views and the path of the results."""
+    """Adds the flags that choose a replica, the file formats and the path of the results."""
     add = parser.add_argument
     replica = "data-parallel replica to look at (default: 0; in the page and for Perfetto all)"
     add("--dp-rank", type=number(int, 0, 1_000_000), metavar="D", help=replica)
@@ -254,10 +268,14 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
 def _chosen_iterations(
     run: RunTrace, arguments: argparse.Namespace, dp_rank: int | None
 ) -> tuple[int, ...] | None:
-    """Returns the iterations that the flags choose, complete ones if any; ``None`` for no choice.
+    """Returns the iterations that the user chose with flags; ``None`` if there is no such flag.
 
-    Complete iterations are those that the replica completed, or all replicas if ``dp_rank`` is
-    ``None``.
+    If some of the chosen iterations are complete, the others are left out.
+
+    Args:
+        run: Traced run.
+        arguments: Parsed flags.
+        dp_rank: Replica that must have completed an iteration, ``None`` for all replicas.
     """
     if arguments.iterations is None:
         return None
@@ -289,9 +307,10 @@ class _Selection:
 
     Attributes:
         run: Traced run.
-        step: Iteration to draw.
-        iterations: Iterations that the figures cover, ascending, with the drawn one.
-        dp_rank: Requested replica, ``None`` if none was requested: then the first one is drawn.
+        step: Actions of the iteration to draw.
+        iterations: Iterations that the figures cover, ascending. They include the drawn iteration.
+        dp_rank: Data-parallel replica that the user chose. ``None`` without a choice; then the
+            first replica is drawn.
     """
 
     run: RunTrace
@@ -301,14 +320,14 @@ class _Selection:
 
     @cached_property
     def figures(self) -> RunFigures:
-        """Returns the figures of the drawn replica; they are read on first use."""
+        """Returns the figures of the drawn replica, computed from the trace on first use."""
         traces = self.run.replica(self.step.dp_rank)
         ranks = [trace.header.rank for trace in traces if trace is not None]
         return run_figures(self.run, self.iterations, ranks=ranks)
 
 
 def _select(arguments: argparse.Namespace) -> _Selection:
-    """Reads the run that the flags choose; raises ``TraceError`` if it is missing or damaged."""
+    """Reads the run that the user chose; raises ``TraceError`` if it is missing or damaged."""
     run = load_run(arguments.run_dir, arguments.pipeline_parallel, arguments.model_chunks)
     dp_rank = arguments.dp_rank or 0
     covered = _chosen_iterations(run, arguments, dp_rank)
@@ -318,7 +337,7 @@ def _select(arguments: argparse.Namespace) -> _Selection:
 
 
 def _chosen_formats(text: str) -> tuple[str, ...]:
-    """Returns the views that ``--format`` names, each once."""
+    """Parses the value of ``--format`` into names of file formats, without duplicates."""
     names = tuple(dict.fromkeys(FORMATS if text == "all" else text.split(",")))
     for name in names:
         if name not in FORMATS:
@@ -330,14 +349,20 @@ def _chosen_formats(text: str) -> tuple[str, ...]:
 
 
 def _write_view(name: str, selection: _Selection, stem: Path) -> str:
-    """Writes a view, one of :data:`FORMATS` or ``json``; returns a line about it."""
+    """Writes a file in one of :data:`FORMATS` or ``json``; returns a description and notes.
+
+    Args:
+        name: Name of the file format.
+        selection: The user's choice of run, iterations and ranks.
+        stem: Path of the file without its ending.
+    """
     run = selection.run
     step = selection.step
     iterations = selection.iterations
     target = Path(f"{stem}.{'json.gz' if name == 'perfetto' else name}")
     description = f"iteration {step.iteration} drawn"
     notes = []
-    # The views take long to import, and few are requested at a time.
+    # Import only the modules for the requested format, because these imports are slow.
     if name == "tensorboard":
         from megatron.adaptive.trace.views.scalars import write_scalars
 
@@ -368,10 +393,10 @@ def _write_view(name: str, selection: _Selection, stem: Path) -> str:
 
 
 def _report(selection: _Selection) -> dict[str, Any]:
-    """Returns the report as data: figures of the drawn step and of each traced rank in it.
+    """Returns the report as data: figures of the drawn step, and of each traced rank.
 
-    Bubbles are relative to the step time (idle / step), not to the work. ``times`` contains the
-    mean and the population standard deviation of the durations by kind of action.
+    ``bubble_fraction`` is idle time divided by step time. ``times`` contains the mean and the
+    population standard deviation of the durations, for each kind of action.
     """
     run = selection.run
     step = selection.step
@@ -412,10 +437,10 @@ def _report(selection: _Selection) -> dict[str, Any]:
 
 
 def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns what experts did in an iteration, empty if the trace lacks it.
+    """Returns figures of the experts in an iteration, empty if the trace has none.
 
-    ``tokens`` counts the tokens of each layer's experts over all ranks; ``exchange_ms`` is the time
-    that each rank's actions spent in exchanges of tokens.
+    ``tokens`` is the number of tokens per layer and expert, summed over all ranks. ``exchange_ms``
+    is the time in milliseconds for which each rank exchanged tokens with other ranks.
     """
     tokens: dict[int, Counter[int]] = {}
     exchange_ms = {}
@@ -430,7 +455,7 @@ def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
 
 
 def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
-    """Returns the report on experts as text."""
+    """Returns lines of text about the load of the experts and the exchanges of tokens."""
     layers = []
     for layer, tokens in experts["tokens"].items():
         expert = max(tokens, key=tokens.__getitem__)
@@ -451,7 +476,11 @@ def _extremes(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
-    """Returns number, mean and standard deviation of the durations of a rank's kinds of actions."""
+    """Returns the count, mean and standard deviation of durations for each kind of action.
+
+    Args:
+        row: Spans of one rank.
+    """
     statistics_by_action = {}
     for action in DRAWN_ACTIONS:
         lengths = [span.duration_ns / NS_PER_MS for span in row if span.action == action]
@@ -467,7 +496,7 @@ def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
 
 
 def _report_lines(selection: _Selection) -> list[str]:
-    """Returns the report as text."""
+    """Returns the report as lines of text."""
     run = selection.run
     step = selection.step
     report = _report(selection)
@@ -489,7 +518,7 @@ def _report_lines(selection: _Selection) -> list[str]:
 
 
 def _length_lines(lengths: Lengths) -> list[str]:
-    """Returns a line about the lengths of the step's microbatches, none if they are alike."""
+    """Returns a line about the lengths of the step's microbatches, no line if all are equal."""
     if not lengths:
         return []
     positions = [microbatch[0] for microbatch in lengths]
@@ -502,7 +531,7 @@ def _length_lines(lengths: Lengths) -> list[str]:
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
-    """Returns the cells of the table of ranks, the head first."""
+    """Returns the cells of the table of ranks, row by row; the first row contains headings."""
     show_bytes = any(rank["peak_in_flight_bytes"] for rank in ranks)
     head = ["", "actions", "busy ms", "wait ms", "bubble"]
     table = [[*head, *(f"{kind} ms" for kind in kinds), "peak in flight"]]
@@ -518,7 +547,10 @@ def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[lis
 
 
 def _parts_table(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns the cells of the table of the step's parts, without parts that are 0 on all ranks."""
+    """Returns the cells of the table that divides each rank's step time into parts.
+
+    Leaves out parts that take no time on any rank, except ``busy``.
+    """
     parts = [rank["parts_ms"] for rank in ranks]
     shown = [
         name for name in PARTS if name == "busy" or any(rank_parts[name] for rank_parts in parts)

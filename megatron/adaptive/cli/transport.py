@@ -2,11 +2,11 @@
 
 ::
 
-    python -m megatron.adaptive transport --check                       two processes here
-    torchrun ... -m megatron.adaptive transport --check                 one process on each node
+    python -m megatron.adaptive transport --check          checks two processes on this machine
+    torchrun ... -m megatron.adaptive transport --check    checks all nodes, a process on each
 
-Tries every possible transport between two ranks for about two seconds. A table shows whether it
-works, its latency and bandwidth, and why other transports are not possible.
+Tries each possible transport between two ranks for about two seconds. A table shows whether the
+transport works, its latency and bandwidth, and why other transports are not possible.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _COLUMNS = ("ranks", "transport", "half round trip", "bandwidth", "")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Describes the check of one transport between one pair of ranks.
+    """Describes the result of checking one transport between two ranks.
 
     Attributes:
-        ranks: Pair of ranks.
-        hosts: Hosts of these ranks.
+        ranks: Numbers of the two ranks.
+        hosts: Host names of the two ranks.
         transport: Name of the transport.
-        chosen: Whether a run would use this transport.
-        works: Whether it connected the ranks and carried payloads unchanged.
-        latency_us: Half of the round-trip time of 1 KiB, in microseconds.
-        gb_per_s: Bandwidth with messages of 4 MiB, in 10^9 bytes per second.
-        note: Reason why it does not work, or why it was chosen.
+        chosen: Whether a run would use this transport between these ranks.
+        works: Whether the transport connected the ranks and delivered payloads unchanged.
+        latency_us: Half of the round-trip time of a 1 KiB message, in microseconds.
+        gb_per_s: Bandwidth with 4 MiB messages, in 10^9 bytes per second.
+        note: Reason why the transport does not work, or why a run would use it.
     """
 
     ranks: tuple[int, int]
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace, environment: Environment) -> int:
-    """Takes part in the check as one rank."""
+    """Checks the transports as one rank of the job; returns the exit status."""
     from megatron.adaptive.profiling.transport_check import TransportCheck
 
     names = {spec.dest for spec in fields_of(TransportConfig)} & vars(options).keys()

@@ -3,8 +3,9 @@
     python -m megatron.adaptive validate --data DIR --model M --cluster FILE [--profile FILE]
         [--rows] [--json]
 
-``DIR`` is the folder of a run's traces, or contains several such folders, of model ``M`` on the
-cluster. ``studies/planner.py`` compares published runs.
+``DIR`` is a folder with the traces of a run, or a folder that contains several such folders. The
+runs must have trained model ``M`` on the cluster in ``FILE``. To compare predictions with published
+runs, use ``studies/planner.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SET = "own runs"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Predicts the runs in a folder, and prints the errors of the predictions."""
+    """Predicts the step time of each run in a folder, and prints the errors of the predictions."""
     options = _parser().parse_args(argv)
     rows = _compared(_find_runs(options.data), options)
     errors = accuracy([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
@@ -105,10 +106,10 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _find_runs(folder: Path) -> dict[str, Path]:
-    """Finds the folder's own traces, and those of its subfolders or their ``traces`` folders.
+    """Finds traced runs: in the folder itself, its subfolders, and their folders ``traces``.
 
     Returns:
-        Folders of traces by the name of the run.
+        Folder of traces of each run, by the name of the run's folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder: give the folder of traced runs")
@@ -129,7 +130,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
 def _compared(
     traces_by_run: Mapping[str, Path], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Predicts runs of the trainer; returns a row for each, with its plan."""
+    """Predicts each run; returns measured and predicted step time, and the plan, per run."""
     for name in ("model", "cluster"):
         if getattr(options, name) is None:
             raise ConfigError(
@@ -192,7 +193,10 @@ def _plan(run: TracedRun, inputs: PlanInputs, options: argparse.Namespace) -> Pl
 
 
 def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
-    """Returns the node and GPU of each rank; each host is the next free node of its type."""
+    """Returns (number of the node, number of the GPU) for each rank.
+
+    Each host is assigned to the first unused node of its node type in the cluster.
+    """
     nodes: dict[str, int] = {}
     used: dict[str, int] = {}
     places = {}

@@ -1,6 +1,7 @@
 """Starts jobs on many nodes, watches them, and changes their layout as nodes come and go.
 
-Owns ``conf.sh``, a node's part in a job, the manager of an elastic job with its agents, and
-snapshots kept on other nodes. It starts ``torchrun`` as it is and imports no torch. Rendezvous of
-pods, scripts for Slurm, status and report of a job are files of ``cli``.
+Contains the settings in ``conf.sh``, the processes of one node, the manager of an elastic job with
+its agents, and the copies of the training state that nodes keep for each other. The package starts
+an unmodified ``torchrun`` and does not import torch. Other code for jobs is in ``cli``: how pods
+find each other, scripts for Slurm, and the status and report of a job.
 """

@@ -1,8 +1,9 @@
-"""Runs one node's part in a job: joins the manager, then starts, signals and ends ranks for it.
+"""Runs one node's part in a job: connects to the manager, then starts and signals ranks for it.
 
 If the node is about to be taken away (SIGTERM or SIGUSR1), the agent notifies the manager. The
-manager lets the job save and continue without this node, then releases the agent. Ranks end with
-the agent and with its connection: without a manager nobody could end them.
+manager then makes the job save, starts the next layout without this node, and releases the agent.
+When the agent ends or loses its connection, it kills the node's ranks, because the manager could no
+longer end them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron.adaptive.network import is_loopback, own_address
 _CONNECT_S = 20.0
 _END_S = 20.0
 EXIT_REFUSED = 2
-"""Status reported for a rank that the node refused to start, because the order was not allowed."""
+"""Exit status reported for a rank that the node refused to start, as the order is not allowed."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 
@@ -42,12 +43,14 @@ class Agent:
     Args:
         name: Name of the node, unique in the job.
         address: Address of the manager.
-        port: Port of the manager.
-        secret: Secret of the job.
-        work: Script and arguments of this node's ranks.
+        port: Port at which the manager listens.
+        secret: Secret by which agents and the manager authenticate each other.
+        work: Script and arguments of this node's ranks. They limit what the manager may order.
         slots: Number of processes on this node, ``None`` for one per GPU.
-        keeper: Keeper of state copies, ``None`` for a new one that ends with this process.
-        silence_s: Time without a message, in seconds, after which the manager counts as lost.
+        keeper: Holder of state copies in memory, ``None`` to create one that ends with this
+            process.
+        silence_s: Time in seconds without any message from the manager, after which the manager is
+            considered lost.
     """
 
     def __init__(
@@ -71,18 +74,18 @@ class Agent:
         self._slots = slots
         self._keeper = keeper or SnapshotKeeper(own_address(None, address, alone=True))
         self.status: int | None = None
-        """Exit status that the manager ordered, ``None`` if it ordered none."""
+        """Exit status that the manager ordered when it released the agent, ``None`` otherwise."""
         self.why = ""
-        """Reason why the manager released the agent, empty if it gave none."""
+        """Reason that the manager gave for releasing the agent; may be empty."""
         self.notice: signal.Signals | None = None
-        """First signal that announced the loss of the node, ``None`` before one came."""
+        """First signal received that announces the loss of this node, ``None`` before that."""
         self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._asked: dict[str, int] = {}
 
     @classmethod
     def from_input(cls) -> Agent:
-        """Creates the agent from a line of JSON on standard input, which the manager sends.
+        """Creates the agent from a line of JSON that the manager writes to standard input.
 
         Raises:
             SetupError: The line is missing or malformed, for example if a user started the program.
@@ -98,7 +101,7 @@ class Agent:
             ) from None
 
     async def run(self) -> None:
-        """Serves until the manager releases the agent or its connection ends.
+        """Follows the manager's orders until it releases the agent or the connection ends.
 
         Raises:
             SetupError: The manager cannot be reached or refuses this node.
@@ -108,13 +111,13 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in _NOTICES:
             loop.add_signal_handler(number, self._notice, number)
-        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is for the manager
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is handled by the manager
         try:
             await self._serve(link)
         finally:
-            loop.remove_signal_handler(signal.SIGINT)  # The handlers of notices stay until the end.
+            loop.remove_signal_handler(signal.SIGINT)  # Keep the handlers of ``_NOTICES``.
             assert self._orders is not None
-            self._orders.close()  # the forkserver kills its ranks and ends
+            self._orders.close()  # then the forkserver kills its ranks and ends
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(forkserver.wait(), _END_S)
             if forkserver.returncode is None:
@@ -159,9 +162,9 @@ class Agent:
         agent_end, forkserver_end = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        # If a rank is lost, torch would print a C++ stack as a warning for every other rank.
+        # When a rank is lost, torch warns on each other rank with a C++ stack trace. Hide these.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if is_loopback(self._address):  # This machine is the job's only one.
+        if is_loopback(self._address):  # The job runs on this machine only.
             environment |= loopback_variables(environment)
         module = "megatron.adaptive.cluster.rank_forkserver"
         forkserver = await asyncio.create_subprocess_exec(
@@ -172,7 +175,7 @@ class Agent:
             pass_fds=(forkserver_end.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # Ctrl-C at the terminal is not for the ranks
+            start_new_session=True,  # so that Ctrl-C does not reach the ranks
         )
         forkserver_end.close()
         reader, self._orders = await asyncio.open_connection(sock=agent_end)
@@ -193,7 +196,7 @@ class Agent:
             elif kind == "start":
                 added = self._prepare(message.get("copies"))
                 for rank in message["ranks"]:
-                    if "number" in message:  # The manager waits for this rank's end.
+                    if "number" in message:  # The manager waits for the exit status.
                         self._asked[rank["key"]] = message["number"]
                     self._start_rank(rank, added, is_restore="is_restore" in message)
             elif kind == "inventory":
@@ -202,13 +205,14 @@ class Agent:
             elif kind == "signal":
                 self._order(signal=message["number"])
             elif kind == "leave":
-                # Without a status the manager only gave the node up: it may join again.
+                # A message without a status means that the manager considers this node lost. The
+                # node may then join again.
                 self.status = message.get("status")
                 self.why = message.get("why", "")
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
-        """Prepares to keep snapshots of ranks about to start; returns the ranks' environment."""
+        """Prepares to store copies of the state for new ranks; returns variables for the ranks."""
         if copies is None:
             return {}
         buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])
@@ -254,8 +258,8 @@ class Agent:
                     self._ended(values["ended"], values["status"])
                 elif "ready" in values:
                     self._link.send("ready")
-        # Without a forkserver no rank can start here, so leave: the manager continues without this
-        # node.
+        # The forkserver has ended, so no rank can start on this node. Close the connection, so that
+        # the manager continues without this node.
         await self._link.close()
 
     def _notice(self, number: int) -> None:

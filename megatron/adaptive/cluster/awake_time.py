@@ -1,8 +1,8 @@
-"""Measures how long a process has waited, without the time in which it was stopped.
+"""Measures how long a process has waited, excluding time for which the process was stopped.
 
-Ctrl-Z, a debugger or a paused virtual machine may stop a process. When it continues, all of its
-time limits seem to have passed, although its peers answered in time. Time is therefore counted in
-short waits: a stop, however long, counts as one of them.
+A process may be stopped by Ctrl-Z, a debugger or a paused virtual machine. When it continues, all
+its time limits seem to have passed, although its peers answered in time. Waits are therefore
+divided into short slices, and a stop of any length counts as a single slice.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SLICE_S = 1.0
-# A running process reads the clock more often than this, even on a busy machine.
+# Minimum time between two readings, in seconds, that is considered a stop. A running process reads
+# the clock more often, even on a busy machine.
 _LONGEST_GAP_S = 5.0
 
 
 class AwakeClock:
-    """Counts the seconds in which this process ran.
+    """Measures time in seconds, excluding time for which this process was stopped.
 
-    Read it at least every two seconds: a longer gap between two readings counts as a stop.
+    Call :meth:`now_s` at least every two seconds. A gap of more than five seconds between two calls
+    is considered a stop.
 
     Args:
         clock: Source of the time in seconds, ``time.monotonic`` by default.
@@ -34,7 +36,7 @@ class AwakeClock:
         self._stopped_s = 0.0
 
     def now_s(self) -> float:
-        """Returns the present time in seconds, without the time of stops."""
+        """Returns the present time in seconds, without the time for which the process stopped."""
         now_s = self._clock()
         gap_s = now_s - self._read_s
         self._read_s = now_s
@@ -44,14 +46,16 @@ class AwakeClock:
 
 
 async def result_within(future: asyncio.Future[T], limit_s: float) -> T:
-    """Waits for a future in slices of at most :data:`SLICE_S`; at the limit it keeps running.
+    """Waits for a future in slices of at most :data:`SLICE_S` seconds.
+
+    A time-out does not cancel the future.
 
     Args:
         future: Future or task to wait for.
-        limit_s: Limit in seconds, without the time in which this process was stopped.
+        limit_s: Time limit in seconds, excluding time for which this process was stopped.
 
     Raises:
-        asyncio.TimeoutError: The limit has passed.
+        asyncio.TimeoutError: The time limit has passed.
     """
     left_s = limit_s
     pending: Any = {future}

@@ -1,7 +1,8 @@
-"""Reads ``conf.sh`` and a plan into the configuration of a launch, checked against all rules.
+"""Reads ``conf.sh`` and a plan into a checked configuration of a launch.
 
-A value comes from the command line (``--set NAME=VALUE``), else from the plan, else from
-``conf.sh``, else it is the default. The trainer's own parser checks the rules of the trainer.
+The sources of a value, from the highest to the lowest precedence: the command line
+(``--set NAME=VALUE``), the plan, ``conf.sh``, the default. Values that the trainer restricts are
+checked later, by the trainer's own parser.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _Nodes = Annotated[int, Limits(minimum=1, maximum=100_000)]
 
 
 def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
-    """Creates variables from rows of type, default as text, help text and choices."""
+    """Creates the field of each variable from its type, default as text, help text and choices."""
     return {
         name: spec_of(name, kind, default, help=meaning, choices=tuple(choices))
         for name, (kind, default, meaning, *choices) in table.items()
@@ -101,14 +102,14 @@ SETTINGS = _specs(
         "PYTHON": (str, "", "Python of the nodes; this one by default"),
     }
 )
-"""Variables of ``conf.sh``; an empty default means no value."""
+"""Variables of ``conf.sh`` by name. A variable with an empty default has no value by default."""
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:
-    """Refuses unknown names in capitals; other names are helpers of the file.
+    """Refuses unknown names that begin with a capital; other names are the file's own helpers.
 
     Raises:
-        ConfigError: A name is unknown. The message names the nearest known one.
+        ConfigError: A name is unknown. The message suggests the most similar variable.
     """
     for name in variables:
         if name in SETTINGS or name.startswith(FROM_CONF) or not name[:1].isupper():
@@ -122,13 +123,13 @@ def check_names(variables: Mapping[str, str], where: str) -> None:
 
 
 def read_value(name: str, text: str) -> object:
-    """Parses the text of a variable; returns ``None`` if it is empty and there is no default.
+    """Parses the value of a variable from text; an empty text stands for the default.
 
     Returns:
-        An ``int``, ``float``, ``bool`` or ``str``.
+        An ``int``, ``float``, ``bool`` or ``str``; ``None`` if there is neither text nor default.
 
     Raises:
-        ConfigError: The text breaks the rule of its type.
+        ConfigError: The text is not a valid value of the variable's type.
     """
     setting = SETTINGS[name]
     text = text.strip() or setting.default
@@ -141,7 +142,8 @@ def read_value(name: str, text: str) -> object:
 
 
 _LIMIT_S = 20.0
-# Prints every variable that the file set as NAME, NUL, VALUE, NUL; a mark replaces an array.
+# Sources the file ($1), then prints each variable it set as NAME, NUL, VALUE, NUL. A marker
+# replaces the value of an array.
 _SCRIPT = r"""
 set -eu
 cd -- "$2"
@@ -161,17 +163,19 @@ _ARRAY = "\001array"
 
 
 def read_variables(path: Path) -> dict[str, str]:
-    """Runs a file with bash in its own folder and a clean environment; returns its variables.
+    """Runs a file in bash and returns the variables that it sets.
+
+    The working folder is the file's folder. Only a few variables, such as ``PATH``, are inherited.
 
     Args:
-        path: Path of the file.
+        path: Path of the file, such as ``conf.sh``.
 
     Returns:
-        Values by name, ordered by name.
+        Text of each variable by name, sorted by name.
 
     Raises:
-        ConfigError: There is no such file, bash cannot run it, or it sets an array.
-        SetupError: There is no bash.
+        ConfigError: The file is missing, fails in bash, or sets an array.
+        SetupError: bash is not installed.
     """
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "no such file"
@@ -219,10 +223,10 @@ class LaunchGroup:
 
     Attributes:
         kind: Name of the node type, empty if all nodes are equal.
-        nodes: Number of nodes, ``None`` if they are counted when they meet.
-        processes: Number of processes on each node, ``None`` if each node counts its GPUs.
-        partition: Slurm's partition, empty for its default.
-        gres: Slurm's name of the GPUs, ``none`` to request none.
+        nodes: Number of nodes, ``None`` if unknown before the nodes connect to each other.
+        processes: Number of processes on each node, ``None`` for one per GPU.
+        partition: Slurm partition of the group, empty for Slurm's default partition.
+        gres: Slurm's name for the GPUs (its generic resource), ``none`` to request no GPUs.
     """
 
     kind: str = ""
@@ -234,13 +238,13 @@ class LaunchGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConf:
-    """Contains a checked configuration.
+    """Contains the checked configuration of a launch.
 
     Attributes:
-        folder: Base folder of relative paths: the folder of ``conf.sh``.
-        values: Value of every variable of ``SETTINGS`` by name; ``None`` if it has no value.
-        groups: Groups of nodes, in the order of the ranks.
-        environment: Environment variables for every process.
+        folder: Folder of ``conf.sh``, relative to which paths are resolved.
+        values: Value of each variable of ``SETTINGS`` by name, ``None`` for a variable without one.
+        groups: Groups of equal nodes, in the order of the ranks.
+        environment: Environment variables of ``conf.sh`` that each process gets.
     """
 
     folder: Path
@@ -269,21 +273,20 @@ class LaunchConf:
 
     @property
     def world_size(self) -> int | None:
-        """Returns the number of all processes, ``None`` if it is not set."""
+        """Returns the total number of processes, ``None`` if it is not set."""
         if self.processes is not None:
             return sum(self.processes)
         size: int | None = self.values["WORLD_SIZE"]
         return size
 
     def path(self, name: str) -> Path:
-        """Returns the absolute path that a variable contains."""
+        """Returns a variable's value as an absolute path."""
         return Path(self.folder, self.values[name]).absolute()
 
     def texts(self) -> dict[str, str]:
-        """Returns the variables that have a value as texts, with those for processes.
+        """Returns all variables that have a value as texts, including environment variables.
 
-        Variables that the plan sets are included by themselves, so ``PLAN`` is left out. Secrets
-        are left out too.
+        Leaves out secrets, and ``PLAN``: the variables that the plan sets are included instead.
         """
         texts = {}
         for name, value in self.values.items():
@@ -294,7 +297,7 @@ class LaunchConf:
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Returns the variables for processes that are neither written nor sent to other nodes."""
+        """Returns the secret environment variables, which must not be written or sent to nodes."""
         return {name: text for name, text in self.environment.items() if is_secret(name)}
 
 
@@ -305,11 +308,11 @@ def load_conf(
 
     Args:
         path: Path of ``conf.sh``, ``None`` for defaults alone.
-        changes: Texts ``NAME=VALUE`` that override the file and the plan.
-        plan: Path of a plan file that replaces the one of ``PLAN``.
+        changes: Texts of the form ``NAME=VALUE``, which override the file and the plan.
+        plan: Path of a plan file that replaces the plan named by the variable ``PLAN``.
 
     Raises:
-        ConfigError: A name is unknown or a value breaks a rule.
+        ConfigError: A name is unknown or a value is invalid.
     """
     variables = {} if path is None else read_variables(path)
     where = "the command line" if path is None else str(path)
@@ -328,12 +331,12 @@ def make_conf(
     """Checks variables and creates a configuration from them.
 
     Args:
-        variables: Texts by name.
-        folder: Base folder of relative paths.
-        fixed: Names whose value a plan does not replace.
+        variables: Value of each variable as text, by name.
+        folder: Folder relative to which paths are resolved.
+        fixed: Names of variables whose values a plan must not replace.
 
     Raises:
-        ConfigError: A value breaks a rule.
+        ConfigError: A value is invalid, or values contradict each other.
     """
     texts = dict(variables)
     if texts.get("PLAN", "").strip():
@@ -357,7 +360,7 @@ def read_changes(changes: Sequence[str]) -> dict[str, str]:
     """Parses ``NAME=VALUE`` texts of the command line.
 
     Raises:
-        ConfigError: A text has another form.
+        ConfigError: A text does not have this form.
     """
     values = {}
     for change in changes:
@@ -369,7 +372,7 @@ def read_changes(changes: Sequence[str]) -> dict[str, str]:
 
 
 def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[str]) -> None:
-    """Sets the plan's variables; raises an error if the file sets one to another value."""
+    """Adds the plan's variables to ``texts``; raises an error if a value contradicts the file."""
     for name, value in plan.items():
         text = texts.get(name, "").strip()
         if name in fixed:
@@ -422,7 +425,7 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
 
 
 def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
-    """Parses ``TYPE=VALUE ...``, or one value for all types."""
+    """Parses one value per node type, ``TYPE=VALUE ...``, or a single value for all types."""
     if "=" not in text:
         return dict.fromkeys(kinds, text)
     values = dict(assignment.partition("=")[::2] for assignment in text.split())

@@ -1,8 +1,9 @@
-"""Carries messages between the nodes of a job: one JSON object each, and heartbeats.
+"""Sends messages between the nodes of a job, each a JSON object, and heartbeats.
 
-Both sides have proved that they know the job's secret, and each message is authenticated. A side
-that hears nothing for :data:`SILENCE_S` counts the other as lost, because a machine without power
-closes no connection. Time in which the listening side was itself stopped does not count.
+Both sides have proved that they know the job's secret, and each message is authenticated. If one
+side receives nothing for :data:`SILENCE_S` seconds, it considers the other side lost: a machine
+that loses power closes no connection. Time for which the receiving process was stopped is not
+counted.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from megatron.adaptive.handshake import (
 BEAT_S = 1.0
 SILENCE_S = 20.0
 PATIENCE_S = 60.0
-"""Longest silence of a manager in seconds, for agents that a machines file names.
+"""Time in seconds without a message, after which an agent that the manager started gives up.
 
-No other manager could take over such a job.
+It is longer than :data:`SILENCE_S`, because no other manager can take over such a job.
 """
 
 
 class Connection:
-    """Carries messages over one connection, from one event loop.
+    """Sends and receives messages over one connection, in one event loop.
 
     Args:
-        reader: Reader of the connection.
-        writer: Writer of the connection.
-        session: Session that seals and opens the messages.
+        reader: Stream from the other side.
+        writer: Stream to the other side.
+        session: Session that authenticates outgoing messages and verifies incoming ones.
     """
 
     def __init__(
@@ -57,18 +58,18 @@ class Connection:
     async def connect(
         cls, address: str, port: int, within_s: float, secret: str, purpose: str
     ) -> Connection:
-        """Connects to a listener of the job.
+        """Connects to a :class:`Listener` of the job.
 
         Args:
             address: Address of the listener.
             port: Port of the listener.
-            within_s: Time limit for connecting and proving the secret, in seconds.
-            secret: Secret of the job.
-            purpose: Purpose of the connection, equal to the listener's.
+            within_s: Time limit in seconds for connecting and for proving the secret.
+            secret: Secret of the job, which both sides must know.
+            purpose: Label of the connection, which must be equal on both sides.
 
         Raises:
-            StrangerError: The listener does not know the secret.
-            OSError: Nobody listens at the address; the text gives the reason.
+            StrangerError: The program at the address does not know the secret.
+            OSError: Nothing listens at the address. The error text gives the reason.
         """
         try:
             sealed = await asyncio.to_thread(dial, (address, port), secret, purpose, within_s)
@@ -80,13 +81,13 @@ class Connection:
 
     @classmethod
     async def over(cls, sealed: SealedSocket) -> Connection:
-        """Creates the connection over a socket whose other side has proved the secret."""
+        """Creates a connection from a socket whose other side has proved to know the secret."""
         reader, writer = await asyncio.open_connection(sock=sealed.socket)
         return cls(reader, writer, sealed.session)
 
     @property
     def peer(self) -> str:
-        """Returns the address of the other side; an IPv4 address mapped to IPv6 as plain IPv4."""
+        """Returns the address of the other side, as plain IPv4 if it is mapped to IPv6."""
         return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
 
     @property
@@ -95,20 +96,25 @@ class Connection:
         return str(self._writer.get_extra_info("sockname", ("",))[0])
 
     def send(self, kind: str, **values: Any) -> None:
-        """Sends a message; drops it if the other side is gone, which :meth:`receive` reports."""
+        """Sends a message. Drops it without an error if the connection is closed.
+
+        A closed connection is reported by :meth:`receive`.
+        """
         if not self._writer.is_closing():
             self._writer.write(self._session.seal(json.dumps({"what": kind, **values}).encode()))
 
     def beat(self) -> None:
-        """Starts sending heartbeats."""
+        """Starts sending a heartbeat every :data:`BEAT_S` seconds."""
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def receive(self, silence_s: float = SILENCE_S) -> dict[str, Any] | None:
-        """Waits for the next message except heartbeats; returns ``None`` if the other side is lost.
+        """Waits for the next message; returns ``None`` if the other side is lost.
+
+        Skips heartbeats.
 
         Args:
-            silence_s: Time without a message, in seconds, after which the other side counts as
-                lost.
+            silence_s: Time in seconds without any message or heartbeat, after which the other side
+                is considered lost.
         """
         while True:
             try:
@@ -122,7 +128,7 @@ class Connection:
                 return message
 
     async def _next_payload(self, silence_s: float) -> bytes:
-        """Waits for the next payload. A read under way continues after a time-out."""
+        """Waits for the next payload. After a time-out, the next call continues the same read."""
         if self._reading is None:
             self._reading = asyncio.get_running_loop().create_task(self._read())
             self._reading.add_done_callback(_take_error)
@@ -130,14 +136,14 @@ class Connection:
         try:
             payload = await result_within(reading, silence_s)
         except asyncio.CancelledError:
-            if reading.cancelled():  # close() cancelled the read; nobody cancelled this task.
+            if reading.cancelled():  # ``close`` cancelled the read, not this task.
                 raise EOFError("the connection was closed here") from None
             raise
         self._reading = None
         return payload
 
     async def close(self) -> None:
-        """Sends what is left and closes the connection. Idempotent."""
+        """Sends the messages still in the buffer and closes the connection. Idempotent."""
         for task in (self._beating, self._reading):
             if task is not None:
                 task.cancel()
@@ -157,23 +163,23 @@ class Connection:
 
 
 def _take_error(reading: asyncio.Task[bytes]) -> None:
-    """Retrieves a read's error, so that asyncio does not report it if nobody awaits the read."""
+    """Retrieves a read's exception, so that asyncio does not report it as never retrieved."""
     if not reading.cancelled():
         reading.exception()
 
 
 class Listener:
-    """Accepts connections that prove the job's secret, and serves them in the current event loop.
+    """Accepts connections from programs that know the job's secret, in the current event loop.
 
     Args:
-        attend: Coroutine function that serves one connection. The connection stays open after it. A
-            malformed message ends this connection only.
-        secret: Secret of the job.
-        purpose: Purpose of the connections.
-        report: Function that prints a line about refused connections.
-        host: Address of this machine to listen at; all addresses if it is empty or of another
-            machine.
-        port: Port to listen at, 0 for any free port.
+        attend: Coroutine function that handles one connection. The connection stays open when the
+            coroutine returns. A malformed message closes only the connection that carried it.
+        secret: Secret of the job, which the other side must know.
+        purpose: Label of the connections, which must be equal on both sides.
+        report: Function that prints a line about a refused connection.
+        host: Address of this machine at which to listen. If empty, or not an address of this
+            machine, the listener uses all addresses.
+        port: Port at which to listen, 0 for any free port.
 
     Raises:
         OSError: The port is not available.

@@ -1,12 +1,15 @@
-"""Describes what the ranks of a job run, where each one runs, and how an incarnation ended.
+"""Describes the program that a job's ranks run, the node of each rank, and how ranks ended.
 
-=============  ================================  ==========================================
-               the trainer                       a script with a ``Pipeline``
-=============  ================================  ==========================================
-gets           flags after the user's own        one environment variable, ``config.environment``
-checkpoints    ``CheckpointFolder``              ``PipelineFolder``
-layout for     its arguments                     what its ranks measured at the first start
-=============  ================================  ==========================================
+An incarnation is one layout of the job, from the start of its ranks to the end of the last one. A
+job runs either this project's trainer or the user's script with a ``Pipeline``:
+
+==================  ================================  ==========================================
+                    the trainer                       a script with a ``Pipeline``
+==================  ================================  ==========================================
+gets the layout by  flags after the user's own flags  one environment variable (``JobOrder``)
+checkpoints in      ``CheckpointFolder``              ``PipelineFolder``
+layout chosen from  the trainer's arguments           what its ranks measured at the first start
+==================  ================================  ==========================================
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ _MODEL = "model.json"
 _TRACES = "--trace-dir"
 _MOST_MEASURED = 3
 _PATH_FLAGS = ("--save", "--load", "--progress-dir", _TRACES)
-# These flags apply if a run starts from another run's checkpoint, not if it resumes from its own.
+# Flags for a run that starts from another run's checkpoint. They are removed when a job resumes
+# from its own checkpoint.
 _FIRST_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 
 
@@ -44,7 +48,7 @@ class Program(ABC):
     """Describes the program that the ranks of a job run.
 
     Args:
-        folder: Folder of its checkpoints.
+        folder: Folder of the program's checkpoints.
     """
 
     def __init__(self, folder: CheckpointFolder | PipelineFolder) -> None:
@@ -53,7 +57,7 @@ class Program(ABC):
     def check(self) -> None:
         """Checks that ranks can resume from the folder of checkpoints.
 
-        The ranks themselves refuse a checkpoint with pickles, if they must not trust it.
+        Accepts checkpoints that contain pickles; the ranks refuse them later if not allowed.
 
         Raises:
             CheckpointError: The folder contains checkpoints, but none is intact.
@@ -77,29 +81,31 @@ class Program(ABC):
 
         Args:
             layout: Layout of the ranks.
-            incarnation: Number of the incarnation.
-            resumed: Iteration that they resume from, 0 for none.
-            progress: Folder where they write their progress.
+            incarnation: Number of the incarnation, from 1.
+            resumed: Iteration of the checkpoint that the ranks resume from, 0 for no checkpoint.
+            progress: Folder into which the ranks write their progress.
         """
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
-        """Returns why a job continues after its ranks ended in good order, empty if it is finished.
+        """Returns why a job needs another incarnation after its ranks ended without failures.
+
+        Returns an empty text if the job is finished.
 
         Args:
-            before: Progress that the ranks wrote.
+            before: Progress that the ended ranks wrote.
             statuses: Exit statuses of the ranks.
 
         Raises:
-            SetupError: The ranks did not do what a job needs.
+            SetupError: The ranks ended without training, or gave another model at each start.
         """
         return ""
 
 
 class TrainerProgram(Program):
-    """Runs the trainer of this project, which has flags for everything that a job needs.
+    """Runs the trainer of this project, whose layout and folders are set by flags.
 
     Args:
-        arguments: The user's arguments.
+        arguments: The user's arguments for the trainer.
         checkpoints: Folder of checkpoints.
     """
 
@@ -125,7 +131,7 @@ class TrainerProgram(Program):
 
 
 class ScriptProgram(Program):
-    """Runs a script that trains a ``Pipeline`` in ``Pipeline.loop``.
+    """Runs a user's script that trains a ``Pipeline`` in ``Pipeline.loop``.
 
     Args:
         path: Path of the script.
@@ -147,7 +153,8 @@ class ScriptProgram(Program):
     ) -> tuple[list[str], dict[str, str]]:
         measured = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
         if measured is not None and measured.is_random and measured.micro_batch_size is None:
-            # Dropout masks depend on the microbatch size, so the first size chosen stays.
+            # Random numbers, such as dropout masks, depend on the microbatch size. So record the
+            # first layout's size in the model's file: later layouts then use the same size.
             replace(measured, micro_batch_size=layout.micro_batch).write(self._model)
         order = JobOrder(
             checkpoints=str(self.folder.path),
@@ -182,25 +189,25 @@ class ScriptProgram(Program):
 
 
 def model_file(checkpoints: Path) -> Path:
-    """Returns the path of the file with the measured costs of the script's model."""
+    """Returns the path of the file for the measured costs of a script's model."""
     return job_folder(checkpoints) / _MODEL
 
 
 def is_trainer(script: Path) -> bool:
-    """Returns whether a script is the trainer, or calls it, judged by its name and text."""
+    """Returns whether a script is the trainer or its text contains the trainer's name."""
     if script.stem == _TRAINER:
         return True
     try:
         return _TRAINER.encode() in read_whole(script)
     except OSError:
-        return True  # the rank that runs it reports the error
+        return True  # a rank will report that the script is unreadable
 
 
 Policy = Literal["ignore", "replan", "exclude"]
-"""Reactions to a node that stays slow."""
+"""Reaction to a node that stays slow: none, move layers away, or leave the node out."""
 
 NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
-"""Environment variable that gives a rank the name of its node in the job."""
+"""Name of the environment variable that contains the name of a rank's node."""
 _VARIABLES = frozenset(
     (
         "RANK",
@@ -218,6 +225,7 @@ _VARIABLES = frozenset(
     )
 )
 """Environment variables that a manager may set for the ranks of a node."""
+
 EXIT_LEFT = 75
 """Exit status of a node that left while the job continues; the node may join again."""
 
@@ -227,18 +235,18 @@ class JobSpec:
     """Describes the job to run.
 
     Attributes:
-        script: Script of every rank.
+        script: Path of the script that each rank runs.
         arguments: The user's arguments for the script.
         checkpoints: Folder of checkpoints, on storage that all nodes share.
         machines: Path of the machines file, ``None`` if nodes join by themselves.
-        nodes: Number of nodes to wait for before the first start, if they join by themselves.
-        join_s: Time limit for these nodes to join, in seconds.
-        wait_s: Time in seconds to wait for nodes if no layout fits those that are present.
-        stop_s: Time limit in seconds for ranks to finish their step and to save.
-        max_restarts: Most failures in a row without a checkpoint between them.
-        address: Address at which other machines reach the manager, ``None`` to detect it.
-        copy_every: Number of steps between copies of the state in memory, 0 for no copies.
-        copy_bytes: Most memory for copies on a node in bytes, ``None`` for what is available.
+        nodes: Number of nodes to wait for before the first start, if nodes join by themselves.
+        join_s: Time limit in seconds for nodes to join before the first start.
+        wait_s: Time in seconds to wait for more nodes when no layout fits the present ones.
+        stop_s: Time limit in seconds for ranks to finish the current step and save a checkpoint.
+        max_restarts: Maximum number of consecutive failures without a new checkpoint.
+        address: Address of the manager's machine for other machines, ``None`` to detect it.
+        copy_every: Number of steps between copies of the training state in memory, 0 for no copies.
+        copy_bytes: Maximum memory for copies per node in bytes, ``None`` for the memory available.
         on_straggler: Reaction to a node that stays slow.
         is_pipeline: Whether the script trains a ``Pipeline`` and parses its own arguments.
     """
@@ -260,21 +268,21 @@ class JobSpec:
 
     @property
     def copy_settings(self) -> dict[str, Any] | None:
-        """Returns the settings of snapshots, ``None`` if none are kept."""
+        """Returns interval and memory limit of the state copies, ``None`` without copies."""
         if not self.copy_every:
             return None
         return {"every": self.copy_every, "limit_bytes": self.copy_bytes}
 
     @property
     def program(self) -> Program:
-        """Returns the program of the ranks."""
+        """Returns the program that the ranks run: the trainer or a script with a ``Pipeline``."""
         if self.is_pipeline:
             return ScriptProgram(self.script, self.arguments, self.checkpoints)
         return TrainerProgram(self.arguments, self.checkpoints)
 
     @property
     def work(self) -> NodeWork:
-        """Returns the work of every node."""
+        """Returns the script and arguments that each node runs."""
         return NodeWork(
             script=str(self.script), arguments=self.arguments, checkpoints=str(self.checkpoints)
         )
@@ -285,9 +293,10 @@ class NodeWork:
     """Defines what a node runs, and so limits what a manager can order it to run.
 
     Attributes:
-        script: Script of every rank.
+        script: Path of the script that each rank runs.
         arguments: The user's arguments for the script.
-        checkpoints: Folder of the job; orders may name paths only inside it.
+        checkpoints: Folder of checkpoints. Orders may only name paths inside this folder, and paths
+            that the arguments contain.
     """
 
     script: str
@@ -295,16 +304,16 @@ class NodeWork:
     checkpoints: str
 
     def order(self, rank: Mapping[str, Any], *, is_restore: bool) -> dict[str, Any]:
-        """Returns the order to the forkserver for a process that the manager requests.
+        """Converts the manager's request for a process into an order to the node's forkserver.
 
-        The script and the working folder are always this node's own.
+        The script and the working folder are those of this node, never the manager's choice.
 
         Args:
-            rank: Entry of :func:`rank_orders`.
-            is_restore: Whether to run the program that restores snapshots.
+            rank: Request for one process, in the form that :func:`rank_orders` creates.
+            is_restore: Whether to run the program that restores snapshots instead of the script.
 
         Raises:
-            SetupError: The manager named a variable or a path that it may not name.
+            SetupError: The request names a variable or a path that is not allowed.
         """
         key = rank["key"]
         variables = rank["variables"]
@@ -334,7 +343,7 @@ class NodeWork:
         }
 
     def _paths(self, arguments: Sequence[str]) -> Iterator[str]:
-        """Yields the paths in arguments, except those that the user's own arguments contain."""
+        """Yields the paths in ``arguments``, except paths that the user's own arguments contain."""
         for before, argument in zip(("", *arguments), arguments, strict=False):
             name, equals, value = argument.partition("=")
             if not (equals and name.startswith("--")):
@@ -352,18 +361,21 @@ class RunningRanks:
     """Tracks the ranks of one incarnation.
 
     Attributes:
-        incarnation: Incarnation that they run.
-        layout: Their layout.
-        folder: Folder where they write their progress.
-        where: Name of each rank's node by the rank's key, in the order of the ranks.
-        statuses: Exit statuses of the ranks that ended, by key.
-        stopping: Reason why they were asked to save and end, empty if they were not.
-        fault: First failure, or a kill by a signal that was noticed soon after it.
-        has_kill: Whether ``fault`` is a signal from outside.
-        gone: Description of the first loss of a node, or of the first departure on notice that took
-            a rank along.
-        deadline_s: Time at which the remaining ranks are killed, ``None`` for no such time.
-        killed: Whether they were killed.
+        incarnation: Record of the incarnation that the ranks run.
+        layout: Layout of the ranks.
+        folder: Folder into which the ranks write their progress.
+        where: Name of the node of each rank, by the rank's key ``incarnation/rank``, in the order
+            of the ranks.
+        statuses: Exit statuses of the ranks that have ended, by the rank's key.
+        stopping: Reason why the ranks were asked to save and end, empty if they were not asked.
+        fault: Description of the first failure. If a signal from outside is noticed later, that
+            signal replaces it.
+        has_kill: Whether ``fault`` describes a signal from outside.
+        gone: Description of the first node whose loss or departure ended a rank, empty if there is
+            none.
+        deadline_s: Time on the manager's clock, in seconds, at which the remaining ranks are
+            killed. ``None`` for no deadline.
+        killed: Whether the manager has killed the remaining ranks.
     """
 
     incarnation: Incarnation
@@ -380,22 +392,23 @@ class RunningRanks:
 
     @property
     def alive(self) -> set[str]:
-        """Returns the ranks that have not ended."""
+        """Returns the keys of the ranks that have not ended."""
         return set(self.where) - set(self.statuses)
 
     def record_fault(
         self, fault: str, deadline_s: float, *, gone: str = "", kill: bool = False
     ) -> None:
-        """Records the first failure; the other ranks get some time to report it.
+        """Records a failure, and sets the deadline by which the other ranks must have ended.
 
         Args:
             fault: Description of the failure.
-            deadline_s: Time by which the other ranks must have reported, on the clock of other
-                deadlines.
-            kill: Whether a signal from outside ended a rank. It counts as the cause even if another
-                rank, which lost this peer, was seen to end first.
-            gone: Description of the loss or departure of a node, if that is the cause. Ranks that
-                cannot reach the node may end before it counts as lost.
+            deadline_s: Time on the manager's clock, in seconds, by which the other ranks must have
+                ended.
+            kill: Whether a signal from outside ended a rank. The signal is recorded as the cause
+                even if the failure of another rank, which lost its peer, was noticed first.
+            gone: Description of the node's loss or departure, if that caused the failure. It is
+                recorded even after other failures: ranks that cannot reach the node may end before
+                the node is known to be lost.
         """
         self.gone = self.gone or gone
         if not self.fault or (kill and not self.killed and not self.has_kill):
@@ -406,32 +419,33 @@ class RunningRanks:
 
 
 def earliest(*moments: float | None) -> float | None:
-    """Returns the earliest of some times; ``None`` stands for never."""
+    """Returns the earliest of several times in seconds, where ``None`` stands for never."""
     return min((moment for moment in moments if moment is not None), default=None)
 
 
 def ended_well(status: int) -> bool:
-    """Returns whether an exit status means that a rank ended in good order."""
+    """Returns whether a rank's exit status means success."""
     return status in (0, EXIT_MEASURED)
 
 
 def how_ended(status: int) -> str:
-    """Describes how a process ended, by its exit status."""
+    """Describes in words how a process with this exit status ended."""
     if status < 0:
         return f"was killed by signal {signal.Signals(-status).name}"
     return f"ended with status {status}"
 
 
 def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
-    """Assigns the ranks of a layout to nodes in turn; tensor-parallel groups stay on one node.
+    """Assigns ranks to nodes in order: fills one node before the next.
+
+    Each tensor-parallel group is kept on one node.
 
     Args:
-        nodes: Nodes with enough slots, in the order of the ranks unless the layout has its own
-            order.
+        nodes: Nodes to use. They get ranks in this order if the layout defines no order of nodes.
         layout: Layout to run.
 
     Returns:
-        Node of each rank; shorter than the world size if nodes are missing.
+        The node of each rank. Contains fewer entries than ranks if nodes are missing.
     """
     places: list[Node] = []
     by_name = {node.name: node for node in nodes}
@@ -445,15 +459,16 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
 def rank_orders(
     arguments: Sequence[str], places: Sequence[Node], incarnation: int, variables: Mapping[str, str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns the orders to the agent of each node, with torchrun's environment for each rank.
+    """Returns the requests to start ranks for each node, by the node's name.
 
-    The nodes themselves know which script to run, see :class:`NodeWork`.
+    Each request has the environment variables that torchrun would set. The script is not part of a
+    request, because each node's :class:`NodeWork` defines it.
 
     Args:
         arguments: Arguments of the script.
-        places: Node of each rank.
+        places: Node of each rank, in the order of the ranks.
         incarnation: Number of the incarnation that begins.
-        variables: Environment variables of all ranks.
+        variables: Environment variables that all ranks get.
     """
     counts = Counter(node.name for node in places)
     groups = {name: number for number, name in enumerate(counts)}

@@ -1,13 +1,14 @@
-"""Finds this node's addresses, interfaces, RDMA devices and GPUs, and samples their use.
+"""Finds this node's addresses, interfaces, RDMA devices and GPUs, and samples resource use.
 
-:class:`ResourceSampler` appends a line of JSON to ``<node>.gpu`` every few seconds::
+Every few seconds, :class:`ResourceSampler` appends a line of JSON to the file ``<node>.gpu``::
 
     {"unix_s": ..., "gpus": [{"index": 0, "used_percent": 97, "memory_used_bytes": ...,
      "memory_total_bytes": ..., "pids": [...]}], "processes": [{"pid": ..., "cpu_percent": ...,
      "memory_bytes": ...}]}
 
-GPUs are sampled through NVML if it is available. The last line of a node that ends in good order
-also has ``"ended": true``: samples that stop without it mean that the node vanished.
+GPUs are sampled through NVML (NVIDIA's management library) if available. When a node ends
+normally, its last line also contains ``"ended": true``. If the samples stop without such a line,
+the node was lost.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class RdmaPort:
         port: Number of the port, from 1.
         state: State of the port, such as ``ACTIVE``.
         link: Link layer, ``Ethernet`` or ``InfiniBand``.
-        gid_index: Index of its RoCE v2 address, ``None`` if it has none.
-        gbit_per_s: Rate in Gbit/s, 0 if unknown.
+        gid_index: Index of the port's RoCE v2 address (GID), ``None`` if the port has none.
+        gbit_per_s: Data rate of the port in Gbit/s, 0 if unknown.
     """
 
     device: str
@@ -54,10 +55,10 @@ class RdmaPort:
 
 
 def resolve(host: str) -> str:
-    """Returns the address of a host, preferably one that other machines can reach.
+    """Resolves a host name to an address, preferably not a loopback address.
 
     Raises:
-        SetupError: The name does not resolve.
+        SetupError: The host name does not resolve.
     """
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -71,14 +72,20 @@ def resolve(host: str) -> str:
 
 
 def interface_variables(interface: str | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that set gloo's and NCCL's interface, unless they are set already."""
+    """Returns environment variables that set the network interface of gloo and NCCL.
+
+    Leaves out variables that are already set in ``environment``.
+    """
     if interface is None:
         return {}
     return {name: interface for name in _READERS if not environment.get(name)}
 
 
 def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables that keep gloo on the loopback interface, unless an interface is set."""
+    """Returns environment variables that make gloo use the loopback interface.
+
+    Returns none if ``environment`` already sets an interface.
+    """
     loopback = interface_of("127.0.0.1")
     if loopback is None or environment.get(_READERS[0]):
         return {}
@@ -86,14 +93,15 @@ def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rdma_variables(ports: Sequence[RdmaPort], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that set NCCL's and UCX's RDMA ports, unless they are set already.
+    """Returns environment variables that set the RDMA ports for NCCL and UCX.
 
-    Takes InfiniBand ports if there are any, else Ethernet ports with a RoCE v2 GID. NCCL and UCX
-    would try ports that are down or have no address first, and fail.
+    The active InfiniBand ports are used, or, if there are none, active Ethernet ports with a RoCE
+    v2 address. Without these variables, NCCL and UCX may first try a port that is down or has no
+    address, and fail.
 
     Args:
         ports: RDMA ports of this node.
-        environment: Environment variables that are set already.
+        environment: Environment variables that are already set. They are not overridden.
     """
     active = [port for port in ports if port.state == "ACTIVE"]
     usable = [port for port in active if port.link == "InfiniBand"]
@@ -130,7 +138,7 @@ def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
 
 
 def _gid_index(port: Path) -> int | None:
-    """Returns the index of a RoCE v2 GID that contains an IPv4 address."""
+    """Returns the index of the port's first RoCE v2 GID for IPv4, ``None`` if there is none."""
     for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
         kind = _read(port / "gid_attrs" / "types" / path.name)
         if kind == "RoCE v2" and _read(path).startswith("0000:0000:0000:0000:0000:ffff:"):
@@ -146,12 +154,12 @@ def _read(path: Path) -> str:
 
 
 ENDED = "ended"
-"""Key of the last sample of a node that ended in good order."""
+"""Key that marks the last sample of a node that ended normally."""
 _PERIOD_S = 5.0
 
 
 def why_no_gpu_use() -> str | None:
-    """Returns why GPU use cannot be sampled here, ``None`` if it can."""
+    """Returns the reason why GPU use cannot be sampled on this node, ``None`` if it can."""
     try:
         import pynvml
     except ImportError:
@@ -164,7 +172,7 @@ def why_no_gpu_use() -> str | None:
 
 
 def _nvml() -> Any:
-    """Returns the initialized NVML bindings, ``None`` if they cannot be used."""
+    """Initializes NVML and returns its Python module, ``None`` if NVML cannot be used."""
     if why_no_gpu_use() is not None:
         return None
     import pynvml
@@ -187,11 +195,13 @@ def count_gpus(visible: str | None) -> int:
 
 
 class ResourceSampler:
-    """Samples the descendants of a process until it is closed.
+    """Samples this node's GPUs, and the processes descended from ``pid``, in a thread.
+
+    Close the sampler after use.
 
     Args:
-        pid: Process id of the parent.
-        path: Path of the file that lines are appended to.
+        pid: Process id of the process whose descendants are sampled.
+        path: Path of the file to which the sampler appends lines.
     """
 
     def __init__(self, pid: int, path: Path) -> None:
@@ -204,7 +214,7 @@ class ResourceSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Takes a last sample and stops. Idempotent."""
+        """Writes a last sample and stops the thread. Idempotent."""
         self._done.set()
         self._thread.join()
 
@@ -225,7 +235,7 @@ class ResourceSampler:
         file.append((json.dumps({**self.sample(), **extra}) + "\n").encode())
 
     def sample(self) -> dict[str, Any]:
-        """Returns the values of one line of the file."""
+        """Takes a sample, and returns the content of a line of the file."""
         processes = self._processes()
         return {"unix_s": round(time.time(), 1), "gpus": self._gpus(), "processes": processes}
 

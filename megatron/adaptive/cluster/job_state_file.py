@@ -1,9 +1,10 @@
-"""Keeps the state of a job as JSON that other programs can read.
+"""Keeps the state of a job in JSON files that other programs can read.
 
 ::
 
-    <checkpoints>/elastic/state.json                 by the manager, which replaces it atomically
-    <checkpoints>/elastic/epoch-3/progress.jsonl     by the ranks of the job's third layout
+    <checkpoints>/elastic/state.json                          written by the manager, atomically
+    <checkpoints>/elastic/epoch-3-<manager>/progress.jsonl    written by the manager's third
+                                                              incarnation (layout) of the job
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
-"""End of the description of a layout whose ranks only measure the model."""
+"""Last words in the description of a layout whose ranks only measure the model."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
 def say(text: str) -> None:
-    """Prints a line for the user of the job."""
+    """Prints a line for the user; errors and warnings go to stderr, other lines to stdout."""
     stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
     print(f"[elastic] {printable(text)}", file=stream, flush=True)
 
@@ -47,14 +48,14 @@ _NAMED = 8
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Joins names for a line; of a long list, the first names and the number of the others."""
+    """Joins names with commas; shortens a long list to its first names and a count of the rest."""
     listed = list(names)
     more = len(listed) - _NAMED
     return ", ".join(listed) if more < _NAMED else f"{', '.join(listed[:_NAMED])} and {more} more"
 
 
 def job_folder(checkpoints: Path) -> Path:
-    """Returns the folder of a job's state, within its checkpoints."""
+    """Returns the folder for a job's state, which is inside the folder of checkpoints."""
     return checkpoints / _FOLDER
 
 
@@ -62,9 +63,9 @@ def incarnation_folder(job: Path, number: int, manager: str) -> Path:
     """Returns the folder where the ranks of an incarnation write their progress.
 
     Args:
-        job: Folder of the job.
-        number: Number of the incarnation.
-        manager: Name of the manager that started it; another manager counts from 1 again.
+        job: Folder of the job's state.
+        number: Number of the incarnation, counted from 1 by each manager.
+        manager: Name of the manager that started the incarnation.
     """
     return job / f"{_EPOCH}-{number}-{manager}"
 
@@ -74,19 +75,22 @@ class Incarnation:
     """Records one incarnation of the job: one layout, from its start to the next reconfiguration.
 
     Attributes:
-        number: Number of the incarnation, from 1.
-        layout: Description of the layout.
+        number: Number of the incarnation, counted from 1 by each manager.
+        layout: Description of the layout as text.
         processes: Number of processes.
         nodes: Names of the nodes, in the order of the ranks.
         reason: Reason why the previous incarnation ended, or ``start``.
-        resumed: Iteration that it resumed from.
-        lost_steps: Number of steps that were done before and are repeated.
-        source: Origin of the state: ``start``, ``checkpoint``, ``checkpoint on the nodes' own
-            disks`` or ``copies in memory``; then the reason, if the newest state could not be used.
-        marks_ns: Times ``notice``, ``ended``, ``planned`` and ``begun`` on the manager's clock.
+        resumed: Iteration of the checkpoint from which the incarnation resumed.
+        lost_steps: Number of steps that were already done and have to be repeated.
+        source: Origin of the training state: ``start``, ``checkpoint``, ``checkpoint on the nodes'
+            own disks`` or ``copies in memory``. If a newer state could not be used, the reason
+            follows.
+        marks_ns: Time of each event ``notice``, ``ended``, ``planned`` and ``begun`` by the clock
+            of the manager, in nanoseconds since the Unix epoch.
         phases_s: Duration of each phase of the reconfiguration to this layout, in seconds.
-        before: Last progress that the ranks of the previous incarnation wrote.
-        predicted_s: Step time predicted by the planner in seconds, ``None`` if it did not choose.
+        before: Last progress of the previous incarnation, ``None`` for the first incarnation.
+        predicted_s: Step time that the planner predicted, in seconds; ``None`` if the layout was
+            chosen without the planner.
         step_s: Measured step time in seconds, ``None`` before any step was measured.
     """
 
@@ -105,9 +109,12 @@ class Incarnation:
     step_s: float | None = None
 
     def begun_at(self, iteration: int | None) -> None:
-        """Records the iteration that the ranks resumed from, if not the newest checkpoint's.
+        """Corrects the record if the ranks resumed from another iteration than ``resumed``.
 
-        They may have found a newer checkpoint on their own disks, or the newest one damaged.
+        The ranks may have found a newer checkpoint on the nodes' own disks, or a damaged one.
+
+        Args:
+            iteration: Iteration from which the ranks resumed, ``None`` if not known yet.
         """
         if iteration is None or iteration == self.resumed:
             return
@@ -120,7 +127,7 @@ class Incarnation:
         self.resumed = iteration
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the incarnation's entry in the state of the job."""
+        """Returns the incarnation's entry in the job's state file."""
         return {
             "epoch": self.number,
             "shape": self.layout,
@@ -142,10 +149,11 @@ class SlowRank:
     """Describes a rank that the diagnosis of the running job reported as slow.
 
     Attributes:
-        slow_rank: Number of the rank.
-        times: Number of consecutive diagnoses that named it.
-        factor: Ratio of its computing time to that of the other ranks.
-        pace_ns: Time of each rank per microbatch and layer in ns, empty if unknown.
+        slow_rank: Number of the slow rank.
+        times: Number of consecutive diagnoses that reported this rank.
+        factor: Ratio of the rank's computing time to that of the other ranks.
+        pace_ns: Computing time per microbatch and layer in nanoseconds, for each rank; empty if
+            unknown.
     """
 
     slow_rank: int
@@ -160,21 +168,23 @@ _SLOW = tuple(entry.name for entry in fields(SlowRank))
 
 @dataclass(frozen=True, kw_only=True)
 class IncarnationProgress:
-    """Summarizes what the ranks of one incarnation wrote about their progress.
+    """Summarizes the progress file that the ranks of one incarnation write.
+
+    Times are in nanoseconds since the Unix epoch, ``None`` before the event.
 
     Attributes:
-        total: Number of iterations of the whole training, 0 before it is known.
-        start: Iterations done before this incarnation, ``None`` before it is known.
-        iteration: Last iteration done.
-        ended: Reason why training ended in good order, ``None`` if it did not.
-        begun_ns: Time at which the model was built and loaded.
+        total: Number of iterations of the whole training run, 0 if not known yet.
+        start: Iterations done before this incarnation, ``None`` if not known yet.
+        iteration: Last iteration done, ``None`` before the first.
+        ended: Reason that the ranks gave when training ended normally, ``None`` otherwise.
+        begun_ns: Time at which the model was built and the checkpoint loaded.
         loaded_s: Duration of loading the checkpoint, in seconds.
-        first_ns: Time at which the first step was done.
+        first_ns: Time at which the incarnation's first step was done.
         saved_ns: Time at which the last checkpoint was complete.
-        saving_s: Time in seconds that training waited for that checkpoint.
-        copies: Description of the copies of the state in memory, empty before they are known.
-        step_s: Median duration in seconds of the last 1,000 reported steps, except the first.
-        slow: Ranks that the diagnosis reported as slow, in order of the reports.
+        saving_s: Time in seconds for which training was blocked by the last checkpoint.
+        copies: Description of the state copies in memory, empty if not known yet.
+        step_s: Median step time in seconds over the last 1,000 steps, without the first step.
+        slow: Ranks that the diagnosis reported as slow, in the order of the reports.
     """
 
     total: int = 0
@@ -204,10 +214,10 @@ class ProgressReader:
         self._steps_ms: deque[float] = deque(maxlen=_STEPS)
 
     def read(self, folder: Path) -> IncarnationProgress:
-        """Returns the progress known so far.
+        """Reads new lines of the progress file and returns a summary of all lines so far.
 
         Args:
-            folder: Folder that the ranks of one incarnation write to.
+            folder: Folder into which the ranks of one incarnation write their progress.
         """
         if folder != self._folder:
             self._begin(folder)
@@ -218,11 +228,11 @@ class ProgressReader:
         return replace(self._now, step_s=statistics.median(self._steps_ms) / 1e3)
 
     def _found(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the attributes of the progress that a line changes."""
+        """Returns the attributes of :class:`IncarnationProgress` that a line changes."""
         moment_ns = line["unix_ns"]
         now = self._now
         if "total_iterations" in line:
-            if line.get("moved"):  # Layers moved between ranks that keep running.
+            if line.get("moved"):  # Repartitioning, not a new start.
                 return {}
             start = line.get("start_iteration")
             return {"total": line["total_iterations"], "begun_ns": moment_ns, "start": start}
@@ -245,7 +255,7 @@ def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, floa
 
     Args:
         incarnation: Incarnation with the new layout.
-        now: Progress of the new incarnation's ranks.
+        now: Progress so far of this incarnation's ranks.
     """
     marks = incarnation.marks_ns
     before = incarnation.before
@@ -269,15 +279,15 @@ def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, floa
             durations_s["first_step"] = (now.first_ns - now.begun_ns) / 1e9
             first = notice or ended or marks["begun"]
             durations_s["whole"] = (now.first_ns - first) / 1e9
-    # Clocks of machines may differ by more than a phase takes.
+    # Clocks of different machines may disagree, which can make a short phase negative.
     return {name: round(max(0.0, value), 3) for name, value in durations_s.items()}
 
 
 class StateFile:
-    """Writes the state of a job, including what earlier managers wrote.
+    """Writes the state file of a job, and adds the history from earlier managers.
 
-    ``lost_steps`` counts the steps lost under all managers; ``earlier`` lists the incarnations of
-    earlier managers.
+    In the file, ``lost_steps`` counts the steps lost under all managers, and ``earlier`` lists the
+    incarnations that earlier managers started.
 
     Args:
         folder: Folder of the job's state.
@@ -290,10 +300,10 @@ class StateFile:
         self._earlier: list[Any] = []
 
     def take_over(self, checkpoints: Path) -> int:
-        """Takes over the state that an earlier manager wrote for the job.
+        """Reads the state that an earlier manager wrote, to include its history from now on.
 
         Returns:
-            Number of machines that took part then, 0 if there was no manager.
+            Number of machines that were present under that manager, 0 if there was no manager.
         """
         try:
             self._before = read_state(checkpoints)
@@ -304,10 +314,11 @@ class StateFile:
         return sum(machine.get("status") == "present" for machine in machines)
 
     def _with_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Combines the state with that of earlier managers."""
+        """Adds the earlier managers' incarnations and lost steps to the state."""
         if not self._earlier:
             return {**state, "earlier": []}
-        # The first layout of this manager repeated some steps of the manager before it.
+        # Steps that the previous manager did after the checkpoint from which this manager's first
+        # incarnation resumed are repeated, so count them as lost.
         repeated = 0
         if state["epochs"]:
             done = self._before.get("iteration", 0)
@@ -316,16 +327,17 @@ class StateFile:
         return {**state, "lost_steps": lost, "earlier": self._earlier[-_MOST_EARLIER:]}
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Replaces the file. If it cannot be written, warns once and leaves the old one.
+        """Replaces the state file. If writing fails, warns once and keeps the previous file.
 
         Args:
-            state: State of the job.
+            state: State of the job under this manager.
         """
         manager = {"host": socket.gethostname(), "pid": os.getpid()}
         header = {"format": _FORMAT, "manager": manager, "unix_ns": time.time_ns()}
         draft = self._folder / f".{_STATE}.{os.getpid()}"
         try:
-            # json.dumps with indent runs in pure Python: too slow while nodes wait for an answer.
+            # Write one line per entry by hand. ``json.dumps`` with ``indent`` runs in pure Python,
+            # which would block the manager for too long while nodes wait for its answers.
             body = {**header, **self._with_earlier(state)}.items()
             lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body]
             draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -336,10 +348,10 @@ class StateFile:
 
 
 def read_state(checkpoints: Path) -> dict[str, Any]:
-    """Reads the state of the job that saves into a folder.
+    """Reads the state of the job that saves into a folder of checkpoints.
 
     Raises:
-        ConfigError: There is no job, or the file is damaged or of a newer version.
+        ConfigError: There is no state file, or it is damaged or has another format version.
     """
     path = job_folder(checkpoints) / _STATE
     try:
@@ -359,7 +371,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
                 raise ConfigError(f"--status {checkpoints}: {path} is damaged ({name})")
     if not all(isinstance(entry, dict) for name in _LISTS for entry in state.get(name, ())):
         raise ConfigError(f"--status {checkpoints}: {path} is damaged (no objects in a list)")
-    written = state.get("format", _FORMAT)  # Files of older versions have no format.
+    written = state.get("format", _FORMAT)  # Older versions wrote no format.
     if written != _FORMAT:
         raise ConfigError(
             f"--status {checkpoints}: {path} has format {written!r}, but this program reads"
@@ -369,7 +381,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
 
 
 def render_state(state: Mapping[str, Any]) -> str:
-    """Returns a job's state as text."""
+    """Formats a job's state as text for the terminal."""
     done = state["iteration"]
     total = state["total_iterations"]
     earlier = state.get("earlier", [])

@@ -2,27 +2,30 @@
 
 ::
 
-    --plan-with cluster.yaml   type of each node; links; speeds from data sheets
+    --plan-with cluster.yaml   node types, links between nodes, speeds from data sheets
     --plan-with profile.json   measured speeds
-    slowness of a node         a separate node type, whose layers take longer by this factor
+    slowness of a node         factor by which layers take longer on the node than on its type
 
-The plan sets degrees, layers of each stage, microbatch and recompute. Whatever would change the
-losses stays: the global batch and the tensor-parallel size always; the microbatch size if dropout
-is used, because its random numbers are drawn per microbatch. A node that is slow, or has fewer
-processes than its type, becomes a separate kind: its links are those of its type, its durations are
-longer by its slowness.
+The plan sets the parallel sizes, the number of layers per stage, the microbatch size and the
+recomputation. Settings that affect the losses are kept. These are the global batch size, the
+tensor-parallel size and, if dropout is used, the microbatch size: dropout draws its random numbers
+per microbatch. A node that is slow, or that runs fewer processes than its type allows, becomes a
+node type of its own. The new type has the links of the original type, and its durations are
+multiplied by the node's slowness.
 
 For a script with a ``Pipeline``, the plan is based on what its ranks measured at the first start.
-The microbatch size stays if the script sets it, or if the model draws random numbers. A node that
-was absent when the model was measured counts as equal to the first measured one::
+The microbatch size is kept if the script sets it, or if the model draws random numbers. A node that
+was absent when the model was measured is treated like the first measured node. Choices are made in
+this order::
 
-    model.json + present nodes ──> as many processes as any layout can use
+    model.json + present nodes ──> largest number of processes that some layout can use
                                    ──> the requested pipeline size, or the nearest to it
-                                       ──> shortest predicted step: microbatch, partition
+                                       ──> microbatch size and partition with the shortest
+                                           predicted step
 
-The planner of a job runs in a separate process, so that a long search blocks nothing. The process
-is started once and imports its modules while machines are still joining. An answer that comes after
-its time limit is ignored.
+The planner runs in a separate process, so that a long search does not block the manager. This
+process is started once and imports its modules while machines are still joining. A plan that is
+finished after the time limit is ignored.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ _ANY_NUMBER = 1 << 20
 
 
 def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
-    """Returns the node type for nodes of a type with a given number of processes and slowness."""
+    """Derives a node type with another number of processes and another slowness from ``base``."""
     name = base.name
     if slowness != 1.0 or gpus != base.gpus:
         name += f" x {gpus}"
@@ -85,13 +88,13 @@ def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
 
 
 def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
-    """Reads cluster file and profiles, which are distinguished by their content.
+    """Reads one cluster file and any number of profiles, distinguished by their content.
 
     Returns:
-        The cluster, and all profiles merged into one, ``None`` if there is no profile.
+        The cluster, and all profiles merged into one (``None`` without profiles).
 
     Raises:
-        ConfigError: A file cannot be read or breaks a rule.
+        ConfigError: A file cannot be read or is invalid, or there is not exactly one cluster file.
     """
     clusters: list[tuple[str, Any]] = []
     profiles: list[tuple[str, dict[str, Any]]] = []
@@ -123,11 +126,11 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
 
 
 def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
-    """Returns a cluster with the given number of nodes of each kind.
+    """Returns a cluster that has the given number of nodes of each type.
 
     Args:
-        cluster: Cluster whose links are used.
-        counts: Number of nodes of each kind, in the order of the nodes.
+        cluster: Cluster that defines the links between the node types.
+        counts: Number of nodes per type. Nodes are numbered in the order of this mapping.
     """
     groups = tuple(NodePool(type=kind, count=count) for kind, count in counts.items())
     types = {kind.like for kind in counts}
@@ -136,7 +139,7 @@ def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
 
 
 _PLANS = 6
-"""Number of best plans to try: the trainer may refuse some for reasons that the planner ignores."""
+"""Number of best plans to try. The trainer may refuse a plan for reasons unknown to the planner."""
 _UNEQUAL_PLANS = 4 * _PLANS
 _CHOSEN = (
     "--plan",
@@ -153,12 +156,12 @@ class Planning:
 
     Args:
         paths: Paths of the cluster file and the profiles, distinguished by their content.
-        arguments: Arguments of the trainer.
+        arguments: Command-line arguments of the trainer.
         unequal: Whether stages may have different numbers of replicas.
 
     Raises:
-        ConfigError: A file cannot be read or breaks a rule, the profile is of another model, or an
-            argument sets what the planner chooses.
+        ConfigError: A file cannot be read or is invalid, the profile was measured on another model,
+            or an argument sets a value that the planner has to choose.
     """
 
     def __init__(
@@ -205,14 +208,15 @@ class Planning:
         self._other = others[0] if others else None
 
     def check(self, machines: Path | None) -> None:
-        """Checks that a plan is possible for all machines that may join, as far as they are known.
+        """Checks that a plan exists if all known machines join.
 
         Args:
-            machines: Path of the machines file, ``None`` if nodes join by themselves.
+            machines: Path of the machines file. ``None`` if nodes join by themselves; then the
+                machines of the cluster file are used.
 
         Raises:
-            ConfigError: The file breaks a rule, names machines that the cluster file does not have,
-                or no plan is possible.
+            ConfigError: The machines file is invalid, or lists machines that are missing from the
+                cluster file, or no plan is possible.
         """
         self.plan(self._named_by_cluster() if machines is None else self._named_by_file(machines))
 
@@ -225,7 +229,7 @@ class Planning:
         ]
 
     def _named_by_file(self, path: Path) -> list[Offer]:
-        """Returns the nodes of a machines file, with as many processes as their type allows."""
+        """Returns the nodes of a machines file; those without ``slots`` get no process limit."""
         offers = [
             Offer(name=machine.name, hosts=(machine.host,), slots=machine.slots or _ANY_NUMBER)
             for machine in read_machines(path)
@@ -239,19 +243,19 @@ class Planning:
         return offers
 
     def unknown(self, offers: Sequence[Offer]) -> str:
-        """Returns the names of nodes that the cluster file does not have, empty if it has all."""
+        """Returns the names of nodes missing from the cluster file; empty if none is missing."""
         return ", ".join(offer.name for offer in offers if self._type_of(offer) is None)
 
     def plan(self, offers: Sequence[Offer], most_cpu_s: float = 10.0) -> ParallelLayout:
         """Finds the fastest layout.
 
         Args:
-            offers: Nodes that are present. Nodes that the cluster file does not have are left out.
-            most_cpu_s: Processor time for the search in seconds, after which the best plan so far
-                is used.
+            offers: Nodes that are present. Nodes missing from the cluster file are ignored.
+            most_cpu_s: Maximum processor time of the search in seconds. When it is used up, the
+                best plan found so far is returned.
 
         Raises:
-            ConfigError: No plan fits. The message names the limit that prevents it.
+            ConfigError: No plan fits. The message names the limit that rules out all plans.
         """
         nodes, inputs = self._inputs_for(offers)
         equal = replace(self._options(), most_cpu_s=most_cpu_s)
@@ -259,7 +263,7 @@ class Planning:
         refused: ConfigError | None = None
         if self._unequal:
             equal = replace(equal, most_cpu_s=most_cpu_s / 2)
-            with contextlib.suppress(ConfigError):  # If nothing fits, the search below reports it.
+            with contextlib.suppress(ConfigError):  # The search below reports why nothing fits.
                 unequal_layout, _ = self._fastest(self._with_unequal(equal), nodes, inputs)
         try:
             equal_layout, refused = self._fastest(equal, nodes, inputs)
@@ -275,7 +279,7 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Finds the best plan that the trainer accepts, and why it refused the first, if it did."""
+        """Returns the best plan that the trainer accepts, and the error of the first it refused."""
         wished = self._config.schedule.pipeline_schedule
         options = replace(options, schedules=(wished if wished in policy_names() else "1f1b",))
         request = Request(global_batch=self._config.batch.global_batch_size, options=options)
@@ -290,7 +294,8 @@ class Planning:
     def _with_unequal(self, options: SearchOptions) -> SearchOptions:
         """Returns options for a search that also tries different numbers of replicas per stage.
 
-        The search gives a narrow stage larger microbatches; a run divides these among the replicas.
+        The search models stages with few replicas as using larger microbatches. In the run, these
+        microbatches are divided among the stage's replicas.
         """
         samples = self._config.batch.global_batch_size
         sizes = options.micro_batch and tuple(
@@ -310,7 +315,7 @@ class Planning:
         return self._other
 
     def _inputs_for(self, offers: Sequence[Offer]) -> tuple[list[str], PlanInputs]:
-        """Returns the nodes' names by number, and the inputs for a cluster of these nodes only."""
+        """Returns the node names by node number, and planner inputs for exactly these nodes."""
         names_by_kind: dict[NodeType, list[str]] = {}
         for offer in offers:
             base = self._type_of(offer)
@@ -337,7 +342,7 @@ class Planning:
             tp=(config.parallel.tensor_model_parallel_size,),
             micro_batch=self._micro_batches(),
             recompute=RECOMPUTE if not self._is_given(_RECOMPUTE) else (recompute or "none",),
-            # One replica has no optimizer state to shard, so try both settings.
+            # Sharding the optimizer state has no effect with one replica, so also search without.
             distributed_optimizer=(False, True) if sharded else (False,),
             overlap_reduce=config.parallel.overlap_grad_reduce,
             sequence_parallel=(config.parallel.sequence_parallel,),
@@ -349,19 +354,20 @@ class Planning:
         return any(argument.startswith(tuple(prefixes)) for argument in self._arguments)
 
     def _micro_batches(self) -> tuple[int, ...]:
-        """Returns the microbatch sizes that keep the losses unchanged; empty if all do."""
+        """Returns the microbatch sizes that leave the losses unchanged; empty if any size does."""
         model = self._config.model
         drops = model.attention_dropout > 0 or model.hidden_dropout > 0
-        # Dropout draws its numbers, and the loss mask its weights, per microbatch.
+        # Dropout draws random numbers per microbatch, and a masked loss is averaged over the tokens
+        # of a microbatch. Another microbatch size would therefore change the losses.
         if drops or self._config.data.eod_mask_loss:
             return (self._config.batch.micro_batch_size,)
         return ()
 
     def _layout(self, row: PlanRow, nodes: Sequence[str], inputs: PlanInputs) -> ParallelLayout:
-        """Creates the layout of a plan.
+        """Converts a plan into a layout with the flags for the trainer.
 
         Raises:
-            ConfigError: The plan would change the losses, or the trainer refuses its flags.
+            ConfigError: The plan would change the losses, or the trainer refuses the flags.
         """
         plan = row.plan
         allowed = self._micro_batches()
@@ -409,14 +415,14 @@ class Planning:
 
 
 def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
-    """Finds the best layout of a measured module.
+    """Finds the best layout for a script's model, whose costs have been measured.
 
     Args:
-        path: Path of the file of measurements.
+        path: Path of the file with the measured costs.
         offers: Nodes that are present.
 
     Raises:
-        ConfigError: No layout fits. The message names the limit that prevents it.
+        ConfigError: No layout fits. The message names the limit that rules out all layouts.
     """
     module = MeasuredModule.read(path)
     if module is None:
@@ -455,7 +461,7 @@ def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
 
 def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
     unsplit = module.profile(split=False)
-    # Group the nodes of one machine by their slowness.
+    # Several nodes may share a machine. Those that are equally slow form one node of the planner.
     hosts: dict[tuple[str, float], int] = {}
     on_host: dict[str, int] = {}
     for offer, count in places:
@@ -470,7 +476,7 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
         node_kind(type_by_host.get(host, other), count, slowness)
         for (host, slowness), count in hosts.items()
     ]
-    # The processes that a host has now share its memory.
+    # Processes on one host share its memory, so divide the host's memory by their present number.
     processes_on_host: dict[NodeType, int] = {}
     for (host, _), kind in zip(hosts, kinds, strict=True):
         processes_on_host[kind] = max(processes_on_host.get(kind, 0), on_host[host])
@@ -499,12 +505,12 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
 
 
 def _host(offer: Offer) -> str:
-    """Returns the host of a node: the last of its names, which is the host's own name."""
+    """Returns a node's host: the last entry of ``hosts``, which is the name the host reports."""
     return offer.hosts[-1] if offer.hosts else offer.name
 
 
 def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
-    """Assigns processes to the first nodes, keeps those of a machine together, slow ones last."""
+    """Assigns ``count`` processes to nodes, machine by machine; slow nodes of a machine last."""
     hosts: dict[str, list[Offer]] = {}
     for offer in offers:
         hosts.setdefault(_host(offer), []).append(offer)
@@ -519,7 +525,7 @@ def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
 
 
 def _sizes(module: MeasuredModule, count: int) -> list[int]:
-    """Returns pipeline sizes in the order in which they are tried; 0 stands for all of them."""
+    """Returns the pipeline sizes to try, in order; 0 means that the planner tries all sizes."""
     requested = module.pipeline_size
     if requested is None:
         return [0]
@@ -534,23 +540,25 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
 
 
 _FIRST_S = 180.0
-"""Time limit in seconds of the first plan on a machine, which also compiles the search."""
+"""Time limit in seconds for the first plan on a machine, which includes compiling the search."""
 _SEARCH = 0.5
-"""Fraction of the time limit for the search itself; the rest is for its preparation."""
+"""Fraction of a plan's time limit spent on the search; the rest is for its preparation."""
 
 
 class PlannerChooser(Chooser):
-    """Chooses layouts with the planner, or by the simple rule if the planner is late.
+    """Chooses layouts with the planner.
 
-    For a script, the first layout uses all processes, to measure its model; later ones are planned.
-    Close it after use.
+    If the planner exceeds its time limit, the trainer's layout is chosen without a plan, as by
+    :class:`Chooser`. A script's first layout uses all processes, to measure the model; later
+    layouts are planned. Close the chooser after use.
 
     Args:
-        paths: Paths of the cluster file and the profiles, see :class:`Planning`.
-        arguments: Arguments of the trainer.
-        within_s: Time limit of a plan in seconds.
+        paths: Paths of the cluster file and the profiles, distinguished by their content.
+        arguments: Command-line arguments of the trainer.
+        within_s: Time limit for a plan in seconds.
         unequal: Whether stages may have different numbers of replicas.
-        model: Path of the measurements of a script's model, ``None`` for the trainer.
+        model: Path of the file with the measured costs of a script's model, ``None`` if the job
+            runs the trainer.
     """
 
     def __init__(
@@ -569,16 +577,17 @@ class PlannerChooser(Chooser):
         self._pool = multiprocessing.get_context("spawn").Pool(1, _begin)
 
     def check(self, machines: Path | None) -> str:
-        """Checks the files, and that a plan is possible for all machines that may join. Blocks.
+        """Checks the input files, and that a plan exists if all known machines join. Blocks.
 
         Args:
-            machines: Path of the machines file, ``None`` if nodes join by themselves.
+            machines: Path of the machines file. ``None`` if nodes join by themselves; then the
+                machines of the cluster file are used.
 
         Returns:
-            Reason why the check did not finish in time, empty if it did.
+            Reason why the check was not completed, such as the time limit; empty if it was.
 
         Raises:
-            ConfigError: A file breaks a rule, or no plan is possible.
+            ConfigError: A file is invalid, or no plan is possible.
         """
         try:
             self._ask(_FIRST_S, _answer, self._given, "check", machines)
@@ -591,10 +600,11 @@ class PlannerChooser(Chooser):
         self._pool.terminate()
 
     def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
-        """Asks for a layout on the present nodes. Blocks up to the limit.
+        """Asks the planner's process for a layout on the present nodes. Blocks until it answers.
 
         Returns:
-            The layout and a remark about it, or ``None`` and the reason why none fits.
+            The layout and a list of ignored nodes for the user (may be empty). If no layout fits:
+            ``None`` and the reason.
         """
         try:
             layout: ParallelLayout
@@ -615,7 +625,7 @@ class PlannerChooser(Chooser):
             raise SetupError(f"the planner did not answer within {within_s:g} s") from None
         except AdaptiveError as error:
             raise ConfigError(str(error)) from None
-        # An unexpected error is a bug: print its traceback and let the job continue.
+        # Any other error is a bug in the planner. Print the traceback, but let the job continue.
         except Exception as error:
             traceback.print_exc()
             raise SetupError(f"the planner failed: {error!r}") from None
@@ -667,13 +677,13 @@ class PlannerChooser(Chooser):
 
 
 def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is for the manager
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the manager
 
 
 _planning = functools.cache(Planning)
 
 
 def _answer(setup: tuple[Any, ...], name: str, *values: Any) -> Any:
-    """Calls a method of the planning of a trainer, in the planner's process."""
+    """Calls a method of :class:`Planning` by name. Runs in the planner's process."""
     paths, arguments, unequal = setup
     return getattr(_planning(paths, arguments, unequal=unequal), name)(*values)

@@ -1,10 +1,10 @@
 """Chooses the layout of a job for the nodes that are present.
 
-Without a profile: uses as many processes as the batch and the layers allow. Of these layouts it
-    takes the one whose pipeline is nearest to that of the command line, a deeper one first, because
-    the model was meant to fit into that number of stages. The global batch never changes. Nodes
-    known to be slow get fewer layers. With ``--plan-with`` the planner chooses, see
-    ``layout_planner``.
+Without ``--plan-with``, the layout uses as many processes as the batch size and the number of
+    layers allow. Among such layouts, it has the pipeline size nearest to the one on the command
+    line. A larger pipeline size is preferred to a smaller one, because with fewer stages the model
+    may not fit in memory. The global batch size never changes. Nodes known to be slow get fewer
+    layers. With ``--plan-with``, the planner chooses the layout, in ``layout_planner``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.adaptive.errors import ConfigError
 
 _SIZES = "--stage-data-parallel-sizes"
 WORTH_A_MORPH = 0.03
-"""Least fraction of a step's time that a new layout must save before the job moves to it."""
+"""Minimum predicted saving, as a fraction of the step time, for a job to change its layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Offer:
 
     Attributes:
         name: Name of the node.
-        slots: Number of processes that it may run.
-        hosts: Host names of its machine.
-        slowness: Ratio of its computing time to the expected one, 1 if unknown.
+        slots: Number of processes that the node may run.
+        hosts: Host names of the node's machine; the last is the name that the machine reports.
+        slowness: Ratio of the node's computing time to the expected time, 1 if unknown.
     """
 
     name: str
@@ -49,18 +49,20 @@ class ParallelLayout:
 
     Attributes:
         tensor: Tensor-parallel size.
-        pipeline: Number of pipeline ranks.
-        data: Number of replicas; those of the first stage if ``widths`` is not empty.
-        partition: Number of layers of each stage.
-        micro_batch: Samples per microbatch.
-        microbatches: Microbatches of each replica per step, in the first stage.
-        flags: Flags of the trainer, to be appended to the user's own.
-        places: Nodes and the most processes on each, in the order of the ranks; empty for all nodes
-            in their order.
-        step_s: Step time predicted by the planner in seconds, ``None`` if the rule chose.
-        pace: Time of one layer on each node by name, in any common unit; empty if all are alike.
-        widths: Number of replicas of each stage if they differ; empty if all stages are alike.
-        unit: Name of the items that the partition counts.
+        pipeline: Pipeline-parallel size.
+        data: Number of replicas (data-parallel size). If ``widths`` is not empty, the number of
+            replicas of the first stage.
+        partition: Number of layers of each stage. Empty if the model must be measured first.
+        micro_batch: Number of samples per microbatch.
+        microbatches: Number of microbatches per step that each replica of the first stage gets.
+        flags: Flags of the trainer, which are appended to the user's own flags.
+        places: Name of each node and the maximum number of processes on it, in the order of the
+            ranks. Empty to use all nodes in their own order.
+        step_s: Step time that the planner predicts, in seconds; ``None`` without the planner.
+        pace: Computing time per layer on each node, by node name, in any common unit. Empty without
+            the planner.
+        widths: Number of replicas of each stage. Empty if all stages have the same number.
+        unit: Name of the items that ``partition`` counts, such as ``layers`` or ``segments``.
     """
 
     tensor: int
@@ -78,12 +80,12 @@ class ParallelLayout:
 
     @property
     def is_to_be_measured(self) -> bool:
-        """Returns whether the model has to be measured first."""
+        """Returns whether this layout's ranks only measure the model, before any training."""
         return not self.partition
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Returns what distinguishes two layouts, no matter how they were chosen."""
+        """Returns a key that is equal for equal layouts, however they were chosen."""
         nodes = [name for name, _ in self.places]
         degrees = self.tensor, self.pipeline, self.data, self.widths
         return *degrees, self.partition, self.micro_batch, nodes
@@ -107,10 +109,10 @@ class ParallelLayout:
 
 
 class Chooser:
-    """Chooses the layout of a job by the rule of this module; subclasses may use a planner.
+    """Chooses the layout of a job without a planner; subclasses may use a planner.
 
     Attributes:
-        why: Reason why the last call returned no layout, empty if there is none to report.
+        why: Reason why the last call of :meth:`choose` returned no layout; may be empty.
     """
 
     why = ""
@@ -121,12 +123,12 @@ class Chooser:
         """Chooses the best layout.
 
         Args:
-            arguments: The user's arguments of the trainer.
-            offers: Nodes that are present, in the order of the ranks unless the chooser has its own
-                order.
+            arguments: The user's arguments for the trainer.
+            offers: Nodes that are present, in the order of the ranks. A subclass may order the
+                nodes differently.
 
         Returns:
-            The layout, ``None`` if none fits.
+            The layout, ``None`` if no layout fits the nodes.
         """
         return choose_layout(arguments, offers)
 
@@ -134,28 +136,30 @@ class Chooser:
         """Returns whether a job should leave its layout for another one.
 
         Args:
-            layout: The other layout.
+            layout: Layout to which the job could change.
             running: Present layout of the job.
         """
         if layout.step_s is not None and running.step_s is not None:
             return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
-        if layout.step_s is not None:  # The planner did not answer in time for the present layout.
+        if layout.step_s is not None:  # The present layout was chosen without the planner.
             return layout.identity != running.identity
         return layout.world_size > running.world_size
 
 
 def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> ParallelLayout | None:
-    """Chooses a layout by the rule of this module.
+    """Chooses a layout without a planner.
+
+    Prefers the layout with the most processes, then the pipeline size nearest to the requested one.
 
     Args:
-        arguments: The user's arguments of the trainer.
+        arguments: The user's arguments for the trainer.
         offers: Nodes that are present, in the order of the ranks.
 
     Returns:
-        The layout, ``None`` if none fits.
+        The layout, ``None`` if no layout fits the nodes.
 
     Raises:
-        ConfigError: The arguments break a rule in every layout of any size; reports the first rule.
+        ConfigError: The arguments are invalid for every layout. The message gives the first reason.
     """
     config = parse_requested(arguments)
     tensor = config.parallel.tensor_model_parallel_size
@@ -177,16 +181,19 @@ def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> Parallel
 
 
 def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
-    """Estimates a step's time, relative to a forward and backward of one layer and sample.
+    """Estimates a layout's step time.
+
+    The unit is the time of the forward and backward pass of one sample through one layer.
 
     Args:
-        layout: Layout to estimate.
-        slowness: Slowness of the node of each rank.
+        layout: Layout whose step time is estimated.
+        slowness: For each rank, the slowness of its node (1 is the expected speed).
     """
     layers: Sequence[float] = layout.partition
     if layout.widths:
         ends = list(accumulate(layout.widths, initial=0))
-        # Each replica of a stage gets its share of the microbatches.
+        # A stage's replicas divide the microbatches among them, so more replicas make the stage
+        # faster.
         paces = [
             count * max(slowness[first_rank:end_rank]) / (end_rank - first_rank)
             for count, (first_rank, end_rank) in zip(layers, pairwise(ends), strict=True)
@@ -194,21 +201,22 @@ def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
         microbatches = layout.microbatches * layout.widths[0]
         return (microbatches + layout.pipeline - 1) * layout.micro_batch * max(paces)
     weights = _by_stage(slowness, layout.pipeline, layout.world_size // layout.pipeline)
-    if len(layers) != layout.pipeline:  # A rank runs several chunks.
+    if len(layers) != layout.pipeline:  # A rank runs several model chunks.
         layers = [sum(layers) / layout.pipeline] * layout.pipeline
     pace = max(count * slow for count, slow in zip(layers, weights, strict=True))
     return (layout.microbatches + layout.pipeline - 1) * layout.micro_batch * pace
 
 
 def _by_stage(by_rank: Sequence[float], pipeline: int, width: int) -> list[float]:
-    """Returns the slowness of each pipeline rank, that of its slowest process."""
+    """Returns the slowness of each pipeline rank: the maximum over the rank's processes."""
     return [max(by_rank[stage * width : (stage + 1) * width]) for stage in range(pipeline)]
 
 
 def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Splits layers over stages, at least one each, with the slowest stage as fast as possible.
+    """Splits layers into stages of at least one layer, to minimize the time of the slowest stage.
 
-    Gives each next layer to the stage that would finish first with it; of equals, to an inner one.
+    Assigns one layer at a time to the stage that would take the shortest time including that layer.
+    Of stages that tie, the one farthest from both ends of the pipeline gets the layer.
     """
     count = len(weights)
     layers = [1] * count
@@ -225,13 +233,13 @@ def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...
 
 
 def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
-    """Parses the arguments for the smallest world size at which they are valid.
+    """Parses the trainer's arguments, assuming the smallest world size for which they are valid.
 
-    The world size does not matter here, because the layout replaces the degrees.
+    The assumed size is not used later, because the layout sets the world size and parallel sizes.
 
     Raises:
-        ConfigError: The arguments are invalid for every world of up to 8 replicas; reports the
-            first reason.
+        ConfigError: The arguments are invalid for every number of replicas from 1 to 8. The message
+            gives the first reason.
     """
     flags = list(arguments)
     if _SIZES in flags_in(flags):
@@ -251,7 +259,7 @@ def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
 
 
 def _unit(flags: Sequence[str]) -> int:
-    """Returns the number of processes of one replica, computed from the flags."""
+    """Returns the number of processes per replica: tensor- times pipeline-parallel size."""
     unit = 1
     for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         value = last_value(flags, name) or "1"
@@ -260,7 +268,12 @@ def _unit(flags: Sequence[str]) -> int:
 
 
 def _degrees(config: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
-    """Lists pairs of replicas and pipeline ranks for usable tensor-parallel groups, best first."""
+    """Yields possible pairs (number of replicas, pipeline size), best first.
+
+    Args:
+        config: The user's settings for the trainer.
+        usable: Number of tensor-parallel groups for which there are processes.
+    """
     per_replica = config.batch.global_batch_size // config.batch.micro_batch_size
     meant = config.parallel.pipeline_model_parallel_size
     degree_pairs = [
@@ -284,7 +297,7 @@ def _layout(
     replicas: int,
     partition: tuple[int, ...],
 ) -> ParallelLayout | None:
-    """Creates a layout from degrees; ``None`` if the trainer would refuse its flags."""
+    """Creates a layout from parallel sizes; returns ``None`` if the trainer refuses its flags."""
     tensor = config.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
     if pipeline == 1 and chunks > 1:

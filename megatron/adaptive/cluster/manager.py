@@ -1,21 +1,22 @@
 """Runs a job in one layout after another as its nodes come and go.
 
-::
+An incarnation is the time for which ranks run in one layout. After it, the manager starts the next
+one, or the job ends::
 
     wait for nodes -> choose a layout -> start ranks -> watch ──┬─ all iterations done: end
-         ^                                                      ├─ a program's own error: end
-         │            SIGUSR1 to the ranks, which save <──── change of nodes, notice
+         ^                                                      ├─ error in the program: end
+         │            SIGUSR1 to the ranks, which save <──── node joins or will be taken away
          └──────────────── from the last complete checkpoint <──┴─ node or rank lost
 
-The global batch and the data stay the same; ``layout_rule`` defines what a layout changes. Every
-layout can load every checkpoint, so only the newest complete one has to be known for the next
-layout.
+A new layout changes how ranks share the model and the batch, but neither the global batch nor the
+order of the data. Checkpoints do not depend on the layout, so the next layout resumes from the
+newest complete checkpoint.
 
-If nodes join by themselves, each is a :class:`Participant`::
+If nodes join by themselves, each node runs a :class:`Participant`, and one of them is the manager::
 
     claim the job ── free ──> manage it until its end, or until this node is taken away
-       ^     └────── taken ──> join its manager ── released ──> end
-       └─────────────────────────── manager lost <┘
+       ^     └────── taken ──> join the manager ── released by the manager ──> end
+       └────────────────────────── manager lost <┘
 """
 
 from __future__ import annotations
@@ -77,10 +78,11 @@ class Manager:
 
     Args:
         spec: Description of the job.
-        chooser: Chooser of the best layout for the arguments and the nodes that are present.
-        own_machine: This node, if nodes join by themselves. A signal then removes this node only,
-            and another node manages the job.
-        keeper: Keeper of the copies that this node kept for the previous manager.
+        chooser: Object that chooses the best layout for the nodes that are present.
+        own_machine: Machine of this process if nodes join by themselves, else ``None``. With a
+            machine, a signal removes only this node from the job, and another node becomes the
+            manager.
+        keeper: Holder of the state copies that this node stored under the previous manager.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Manager:
         self._status = "waiting for machines"
         self._iteration = 0
         self._total = 0
-        self.notice: signal.Signals | None = None  # Signal from outside, ``None`` before one came.
+        self.notice: signal.Signals | None = None  # First stop signal received, ``None`` if none
         self._stop: signal.Signals | None = None
         self._is_deposed = False
         self._has_worked = False
@@ -133,13 +135,14 @@ class Manager:
         """Runs the job to its end.
 
         Returns:
-            0 if training is complete, 128 + N after signal N, else the status of the first rank
-            that failed by itself.
+            0 if training is complete, 128 + N after signal N, :data:`EXIT_LEFT` if a signal removed
+            only this node. After a failure, the exit status of the first rank that failed.
 
         Raises:
-            LeaseTakenError: Another manager runs the job, or another job saves into its folder.
+            LeaseTakenError: Another manager runs the job, or another job saves into the same
+                folder of checkpoints.
             SetupError: No layout fits the nodes by the deadline, or a folder is not writable.
-            ConfigError: The trainer's arguments break a rule.
+            ConfigError: The trainer's arguments are invalid.
         """
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
@@ -191,16 +194,16 @@ class Manager:
         reason = "start"
         while True:
             choice = await self._layout()
-            if choice is None:  # A signal came before any layout fitted.
+            if choice is None:  # A stop signal came before any layout fitted.
                 assert self._stop is not None
                 say(f"stopped by {self._stop.name} before training began")
                 return 128 + int(self._stop)
             running = await self._start(*choice, reason)
             if running is None:
                 continue
-            self._write_state()  # status readers expect the file as soon as ranks train
+            self._write_state()  # programs that show the status expect the file now
             await self._watch(running)
-            if running.fault:  # Recover now, while all remaining nodes are still connected.
+            if running.fault:  # Recover while the remaining nodes are still connected.
                 await self._recover()
             status, reason = self._judge(running)
             if status is not None:
@@ -214,15 +217,15 @@ class Manager:
     async def _recover(self) -> None:
         self._fence()
         await self._copies.recover(self._spec.stop_s)
-        while not self._members.events.empty():  # Apply the events that came in the meantime.
+        while not self._members.events.empty():  # Apply events that arrived meanwhile.
             await self._next(None)
 
     async def _first_nodes(self) -> None:
-        """Waits until the machines of the file have answered, or enough nodes have joined."""
+        """Waits until all listed machines have answered, or until enough nodes have joined."""
         expected = self._spec.nodes
         limit_s = self._spec.join_s
         if self._is_successor:
-            # Expect the nodes that trained under the previous manager, except that manager's own.
+            # Expect the previous manager's nodes to join again, except the node of that manager.
             expected = max(1, self._before_us - 1)
             limit_s = min(limit_s, _RETURN_S)
         until_s = self._clock.now_s() + limit_s
@@ -233,12 +236,12 @@ class Manager:
             await self._apply_all(until_s)
 
     async def _layout(self) -> tuple[ParallelLayout, list[Node]] | None:
-        """Chooses a layout for the nodes that are present; waits for nodes while none fits."""
+        """Chooses a layout for the present nodes; while no layout fits, waits for more nodes."""
         self._status = "waiting for machines"
         until_s = self._clock.now_s() + self._spec.wait_s
         is_reported = False
         while self._stop is None:
-            # If the job was already training, do not wait for the imports of new nodes.
+            # A running job prefers nodes whose modules are imported: their ranks start at once.
             is_ready = bool(self._incarnations)
             if choice := await self._fitting(ready=is_ready) or await self._fitting():
                 return choice
@@ -269,7 +272,7 @@ class Manager:
     async def _start(
         self, layout: ParallelLayout, nodes: list[Node], reason: str
     ) -> RunningRanks | None:
-        """Starts the ranks of a layout; returns ``None`` if one of its nodes leaves before that."""
+        """Starts the ranks of a layout; returns ``None`` if a node of the layout has just left."""
         planned_ns = time.time_ns()
         places = assign([node for node in nodes if node.status == "present"], layout)
         if len(places) < layout.world_size:
@@ -340,19 +343,20 @@ class Manager:
         return incarnation
 
     async def _watch(self, running: RunningRanks) -> None:
-        """Waits until every rank has ended or its node is lost."""
+        """Waits until each rank has ended, or the node that ran the rank is lost."""
         while len(running.statuses) < len(running.where):
             event = await self._next(earliest(running.deadline_s, self._reconsider_s))
             kind = "" if event is None else event.kind
             if event is not None and kind == "ended" and event.message["key"] in running.where:
                 self._rank_ended(running, event)
-            # Check all nodes at a deadline: some may have been given up without an event.
+            # Check all nodes at a deadline: ``_overdue`` marks nodes as lost without an event.
             if event is None or kind == "lost":
                 for key in running.alive:
-                    name = running.where[key]  # The node may have joined again.
+                    name = running.where[key]
                     is_gone = self._members.nodes[name].status in ("lost", "gone")
-                    # An event concerns its node only: the ranks of another lost node may have ended
-                    # properly before that node was lost.
+                    # After an event, mark only the ranks on the event's node. Ranks on another lost
+                    # node may have ended properly, with their reports still in the queue. The
+                    # node's status is not checked, because the node may have joined again.
                     if is_gone if event is None else name == event.node:
                         running.statuses[key] = -signal.SIGKILL
                         running.record_fault(
@@ -361,8 +365,8 @@ class Manager:
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if kind == "tick" and not running.stopping:
-                # Read the progress of this incarnation, because the event may belong to the
-                # previous one.
+                # The tick may have been queued during the previous incarnation, so read which ranks
+                # of this incarnation are slow.
                 slow = self._progress.read(running.folder).slow
                 nodes = self._members.usable()
                 if reason := await self._stragglers.handle(slow, running, nodes):
@@ -383,14 +387,14 @@ class Manager:
         if not ended_well(status):
             node = self._members.nodes[event.node]
             rank = event.message["key"].partition("/")[2]
-            # A rank that ends because its node leaves has not failed.
+            # If the node is about to leave, count the rank's end as a departure, not as a failure.
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
             kill = status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGBUS)
             running.record_fault(fault, self._clock.now_s() + _GRACE_S, gone=gone, kill=kill)
 
     def _overdue(self, running: RunningRanks) -> None:
-        """Kills an incarnation's remaining ranks; gives up nodes that do not report their end."""
+        """Kills the remaining ranks. On the second call, gives up the nodes that still run any."""
         if running.killed:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
@@ -408,7 +412,7 @@ class Manager:
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGKILL)
 
     async def _reconsider(self, running: RunningRanks) -> None:
-        """Asks the ranks to save and end if another layout suits the present nodes better."""
+        """Asks the ranks to save and end if another layout is better for the present nodes."""
         leaving = self._members.leaving(running.incarnation.nodes)
         if leaving is not None:
             self._ask_to_save(running, leaving.why)
@@ -420,10 +424,10 @@ class Manager:
             newcomers = some_names(node.name for node in nodes if node.name not in former_names)
             self._ask_to_save(running, f"{newcomers} came" if newcomers else "another plan")
         elif not running.stopping:
-            self._notice_ns = None  # The notice has no consequence.
+            self._notice_ns = None  # The notice causes no change of layout.
 
     def _ask_to_save(self, running: RunningRanks, reason: str) -> None:
-        if self._is_deposed and not running.killed:  # Another manager owns the checkpoints now.
+        if self._is_deposed and not running.killed:  # Another manager writes checkpoints.
             running.fault = running.fault or "another manager has the job"
             running.deadline_s = 0.0
         if running.stopping or running.fault:
@@ -435,7 +439,12 @@ class Manager:
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGUSR1)
 
     def _judge(self, running: RunningRanks) -> tuple[int | None, str]:
-        """Decides what follows an incarnation: an exit status, or the reason to start another."""
+        """Decides what follows an incarnation.
+
+        Returns:
+            Exit status of the job, ``None`` if another incarnation follows; and the reason to start
+            that incarnation.
+        """
         assert self._before is not None
         for node in list(self._members.nodes.values()):
             if node.status == "leaving":
@@ -453,7 +462,7 @@ class Manager:
             reason = self._program.goes_on(before, running.statuses.values())
             if reason or (running.stopping and before.ended != COMPLETE):
                 return None, running.stopping or reason
-            return 0, ""  # The program has printed its reason to end.
+            return 0, ""  # The program has already printed why it ended.
         self._notice_ns = None
         lost = running.gone
         statuses = running.statuses.values()
@@ -463,12 +472,12 @@ class Manager:
         say(f"error: {running.fault}{f'; {lost}' if lost not in running.fault else ''}")
         if self._stop is not None:
             return 128 + int(self._stop), ""
-        # If a node is taken away or cut off, the program has not failed.
+        # Count failures since the last checkpoint. The loss of a node is not the program's failure.
         self._failures = (0 if before.saved_ns is not None else self._failures) + (not lost)
         code = next((code for code in statuses if code > 0 and not ended_well(code)), 1)
         is_own_error = not lost and not any(code < 0 for code in statuses)
         if is_own_error and not self._has_worked:
-            # The program never completed a step, and its own error message is above.
+            # The program never completed a step, so it would fail again. It has printed its error.
             return code, ""
         if self._failures > self._spec.max_restarts and not lost:
             say(
@@ -479,16 +488,16 @@ class Manager:
         return None, lost or running.fault
 
     async def _apply_all(self, until_s: float | None) -> None:
-        """Waits for the next event and applies all that have come by then.
+        """Waits for the next event, then applies all events in the queue.
 
-        If several nodes join while a layout is being chosen, one new choice covers all of them.
+        If several nodes have joined meanwhile, a single choice of layout takes all into account.
         """
         await self._next(until_s)
         while not self._members.events.empty():
             await self._next(None)
 
     async def _next(self, until_s: float | None) -> Event | None:
-        """Waits for the next event and applies it to its node; returns ``None`` at the deadline."""
+        """Waits for an event and updates the node it concerns; ``None`` after the deadline."""
         limit_s = None if until_s is None else max(0.0, until_s - self._clock.now_s())
         try:
             event = await asyncio.wait_for(self._members.events.get(), limit_s)
@@ -501,7 +510,8 @@ class Manager:
         if event.kind == "joined":
             self._stragglers.joined(node.name)
         elif event.kind == "ready":
-            # The node has imported its modules, so that training need not wait for them.
+            # The node's modules are imported, so ranks can start there without delay. Other nodes
+            # may be ready soon, so wait shortly before choosing a layout.
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s + _SETTLE_S
         elif event.kind == "failed":
@@ -525,38 +535,38 @@ class Manager:
         self._members.events.put_nowait(Event("stop", "", {}))
 
     def _hung_up(self) -> None:
-        """Stops the job if SIGHUP means a closed terminal; otherwise rereads the machines file."""
+        """Handles SIGHUP: stops the job if the terminal was closed, else rereads the machines."""
         if drop_closed_terminal():
             self._asked_to_stop(signal.SIGTERM)
         else:
             self._members.reread_file()
 
     async def _tick(self) -> None:
-        """Periodically renews the lease, writes the state and rereads the machines file."""
+        """Every few seconds, renews the lease, writes the state and rereads the machines file."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._clock.now_s()
             if not self._holds():
                 return
             self._members.reread_file()
-            # The next morph would report the same error.
+            # Ignore errors here; the next reconfiguration would report the same error.
             with contextlib.suppress(AdaptiveError, OSError):
                 self._write_state()
             if self._has_slow:
                 self._members.events.put_nowait(Event("tick", "", {}))
 
     def _holds(self) -> bool:
-        """Renews the lease on the job; returns whether this manager still has it."""
+        """Renews the lease (the exclusive right to manage the job); returns whether it is held."""
         self._is_deposed = self._is_deposed or not self._lease.is_held(say)
         if self._is_deposed:
             self._asked_to_stop(signal.SIGTERM)
         return not self._is_deposed
 
     def _fence(self) -> bool:
-        """Prevents earlier ranks, which may still run unseen, from saving checkpoints.
+        """Prevents ranks of earlier incarnations, which may still run, from saving checkpoints.
 
         Returns:
-            Whether this manager still has the lease on the job.
+            Whether this manager still holds the lease on the job.
         """
         with contextlib.suppress(OSError):  # If the disk is full, ranks report it when they save.
             if not self._lease.advance():
@@ -601,12 +611,12 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 class Participant:
     """Takes part in a job as one node; :meth:`run` may be called once.
 
-    All of it runs in one event loop, and its signal handlers stay in place between the parts. A
-    notice that comes between two parts is handled and does not end the process silently.
+    The node alternates between the roles of manager and agent, in one event loop. Signal handlers
+    stay installed between the roles, so a signal at that time does not end the process silently.
 
     Args:
         spec: Description of the job.
-        chooser: Chooser of layouts, in case this node manages the job.
+        chooser: Object that chooses layouts while this node is the manager.
         name: Name of the node, unique in the job.
         slots: Number of processes on this node, ``None`` for one per GPU.
         is_local: Whether no other machine takes part.
@@ -619,7 +629,7 @@ class Participant:
         self._chooser = chooser
         self._name = name
         self._slots = slots
-        # Copies of the state must outlive the manager under which they were made.
+        # State copies must outlive the manager, because they are needed when the manager is lost.
         self._keeper = SnapshotKeeper("127.0.0.1" if is_local else "")
         self._until_s = 0.0
         self._notice: signal.Signals | None = None
@@ -628,11 +638,13 @@ class Participant:
         """Takes part until the job ends or this node is taken away.
 
         Returns:
-            The exit status.
+            Exit status of the job; :data:`EXIT_LEFT` if this node was taken away.
 
         Raises:
-            SetupError: The manager cannot be reached within the time for joining. Other errors are
-                those of :meth:`Manager.run`.
+            SetupError: The manager could not be reached within ``join_s`` seconds, or no layout
+                fits, or a folder is not writable.
+            ConfigError: The trainer's arguments are invalid.
+            LeaseTakenError: Another job saves into the folder of checkpoints.
         """
         own_machine = Machine(name=self._name, host="localhost", slots=self._slots)
         self._until_s = time.monotonic() + self._spec.join_s
@@ -643,7 +655,7 @@ class Participant:
                 return await manager.run()
             except LeaseTakenError as error:
                 owner = error.owner
-                if "run" not in owner:  # the owner is not a manager, so there is nobody to join
+                if "run" not in owner:  # the owner is not a manager, so it cannot be joined
                     raise
             await self._over(manager.notice)
             status = None if self._notice is not None else await self._join(owner)
@@ -670,7 +682,7 @@ class Participant:
                 raise
             await asyncio.sleep(_AGAIN_S)
             return None
-        # The notice may not have reached the manager.
+        # The manager may have been lost before the notice reached it, so remember the notice here.
         await self._over(agent.notice)
         if agent.status is not None:
             say(f"node {self._name} leaves: {agent.why}")
@@ -680,7 +692,7 @@ class Participant:
         return None
 
     async def _over(self, notice: signal.Signals | None) -> None:
-        """Takes over the signals and ends the tasks that a manager or an agent left in the loop."""
+        """Ends a role: handles signals here again, and cancels the role's remaining tasks."""
         self._listen()
         self._notice = self._notice or notice
         rest = asyncio.all_tasks() - {asyncio.current_task()}

@@ -7,7 +7,7 @@ The machines file has one host per line and is read again whenever it changes::
     node-b                         one process per GPU, one without a GPU
     localhost name=c slots=1       nodes on one machine need different names
 
-Every change becomes an event in one queue. The manager decides how the job reacts.
+Each change of a node is put as an event into one queue, from which the manager reads.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Machine:
 
     Attributes:
         name: Name of the node, unique within the file.
-        host: Host name or address, as ssh accepts it.
-        slots: Number of processes that it may run, ``None`` for one per GPU.
+        host: Host name or address, in a form that ssh accepts.
+        slots: Number of processes that the node may run, ``None`` for one per GPU.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Machine:
 
     @property
     def has_loopback(self) -> bool:
-        """Returns whether the host's name means the local machine on every machine."""
+        """Returns whether the host is ``localhost`` or a loopback address."""
         return self.host.lower() == "localhost" or self.host.startswith("127.")
 
     @property
     def is_local(self) -> bool:
-        """Returns whether this process runs on the host, judged by its name or an address."""
+        """Returns whether the host is this machine, by host name or by interface address."""
         host_name = socket.gethostname().lower()
         is_own = self.has_loopback or self.host.lower() in (host_name, host_name.partition(".")[0])
         return is_own or interface_of(self.host) is not None
@@ -71,7 +71,7 @@ def read_machines(path: Path) -> tuple[Machine, ...]:
     """Reads a machines file.
 
     Raises:
-        ConfigError: The file is missing or empty, or a line breaks a rule; names the line.
+        ConfigError: The file is missing or empty, or a line is invalid. The message names the line.
     """
     try:
         text = read_whole(path).decode()
@@ -121,7 +121,8 @@ def _machine(fields: list[str], where: str) -> Machine:
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-# Reads environment variables from the first line of standard input, then starts the program.
+# Program for the remote Python: it reads environment variables from the first line of standard
+# input, then replaces itself with the requested program.
 _BEGIN = (
     'import json,os,sys; os.environ.update(json.loads(open(0, closefd=False, mode="rb",'
     " buffering=0).readline())); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -131,7 +132,7 @@ _AGAIN_S = 1.0
 RETRY_S = 10.0
 """Minimum time between two starts of a listed machine's agent, in seconds."""
 PURPOSE = "manager"
-"""Purpose of connections between agents and their manager."""
+"""Label of connections between agents and the manager; both sides must use the same label."""
 _FROM_AGENTS = ("ready", "ended", "notice")
 _NODES_AT_MOST = 1 << 16
 _SLOTS_AT_MOST = 4096
@@ -140,20 +141,22 @@ _SLOTS_AT_MOST = 4096
 def over_ssh(
     host: str, arguments: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[list[str], bytes]:
-    """Returns the command that runs Python on another machine, in this folder.
+    """Returns the ssh command that runs Python on another machine, in the present working folder.
 
-    Variables may be secrets, so they are passed on standard input, which no other user can see.
+    Variables may be secrets. They are passed on standard input, because other users can see a
+    command line.
 
     Args:
-        host: Host name or address, as ssh accepts it.
-        arguments: Arguments of this Python, which must have the same path there.
-        variables: Environment variables to add to that machine's own.
+        host: Host name or address, in a form that ssh accepts.
+        arguments: Arguments for the Python interpreter. The interpreter must have the same path on
+            both machines.
+        variables: Environment variables to set in addition to the other machine's own.
 
     Returns:
-        The command, and the bytes to write to its standard input first.
+        The command, and the bytes that must be written to the command's standard input first.
     """
-    # Isolated mode keeps modules of the working folder from being imported before the program
-    # starts.
+    # The isolated mode (-I) prevents modules in the working folder from shadowing those that the
+    # start-up program imports.
     remote_command = shlex.join([sys.executable, "-I", "-c", _BEGIN, *arguments])
     command = [*_SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {remote_command}"]
     return command, json.dumps(dict(variables)).encode() + b"\n"
@@ -163,13 +166,13 @@ Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"
 
 
 class Event(NamedTuple):
-    """Reports a change in the state of the job.
+    """Reports a change of a node, a signal to the manager (``stop``), or a timer (``tick``).
 
     Attributes:
         kind: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``, ``lost``, ``ended``,
             ``stop`` or ``tick``.
-        node: Name of the node, empty for the manager itself.
-        message: Message of the agent.
+        node: Name of the node that changed, empty for an event of the manager.
+        message: Message from the node's agent, or values in the same form.
     """
 
     kind: str
@@ -179,21 +182,23 @@ class Event(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Node:
-    """Describes a node of the job, past or present.
+    """Describes a node that takes part in the job or once did.
 
     Attributes:
-        name: Name of the node.
-        machine: Its line in the machines file, ``None`` if it joined by itself.
-        status: Present state of the node.
-        why: Reason why it does not take part, empty if it does.
-        host: Host name that the node itself reported.
-        pid: Process id of its agent.
-        slots: Number of processes that it may run.
-        is_ready: Whether a rank would start at once there, because its modules are imported.
-        copies_port: Port at which it receives copies of other nodes' state.
-        link: Connection with its agent.
-        asked: Pending answers of :meth:`Membership.ask`, by number.
-        started_s: Value of ``time.monotonic`` when this process started the node's agent.
+        name: Name of the node, unique in the job.
+        machine: Machine on which the manager starts the node's agent, ``None`` if the node joined
+            by itself.
+        status: Present status of the node, such as ``present``, ``leaving`` or ``lost``.
+        why: Reason why the node does not take part, empty if it takes part.
+        host: Host name that the node reported when it joined.
+        pid: Process id of the node's agent.
+        slots: Number of processes that the node may run.
+        is_ready: Whether the node has imported the ranks' modules, so that ranks start at once.
+        copies_port: Port at which the node receives copies of other nodes' state.
+        link: Connection with the node's agent, ``None`` before it joins.
+        process: Process of the agent, ``None`` if the manager did not start the agent.
+        asked: Answers that :meth:`Membership.ask` waits for, by message number.
+        started_s: Value of ``time.monotonic`` when this entry was created, in seconds.
     """
 
     name: str
@@ -211,7 +216,7 @@ class Node:
     started_s: float = field(default_factory=time.monotonic, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the node's entry in the state of the job."""
+        """Returns the node's entry in the job's state file."""
         names = ("name", "status", "why", "host", "pid", "slots")
         return {name: getattr(self, name) for name in names}
 
@@ -221,10 +226,10 @@ class Membership:
 
     Args:
         machines: Path of the machines file, ``None`` if nodes join by themselves.
-        own_machine: Node of the manager itself, if it is not in the machines file.
-        address: Address at which other machines reach this one, ``None`` to detect it.
-        secret: Secret of the job.
-        work: Work of every node's ranks, for the agents that this process starts.
+        own_machine: Machine of the manager if nodes join by themselves, else ``None``.
+        address: Address of this machine for other machines, ``None`` to detect the address.
+        secret: Secret by which agents and the manager authenticate each other.
+        work: Script and arguments of the ranks, sent to the agents that this process starts.
     """
 
     def __init__(
@@ -242,7 +247,8 @@ class Membership:
         self._read = () if machines is None else read_machines(machines)
         self._own_machine = own_machine
         self._stamp = self._file_stamp()
-        # The address must not change: ranks and agents know it.
+        # Decide once whether to use the loopback address. Agents keep the manager's address, so it
+        # must not change when the machines file does.
         self._is_alone = machines is not None and all(
             machine.has_loopback for machine in self._read
         )
@@ -262,13 +268,13 @@ class Membership:
         return "127.0.0.1" if self._is_alone else own_address(None, alone=True)
 
     async def start(self) -> None:
-        """Starts to listen and starts the agents of the machines file.
+        """Starts to accept connections, and starts an agent on each listed machine.
 
         Raises:
             OSError: No port is available.
         """
         allow_files(_NODES_AT_MOST)
-        # Otherwise asyncio would start a thread for each process.
+        # asyncio's default watcher would start a thread for each child process.
         if sys.version_info < (3, 12):
             watcher = asyncio.PidfdChildWatcher()
             watcher.attach_loop(asyncio.get_running_loop())
@@ -279,12 +285,12 @@ class Membership:
             self._start_agent(machine)
 
     def leaving(self, names: Iterable[str]) -> Node | None:
-        """Returns the first of these nodes that is about to leave, ``None`` if there is none."""
+        """Returns the first of the named nodes that is about to leave, ``None`` if none is."""
         nodes = (self.nodes[name] for name in names)
         return next((node for node in nodes if node.status == "leaving"), None)
 
     def signal(self, names: Iterable[str], number: signal.Signals) -> None:
-        """Sends a signal to the ranks of these nodes, if the nodes are connected."""
+        """Sends a signal to all ranks on the named nodes; skips nodes that never joined."""
         for name in names:
             if (link := self.nodes[name].link) is not None:
                 link.send("signal", number=int(number))
@@ -294,12 +300,12 @@ class Membership:
 
         Args:
             name: Name of the node.
-            kind: Kind of the message.
-            limit_s: Time limit in seconds.
-            values: Values of the message.
+            kind: Kind of the message, such as ``start`` or ``inventory``.
+            limit_s: Time limit for the answer, in seconds.
+            values: Further entries of the message.
 
         Raises:
-            TimeoutError: No answer came in time.
+            TimeoutError: No answer arrived within the time limit.
             ConnectionError: The node was lost.
         """
         node = self.nodes[name]
@@ -317,7 +323,7 @@ class Membership:
             node.asked.pop(number, None)
 
     def usable(self) -> list[Node]:
-        """Returns the nodes that can run ranks, in the order of the file, else of joining."""
+        """Returns the nodes that can run ranks: listed machines first, then in order of joining."""
         order = {machine.name: index for index, machine in enumerate(self._read)}
         present = [node for node in self.nodes.values() if node.status == "present"]
         return sorted(present, key=lambda node: order.get(node.name, len(order)))
@@ -334,7 +340,7 @@ class Membership:
         return self.address if peer in ("127.0.0.1", "::1") else peer
 
     def reread_file(self) -> None:
-        """Reads the machines file again if it has changed."""
+        """Reads the machines file if it has changed; starts and removes nodes accordingly."""
         stamp = self._file_stamp()
         if self._path is None or stamp == self._stamp:
             return
@@ -367,7 +373,7 @@ class Membership:
     def start_lost_again(self) -> bool:
         """Restarts agents of listed machines that are lost or did not answer.
 
-        Each is started at most once per :data:`RETRY_S`.
+        Starts each agent at most once in :data:`RETRY_S` seconds.
 
         Returns:
             Whether an agent was started.
@@ -390,8 +396,8 @@ class Membership:
 
         Args:
             node: Node to release.
-            why: Reason, for the user.
-            status: Exit status of its agent.
+            why: Reason that is shown to the user.
+            status: Exit status with which the node's agent has to end.
         """
         node.status = "gone"
         node.why = why
@@ -402,8 +408,9 @@ class Membership:
         """Releases all nodes and waits for the agents that this process started.
 
         Args:
-            status: Exit status of the agents.
-            hands_over: Whether nodes that joined by themselves look for another manager instead.
+            status: Exit status with which the agents have to end.
+            hands_over: Whether another manager continues the job. Nodes that joined by themselves
+                are then not released, and look for that manager.
         """
         self._is_closing = True
         if self._server is not None:
@@ -413,7 +420,7 @@ class Membership:
                 self.release(node, "the job has ended", status)
         for node in self.nodes.values():
             if node.process is not None and node.process.returncode is None:
-                # Such an agent would only report that its manager is gone.
+                # Otherwise an agent that has not connected yet would report a lost manager.
                 if node.status == "starting":
                     with contextlib.suppress(ProcessLookupError):
                         node.process.terminate()
@@ -443,7 +450,7 @@ class Membership:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_agent(self, machine: Machine, node: Node) -> None:
-        """Starts the agent of a machine and waits for its end."""
+        """Starts the agent of a machine and waits until the agent ends."""
         arguments = ["-m", "megatron.adaptive", "run", "--agent"]
         command = [sys.executable, *arguments]
         stdin_head = b""
@@ -482,7 +489,8 @@ class Membership:
         if node.status == "starting" and not (is_own and status < 0):
             self._failed(node, last_line or f"its agent ended with status {status}")
         elif is_own:
-            # The manager's own node stays as long as the manager. By now its loss has been handled.
+            # The manager's own node must not stay away, so restart its agent. Wait first, so that
+            # the manager has handled the loss.
             await asyncio.sleep(_AGAIN_S)
             if node.status in ("starting", "lost") and not self._is_closing:
                 self._start_agent(machine)
@@ -536,7 +544,7 @@ class Membership:
 
 
 def allow_files(count: int) -> None:
-    """Raises this process's limit of open files and connections, as far as the system allows."""
+    """Raises the limit on this process's open files to ``count``, or to the system's maximum."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard_limit != resource.RLIM_INFINITY:
         count = min(count, hard_limit)

@@ -1,15 +1,15 @@
-"""Runs one node's processes, writes their output to the job's folder and samples their use.
+"""Runs one node's processes, writes their output to files and samples their resource use.
 
 ::
 
     <LOG_DIR>/<job>/run.json      settings and nodes of the job
-    <LOG_DIR>/<job>/<node>.out    output of the node's processes
-    <LOG_DIR>/<job>/<node>.err    their errors and warnings
-    <LOG_DIR>/<job>/<node>.gpu    samples of their resource use
+    <LOG_DIR>/<job>/<node>.out    standard output of the node's processes
+    <LOG_DIR>/<job>/<node>.err    standard error of the node's processes
+    <LOG_DIR>/<job>/<node>.gpu    samples of the resources that the processes use
     <LOG_DIR>/<job>/progress.jsonl    progress of the run
 
-The commands are built from the configuration: the trainer's flags, each node's torchrun and the
-container around it. Files, folders and the port are checked before anything starts.
+Each node runs torchrun, which starts the trainer, inside a container if one is configured. Files,
+folders and the port are checked before any process starts.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _MOCK_VOCABULARY = "50303"
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """Describes a node's part in the job, known after all nodes have met.
+    """Describes a node's part in the job, which is decided once all nodes have connected.
 
     Attributes:
-        node_rank: Rank of this node.
-        processes: Number of processes of each node, by node rank.
-        master_addr: Address of the first node.
-        master_port: Port at which the first node listens.
+        node_rank: Number of this node among the job's nodes, from 0.
+        processes: Number of processes on each node, by node rank.
+        master_addr: Address of the first node (node rank 0).
+        master_port: Port at which torchrun on the first node listens.
     """
 
     node_rank: int
@@ -70,7 +70,7 @@ class NodePlace:
 
 
 def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
-    """Returns the flags of ``pretrain_gpt.py``.
+    """Returns the flags for ``pretrain_gpt.py`` that correspond to the configuration.
 
     Args:
         conf: Configuration of the launch.
@@ -114,11 +114,11 @@ def _data_flags(conf: LaunchConf) -> list[str]:
 
 
 def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
-    """Checks the trainer's own rules before anything starts.
+    """Checks the configuration with the trainer's own parser, before any process starts.
 
     Raises:
-        ConfigError: A rule is broken. The message names the variable of ``conf.sh`` if there is
-            one, else the trainer's flag.
+        ConfigError: The trainer would refuse a flag. The message names the variable of ``conf.sh``
+            that sets the flag, or the flag itself if there is no such variable.
     """
     if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
         raise ConfigError(
@@ -138,7 +138,7 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
 
 
 def python_of(conf: LaunchConf) -> str:
-    """Returns the path of the nodes' Python."""
+    """Returns the path of the Python interpreter for all nodes."""
     return conf["PYTHON"] or sys.executable
 
 
@@ -164,7 +164,7 @@ def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
 
 
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
-    """Returns the command wrapped to run in the container image; Slurm itself starts pyxis."""
+    """Wraps a command to run in the container, except for pyxis, which Slurm itself starts."""
     gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
     starts = {"apptainer": ["exec", *gpu, "--bind"], "enroot": ["start", "--rw", "--mount"]}
     if conf["CONTAINER"] not in starts:
@@ -175,13 +175,13 @@ def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> lis
 
 
 def mounts_of(conf: LaunchConf, logs: Path) -> list[str]:
-    """Returns the folders to mount in the container, as ``FROM:TO``."""
+    """Returns the folders to mount in the container, as ``PATH_ON_NODE:PATH_IN_CONTAINER``."""
     extra_mounts = [mount for mount in (conf["CONTAINER_MOUNTS"] or "").split(",") if mount]
     return [f"{WORK_FOLDER}:{WORK_FOLDER}", f"{logs}:{logs}", *extra_mounts]
 
 
 def run_record(conf: LaunchConf, node: NodePlace, run_dir: Path) -> str:
-    """Returns the text of ``run.json``: latest start, settings and every node's processes."""
+    """Returns the text of ``run.json``: time of this start, settings, number of processes."""
     record = {
         "started_unix_s": round(time.time(), 1),
         "conf": {name: masked_text(text) for name, text in conf.texts().items()},
@@ -194,14 +194,17 @@ def run_record(conf: LaunchConf, node: NodePlace, run_dir: Path) -> str:
 
 
 EXIT_STOPPED_EARLY = 75
-"""Exit status of a run that SIGUSR1 stopped in good order near its time limit: start it again."""
+"""Exit status of a run that saved and ended on SIGUSR1, for example near Slurm's time limit.
+
+The caller should start the run again.
+"""
 
 _STOPPED = re.compile(rb"^training ends: signal SIGUSR1")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 1.0
 _OUTPUTS = ("out", "err")
 _SHORTEST_SECRET = 8
-"""Shortest secret that is masked. A shorter value, such as the 1 of a switch, is in many lines."""
+"""Minimum length of a secret to mask. Shorter values, such as 1, also occur in harmless lines."""
 
 
 def run_node(
@@ -213,23 +216,23 @@ def run_node(
     variables: Mapping[str, str],
     echo: bool,
 ) -> int:
-    """Starts a node's processes and waits for their end.
+    """Starts a node's processes and waits until they end.
 
-    Passes on the signals that end a program; passes on SIGUSR1 to the ranks only.
+    Forwards SIGINT, SIGTERM and SIGHUP to torchrun, and SIGUSR1 directly to the ranks.
 
     Args:
         conf: Configuration of the launch.
         node: This node's part in the job.
         run_dir: Folder of the job's logs.
-        name: Name of the node, used for its files.
-        variables: Environment variables to add to this process's own.
-        echo: Whether to print their output here as well.
+        name: Name of the node, which begins the names of its log files.
+        variables: Environment variables for the processes, in addition to the present ones.
+        echo: Whether to also print the processes' output to the terminal.
 
     Returns:
-        Exit status; :data:`EXIT_STOPPED_EARLY` if the run was stopped in good order.
+        Exit status; :data:`EXIT_STOPPED_EARLY` if the run saved and ended on SIGUSR1.
 
     Raises:
-        ConfigError: The folder cannot be written.
+        ConfigError: The log folder cannot be written.
     """
     make_folder(run_dir)
     if node.node_rank == 0:
@@ -237,14 +240,16 @@ def run_node(
     command = in_container(conf, node_command(conf, node, run_dir), run_dir)
     environment = _environment(conf, variables)
     hidden = _secret_values(environment)
-    # The processes inherit this and ignore the signal until they handle it.
+    # Child processes inherit this. Without it, SIGUSR1 would kill a rank that has not installed its
+    # handler yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {node.node_rank} starts\n".encode()
     files = [BestEffortFile(run_dir / f"{name}.{end}", "lines", lambda: begin) for end in _OUTPUTS]
     with contextlib.closing(files[0]) as out, contextlib.closing(files[1]) as err:
         for file in (out, err):
             file.begin()
-        # The job needs its own session, so that it gets each signal once, from this process.
+        # Start the job in its own session. Otherwise it would get Ctrl-C twice: from the terminal,
+        # and forwarded by this process.
         job = subprocess.Popen(
             command,
             env=environment,
@@ -257,7 +262,7 @@ def run_node(
         samples = run_dir / f"{name}.gpu"
         status, is_stopped = _watch_job(job, out, err, samples, hidden=hidden, echo=echo)
     if status == 0 and is_stopped:
-        # Without the pause, nodes that end a moment later would count as left behind.
+        # srun kills the job's other nodes after a non-zero status, so first give them time to end.
         time.sleep(_GRACE_S)
         return EXIT_STOPPED_EARLY
     return 128 - status if status < 0 else status
@@ -280,10 +285,10 @@ def _watch_job(
     hidden: Sequence[bytes],
     echo: bool,
 ) -> tuple[int, bool]:
-    """Copies a job's output, samples its use and passes on signals, until it ends.
+    """Copies a job's output, samples its resource use and forwards signals, until the job ends.
 
     Returns:
-        Exit status of the job, and whether SIGUSR1 stopped the run in good order.
+        Exit status of the job, and whether the run saved and ended on SIGUSR1.
     """
     sampler = ResourceSampler(os.getpid(), samples)
     stopped = threading.Event()
@@ -309,7 +314,7 @@ def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, st
 
 @contextlib.contextmanager
 def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Passes signals on to the job, and kills what is left of it at the end."""
+    """Forwards signals to the job during the block; kills the job if it still runs afterwards."""
     former = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _SIGNALS}
     former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _signal_ranks(job.pid, n))
     try:
@@ -323,7 +328,7 @@ def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _signal_ranks(pid: int, number: int) -> None:
-    """Sends a signal to the ranks below a process, but not to the processes that ranks start."""
+    """Sends a signal to the ranks among a process's descendants, but not to their own children."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -349,9 +354,10 @@ def _copy(
     stopped: threading.Event,
     hidden: Sequence[bytes],
 ) -> None:
-    """Copies lines to a file, and to a terminal if there is one; notes whether the run was stopped.
+    """Copies lines to a file, and also to a terminal if given.
 
-    Masks secrets that a library prints, for example in an address that it could not open.
+    Sets ``stopped`` when a line reports that the run ended on SIGUSR1. Replaces secrets by a mask:
+    a library may print one, for example in an address that it could not open.
     """
     for line in source:
         for secret in hidden:
@@ -366,7 +372,7 @@ def _copy(
 
 
 def check_files(conf: LaunchConf) -> None:
-    """Checks that the data and the image exist.
+    """Checks that the data files and a container image on disk exist.
 
     Raises:
         ConfigError: A file is missing.
@@ -391,7 +397,7 @@ def check_files(conf: LaunchConf) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates an absolute folder for logs and checks that it can be written.
+    """Creates the folder for logs, if missing, and checks that it is writable.
 
     Raises:
         ConfigError: The folder cannot be created or written.
@@ -408,7 +414,7 @@ def check_port(port: int) -> None:
     """Checks that a port of this machine is free.
 
     Raises:
-        SetupError: Another program listens on it.
+        SetupError: Another program listens on the port, or this user may not use the port.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

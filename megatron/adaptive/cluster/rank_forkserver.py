@@ -1,18 +1,19 @@
-"""Forks ranks from one process that has imported their modules, so that a morph is fast.
+"""Forks ranks from a process that has already imported their modules, so that they start fast.
 
-Importing torch and megatron-core takes longer than all other parts of a start. The forkserver does
-it once per node, while nothing waits for it, and forks each rank from there. It has one thread and
-opens no device. On a node with GPUs it imports torch alone, because a process that has looked for
-GPUs cannot be forked.
+Importing torch and megatron-core takes longer than all other parts of a start. The forkserver
+imports them once per node, before any rank is needed, and then forks each rank. The forkserver has
+one thread and opens no device. On a node with GPUs it imports only torch, because a process that
+has detected GPUs cannot be forked.
 
-It reads orders from the descriptor named on its command line, one line of JSON each, and answers
-there::
+The forkserver reads orders from the file descriptor named on its command line, one JSON object per
+line, and writes its answers to the same descriptor::
 
     {"start": {"key": "3/0", "variables": {}, "script": "", "arguments": [], "folder": ""}}
-    {"signal": 10}                    for all ranks
+    {"signal": 10}                    send this signal to all ranks
     <- {"ready": true}   <- {"started": "3/0", "pid": 7}   <- {"ended": "3/0", "status": -9}
 
-When its input ends it kills all its ranks; the kernel kills the ranks if the forkserver dies.
+When the input ends, the forkserver kills all its ranks. If the forkserver itself dies, the kernel
+kills the ranks.
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ _MODULES = (
 
 
 def main(descriptor: int) -> None:
-    """Serves orders from a connected socket until the socket is closed.
+    """Carries out orders from a connected socket until the other side closes the socket.
 
     Args:
         descriptor: File descriptor of the socket.
     """
     orders = socket.socket(fileno=descriptor)
-    _die_with_parent()  # the parent may die while this process imports
+    _die_with_parent()  # set now: the agent may die during the imports below
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the agent handles them
+        signal.signal(number, signal.SIG_IGN)  # the agent handles these signals
     _import()
-    gc.freeze()  # a collection in a rank would otherwise copy the shared pages
+    gc.freeze()  # else garbage collection in a rank would copy shared pages
     _Forkserver(orders).serve()
 
 
@@ -69,17 +70,18 @@ def _die_with_parent() -> None:
 
 
 def _import() -> None:
-    """Imports the modules of the ranks; ranks themselves report what is missing."""
+    """Imports the ranks' modules. Ignores failures, because ranks report a missing module."""
     with contextlib.suppress(Exception):
         importlib.import_module("torch")
         if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
             return
         device = importlib.import_module("megatron.adaptive.accelerator")
         device.install()
-        with device.quiet_imports():  # only here: a rank may show its own warnings
+        with device.quiet_imports():  # hides warnings of these imports only
             for name in _MODULES:
                 importlib.import_module(f"megatron.adaptive.{name}")
-            # Otherwise each rank imports these during its first step and its first data.
+            # Ranks import these modules only in the first step or when they read data, so import
+            # them here once instead.
             for name in ("torch._dynamo", "megatron.core.datasets.helpers"):
                 importlib.import_module(name)
 
@@ -124,8 +126,9 @@ class _Forkserver:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        # Block the signal before the fork, until the training loop handles it: this process ignores
-        # it, so a signal right after the fork would otherwise be lost.
+        # Block SIGUSR1 before the fork, so that a signal right after the fork stays pending until
+        # the rank's training loop handles it. Otherwise the signal would be lost, because the
+        # forkserver ignores it and a forked process does the same.
         kept_back = {signal.SIGUSR1}
         signal.pthread_sigmask(signal.SIG_BLOCK, kept_back)
         pid = os.fork()
@@ -137,7 +140,7 @@ class _Forkserver:
         self._send(started=rank["key"], pid=pid)
 
     def _become(self, rank: dict[str, Any], parent: int) -> NoReturn:
-        """Runs a rank's script in the forked process. Never returns."""
+        """Runs a rank's script in the forked process, then ends the process. Never returns."""
         status = 1
         try:
             with contextlib.suppress(OSError):
@@ -181,7 +184,7 @@ class _Forkserver:
             if key is None:
                 continue
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # its data workers may have outlived it
+                os.killpg(pid, signal.SIGKILL)  # data workers may outlive their rank
             self._send(ended=key, status=os.waitstatus_to_exitcode(status))
 
     def _send(self, **values: Any) -> None:
@@ -201,7 +204,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _print_error(error: BaseException) -> int:
-    """Prints an uncaught error; returns the exit status of the process."""
+    """Prints an uncaught exception and returns the exit status for the process."""
     errors = sys.modules.get("megatron.adaptive.errors")
     if errors is not None and isinstance(error, errors.AdaptiveError):
         from megatron.adaptive.config.input_files import say

@@ -1,9 +1,9 @@
-"""Places snapshots on nodes, and restores a step from those left after a loss.
+"""Decides which nodes keep copies of the training state, and restores the state from the copies.
 
-After ranks are lost, the manager asks every node for its inventory of copies and picks the newest
-step whose parts all exist on some node. The nodes write it into the folder of checkpoints, and the
-job resumes from it as from any checkpoint. If no step is complete, a message names the missing
-parts.
+The copies (snapshots) are in the memory of the nodes. After ranks are lost, the manager asks each
+remaining node which copies it has, and picks the newest step whose parts are all on some node. The
+nodes write this step as a checkpoint, from which the job resumes as from any other. If no step is
+complete, a message lists the ranks whose state is missing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _NONE: Mapping[str, Any] = {"run": "", "buddy": None, "settings": {}}
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSource:
-    """Names a step that can be restored, or the reason why none can.
+    """Describes the newest step that can be restored, or why no step can.
 
     Attributes:
-        step: Newest complete step, 0 for none.
-        seen: Newest step of which any part is left.
+        step: Newest step of which all parts are left, 0 if there is no such step.
+        seen: Newest step of which at least one part is left, 0 for none.
         why: Reason why no step can be restored, empty if one can.
-        parts: Copies to restore it from, as keepers list them. Each has its ``node`` and, as
-            ``needs``, the indices of the needs that it satisfies.
+        parts: Copies from which ``step`` is restored, in the form of the keepers' inventories. Two
+            entries are added: ``node`` is the name of the copy's node, and ``needs`` contains the
+            indices of the required parts that the copy provides.
     """
 
     step: int = 0
@@ -45,9 +46,10 @@ class SnapshotSource:
 
 
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
-    """Returns the node that keeps copies for each node: the next one on another machine.
+    """Returns the buddy of each node by name: the node that keeps copies of its state.
 
-    If all nodes are on one machine, as in a trial run, it is the next node.
+    The buddy is the next node, in cyclic order, that is on another machine. If all nodes are on one
+    machine, as in a trial run, the buddy is simply the next node. It is ``None`` for a single node.
     """
     buddy_names: dict[str, str | None] = {}
     alone = len({node.host for node in nodes}) == 1
@@ -59,12 +61,13 @@ def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
 
 
 def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotSource:
-    """Finds the newest step that is complete.
+    """Finds the newest step of which all parts are left.
 
     Args:
-        kept: Names of the remaining nodes with the inventories of their keepers. A need is
-            satisfied by a copy of any of its ``ranks``; ``is_sent`` says whether a copy sent by
-            another node also satisfies it.
+        kept: Pairs of a remaining node's name and the list of copies in the node's memory. In an
+            inventory, ``needs`` lists the parts required for a complete step. Each part can be
+            provided by a copy of any rank in ``ranks``. If ``is_sent`` is false, a copy that was
+            sent by another node does not count.
     """
     copies: list[Mapping[str, Any]] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
@@ -90,7 +93,8 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
                 if copy["rank"] in need["ranks"] and (copy["kind"] == "own" or need["is_sent"])
             ]
             if fitting:
-                # Prefer a copy that is used already, then a rank's own copy to one that was sent.
+                # Prefer a copy that already provides another part, so that fewer copies are read.
+                # Next, prefer a rank's own copy to a copy that was sent to a buddy.
                 best = min(fitting, key=lambda copy: (not copy["needs"], copy["kind"] != "own"))
                 best["needs"].append(index)
             else:
@@ -105,15 +109,16 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
 
 
 class JobSnapshots:
-    """Places and restores the snapshots of one job for its manager.
+    """Decides where one job's snapshots are kept, and restores steps from them, for the manager.
 
     Args:
-        settings: Number of steps between snapshots (``every``) and most bytes for them on a node
-            (``limit_bytes``); ``None`` for no snapshots.
+        settings: Number of steps between snapshots (``every``) and maximum size in bytes of the
+            snapshots on a node (``limit_bytes``); ``None`` for no snapshots.
         members: Nodes of the job.
         folder: Folder of checkpoints.
         manager: Name of the manager that starts the ranks.
-        kept: This node's name and its keeper, taken over from the previous manager.
+        kept: Name of the manager's own node and the holder of copies that the node stored under the
+            previous manager; ``None`` if there is none.
     """
 
     def __init__(
@@ -134,11 +139,13 @@ class JobSnapshots:
         self._written = 0
 
     def orders(self, epoch: int, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the settings of copies for the agent of each node that starts ranks.
+        """Returns the settings of the copies for each node that starts ranks, by node name.
+
+        Other nodes are ordered to drop their copies.
 
         Args:
             epoch: Number of the incarnation.
-            names: Names of the nodes with ranks, in the order of the ranks.
+            names: Names of the nodes that start ranks, in the order of the ranks.
         """
         settings = self._settings
         members = self._members
@@ -147,7 +154,7 @@ class JobSnapshots:
         taking_part = set(names)
         for name, node in members.nodes.items():
             if node.link is not None and node.status in _HERE and name not in taking_part:
-                # Its snapshot is of a step that the job does not resume from, so it drops it.
+                # A node without ranks has only outdated copies, so order it to drop them.
                 node.link.send("start", ranks=[], copies=_NONE)
         nodes = [members.nodes[name] for name in names]
         alone = len({node.host for node in nodes}) == 1
@@ -167,10 +174,10 @@ class JobSnapshots:
         return orders
 
     def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
-        """Returns the origin of an incarnation's state, and the number of steps to repeat.
+        """Returns where an incarnation's training state came from, and how many steps it repeats.
 
         Args:
-            resumed: Iteration that the incarnation resumes from.
+            resumed: Iteration of the checkpoint from which the incarnation resumes.
             before: Last progress of the previous incarnation, ``None`` for the first incarnation.
         """
         last = self._last
@@ -187,10 +194,10 @@ class JobSnapshots:
         return source, max(0, done - resumed)
 
     async def recover(self, limit_s: float) -> None:
-        """Writes the newest restorable step as a checkpoint, if it is newer than the last one.
+        """Writes the newest complete step as a checkpoint, if newer than the last checkpoint.
 
         Args:
-            limit_s: Time limit in seconds for the nodes to write it.
+            limit_s: Time limit in seconds for the nodes to write the checkpoint.
         """
         if self._settings is None:
             return
@@ -227,7 +234,7 @@ class JobSnapshots:
         )
 
     async def _ask(self) -> SnapshotSource:
-        """Asks all nodes for their inventory of copies."""
+        """Asks all nodes which copies they have, and returns the newest step to restore."""
 
         async def held(name: str) -> tuple[str, Sequence[Mapping[str, Any]]]:
             try:
@@ -244,7 +251,7 @@ class JobSnapshots:
         return newest(kept)
 
     async def _write(self, source: SnapshotSource, until_s: float) -> str:
-        """Orders the nodes to write a step; returns the first failure, empty if there is none."""
+        """Orders the nodes to write a step; returns the first failure as text, or an empty text."""
         by_node: dict[str, list[Mapping[str, Any]]] = {}
         for part in source.parts:
             by_node.setdefault(part["node"], []).append(part)
@@ -272,7 +279,7 @@ class JobSnapshots:
         return await self._run({common: assembly}, until_s)
 
     async def _run(self, orders: Mapping[str, Mapping[str, Any]], until_s: float) -> str:
-        """Runs the restoring program on several nodes at once; returns the first failure."""
+        """Runs the program that restores snapshots on several nodes; returns the first failure."""
         self._written += 1
 
         async def run(name: str, order: Mapping[str, Any]) -> int:

@@ -1,9 +1,10 @@
 """Tracks nodes that stay slow, and decides whether another layout would be faster.
 
-The diagnosis of the running job names a slow rank; two diagnoses in a row make its node a slow
-node. Every later layout takes its slowness into account: its stage gets fewer layers. The job moves
-at most once for each node, and only if the new layout is predicted to be faster. A node that joins
-again, or joins another manager of the job, counts as normal.
+If two consecutive diagnoses of the running job report the same slow rank, the rank's node is
+considered slow. Later layouts take the slowness into account, for example by giving the node's
+stage fewer layers. The job changes its layout at most once for each slow node, and only if the new
+layout is predicted to be faster. If a node leaves and joins again, or another manager takes over
+the job, the node is considered normal again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron.adaptive.cluster.membership import Node
 
 _IN_A_ROW = 2
 _LEAST = 1.1
-"""Smallest slowdown, relative to what the planner knew, that the job reacts to."""
+"""Minimum ratio of measured to expected computing time at which a node is considered slow."""
 _MOST_SLOW = 8.0
 _LEFT_OUT = "left out: slow"
 
@@ -35,9 +36,10 @@ class Stragglers:
     """Tracks the slow nodes of a job, and chooses layouts that suit them.
 
     Args:
-        policy: ``ignore``; ``replan`` to move layers away; ``exclude`` to leave the node out.
-        chooser: Chooser of layouts.
-        arguments: Arguments of the trainer.
+        policy: Reaction to a slow node: ``ignore``, ``replan`` to give it fewer layers, or
+            ``exclude`` to leave it out.
+        chooser: Object that chooses the layout for given nodes.
+        arguments: The user's arguments for the trainer.
     """
 
     def __init__(self, policy: Policy, chooser: Chooser, arguments: Sequence[str]) -> None:
@@ -49,10 +51,10 @@ class Stragglers:
         self._judged: set[str] = set()
 
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
-        """Chooses a layout; uses nodes that were left out only if no layout fits without them.
+        """Chooses a layout; uses excluded slow nodes only if no layout fits without them.
 
         Args:
-            nodes: Nodes that are present, in order.
+            nodes: Nodes that are present, in the order of the ranks.
         """
         included = self.included(nodes)
         layout = await self._choose(included) if included else None
@@ -61,17 +63,17 @@ class Stragglers:
         return layout
 
     def included(self, nodes: Sequence[Node]) -> list[Node]:
-        """Lists the nodes that were not left out."""
+        """Returns the nodes without those that were excluded for being slow."""
         return [node for node in nodes if node.name not in self._aside]
 
     def joined(self, name: str) -> None:
-        """Forgets what was known about a node: it may have been repaired."""
+        """Resets the records of a node that joins, because it may have been repaired."""
         self._slowness.pop(name, None)
         self._aside.discard(name)
         self._judged.discard(name)
 
     def to_dict(self, node: Node) -> dict[str, Any]:
-        """Returns a node's entry in the state of the job."""
+        """Returns a node's entry in the job's state file, with its slowness."""
         is_left_out = node.name in self._aside
         return {
             **node.to_dict(),
@@ -87,11 +89,12 @@ class Stragglers:
 
         Args:
             slow_ranks: Slow ranks that the diagnosis reported in this incarnation.
-            running: Ranks of the incarnation. The predicted time of their layout is corrected.
-            nodes: Nodes that are present, in order.
+            running: Ranks of the incarnation. The predicted step time of their layout is changed to
+                include the slowness.
+            nodes: Nodes that are present, in the order of the ranks.
 
         Returns:
-            Reason why the job should move, empty if it should not.
+            Reason to change the layout, empty if the job should keep its layout.
         """
         if self._policy == "ignore":
             return ""
@@ -109,7 +112,11 @@ class Stragglers:
         return ""
 
     def _excess(self, slow_rank: SlowRank, name: str, running: RunningRanks) -> float:
-        """Returns a node's time relative to the others', divided by the ratio expected before."""
+        """Returns how many times slower a node is than expected.
+
+        Divides each rank's measured time by the expected time, then compares the node with the
+        median of the other nodes.
+        """
         nodes = running.where.values()
         if len(slow_rank.pace_ns) != len(nodes):
             return slow_rank.factor
@@ -174,7 +181,7 @@ class Stragglers:
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
-    """Corrects a planned layout's predicted time for a node that is slower than expected."""
+    """Increases the predicted step time of a planned layout for a node slower than expected."""
     layout = running.layout
     nodes = running.where.values()
     if layout.step_s is None:
