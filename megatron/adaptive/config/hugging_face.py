@@ -44,10 +44,9 @@ class _Family:
         arguments: Trainer flags that are the same for all models of the family.
         tied: Whether embedding and output layer share weights if the file does not say.
         differs: Feature that the trainer's layers lack; empty if the trainer supports the family.
-        window_period: If this is n > 0, every n-th layer attends to all tokens and the others have
-            a sliding window. If it is 0, all layers have the window.
-        default: Values of keys that are absent in a file, where they differ from the usual
-            defaults.
+        window_period: Every n-th layer attends to all tokens, the others have a sliding window; 0
+            if all layers have it.
+        default: Values of absent keys, where they differ from the usual defaults.
         optional: Keys that only this family has, by the flag to which they are converted.
         nearest: Most similar supported family, for the error message if ``differs`` is not empty.
     """
@@ -409,10 +408,7 @@ def load_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _text_part(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the settings of the text model, if the model also takes images or sound.
-
-    Returns ``None`` if the file has no such part.
-    """
+    """Returns the settings of the text part if the model takes more than text, else ``None``."""
     parts = (document.get(key) for key in _TEXT_PARTS)
     return next((part for part in parts if isinstance(part, dict)), None)
 
@@ -502,9 +498,7 @@ def _expected_kinds(where: str) -> Iterator[None]:
 def _trained(
     folder: Path, document: Mapping[str, Any], flags: list[str], differs: str
 ) -> list[str]:
-    """Checks that the trainer supports a model, and returns its flags.
-
-    The flag for prediction layers is left out if the folder has no weights for these layers.
+    """Returns a supported model's flags, without prediction layers that the folder lacks.
 
     Raises:
         ConfigError: The trainer's layers lack a feature of the model.
@@ -519,8 +513,7 @@ def _trained(
     flat = _flat(family, document)
     for key, value in document.items():
         _refuse(key, value, flat, flags, str(path))
-    # The weights are often missing, because transformers does not save layers for multi-token
-    # prediction.
+    # transformers does not save layers for multi-token prediction.
     flag = "--mtp-num-layers"
     if flag in flags and not _has_weights(folder, flat["num_hidden_layers"]):
         _remove(flags, flag)

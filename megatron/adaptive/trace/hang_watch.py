@@ -11,8 +11,7 @@ memory. A rank that hangs need not cooperate::
 
 The culprit is the rank that waits for no other rank. It may be stopped, in a disk system call,
 holding the interpreter lock (GIL), reading data, or late to enter a collective. If all ranks wait,
-a message was lost, or the ranks wait for each other in a circle (a deadlock). This process ends
-when its parent ends.
+a message was lost, or the ranks are in a deadlock. This process ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -35,25 +34,16 @@ from typing import Any, NamedTuple
 LEAST_S = 30.0
 STEPS = 10.0
 """Default hang limit without ``--hang-after-s``: 30 s or 10 median steps, whichever is longer."""
-
 _LOOK_S = 1.0
-
 _PATIENCE = 10.0
 """Multiple of the hang limit for which a rank may compute between steps without other progress."""
-
 _BUSY = (0.05, 0.5, float(1 << 17))
-"""Thresholds per second above which a rank is working; its monitoring threads use less.
-
-In order: processor time in seconds, processor time plus time in the run queue, bytes read and
-written.
-"""
-
+"""Use per second above which a rank is working; its monitoring threads use less: processor time in
+seconds, processor time plus time in the run queue, bytes read and written."""
 _STALE_S = 6.0
 """Age in seconds above which a rank's status file is too old; the rank writes it each second."""
-
 _OTHERS_S = 11.0
 """Seconds to wait for the watchers of other machines to notice the same hang and report it."""
-
 _SILENT_S = 20.0
 """Seconds without a report after which another machine's watcher is considered lost."""
 
@@ -85,8 +75,7 @@ class RankEvidence:
         pid: Process id on the rank's machine.
         now: Last status report that a thread of the rank wrote; empty if there is none.
         age_s: Age of that report in seconds.
-        state: Process state as a letter of proc(5). ``X`` if the process is gone, empty if the
-            rank's machine does not report.
+        state: State as a letter of proc(5), ``X`` if gone, empty if its machine does not report.
         wchan: Kernel function in which the main thread sleeps; empty if it cannot be read.
         frames: (File, line, function) of each stack frame of the main thread, innermost first.
         line: Line of source code that the innermost frame executes.
@@ -118,10 +107,7 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Phrase for the code that the main thread executes: file, line and function.
-
-        Frames in ``threading`` and ``queue`` are skipped.
-        """
+        """Phrase for the code that the main thread runs, outside ``threading`` and ``queue``."""
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown place"
@@ -309,9 +295,8 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
 def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
     """Returns how many ranks have begun more collectives than the candidate.
 
-    A rank is counted if it is ahead in some process group and behind in none. If a background
-    thread waits for another rank's background thread, the main threads of both ranks wait for
-    their own threads. Then only the numbers of collectives begun distinguish the two ranks.
+    A rank is counted if it is ahead in some process group and behind in none. If background threads
+    wait for each other, only the numbers of collectives begun distinguish their ranks.
     """
 
     def is_behind(rank: RankEvidence, other: RankEvidence) -> bool:
@@ -388,10 +373,9 @@ def _numbers(ranks: Sequence[int]) -> str:
 class Stillness:
     """Measures how long the ranks of a machine have made no progress.
 
-    Within a step, only the end of an action or of a collective is progress. Reading, writing and
-    computing are progress too between steps, in evaluations, in checkpoints and before the third
-    iteration (imports, compilation). There, computing alone is accepted for up to ten times the
-    hang limit.
+    Within a step, only the end of an action or of a collective is progress. Between steps, in
+    evaluations, in checkpoints and before the third iteration (imports, compilation), reading,
+    writing and, for up to ten times the hang limit, computing are progress too.
 
     Args:
         limit_s: Value of ``--hang-after-s`` in seconds, ``None`` for the default.
@@ -476,10 +460,7 @@ def _paused(nows: Collection[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Returns the numbers of collectives begun, by process group, if all agree.
-
-    ``None`` if two numbers differ, which means that a rank waits, or if an entry is ``None``.
-    """
+    """Returns the collectives begun per group if all agree; else ``None``."""
     common: dict[str, int] = {}
     for by_name in counts:
         if by_name is None or any(common.setdefault(name, n) != n for name, n in by_name.items()):
@@ -528,8 +509,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
     stacks = {rank: _spy(job.get("py_spy"), pid, before[rank]) for rank, pid in pids.items()}
     nows = _read_nows(folder, pids)
     for rank, pid in pids.items():
-        # The rank installs its signal handler before it writes a report. Without the handler the
-        # signal would kill the process.
+        # The signal kills a rank without its handler, which it installs before its first report.
         if not stacks[rank] and nows[rank] and before[rank] not in "XZTt":
             with contextlib.suppress(OSError):
                 os.kill(pid, int(job["signal"]))
@@ -553,8 +533,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
                 pid=pid,
                 now=nows[rank],
                 age_s=max(0.0, time.time() - nows[rank].get("unix_ns", 0) / 1e9),
-                # A healthy process may be in a disk call (D) for a moment, so the state is
-                # reported only if it was D at both readings.
+                # A healthy process may be in a disk call (D) for a moment, at one reading only.
                 state="S" if state == "D" and before[rank] != "D" else state,
                 wchan=wchan,
                 frames=frames,
@@ -592,8 +571,7 @@ def main_frames(stack: str) -> list[tuple[str, int, str]]:
 def _spy(program: str | None, pid: int, state: str) -> str:
     if program is None or state in "XZ":
         return ""
-    # Usually py-spy pauses the process and then resumes it. A process that someone has stopped
-    # must stay stopped, so its stack is read without pausing.
+    # py-spy resumes a process after its pause, but one that somebody has stopped must stay stopped.
     mode = ["--nonblocking"] if state in "Tt" else ["--native"]
     try:
         done = subprocess.run(
@@ -674,8 +652,7 @@ class _Watch:
     def run(self) -> None:
         last_s = time.monotonic()
         self._still.restart(last_s)
-        # The parent may end before this process starts. os.getppid() alone would miss that, so
-        # it is compared with the parent's id in the job file.
+        # os.getppid() alone would miss a parent that ended before this process started.
         while os.getppid() == self._job["parent"]:
             time.sleep(_LOOK_S)
             now_s, elapsed_s = time.monotonic(), time.monotonic() - last_s
@@ -690,8 +667,7 @@ class _Watch:
             ]
             self._work = work
             if elapsed_s > 5 * _LOOK_S:
-                # This process was suspended for a while, and the ranks perhaps too. The time
-                # without progress would be wrong, so it starts again at 0.
+                # This process was suspended, and perhaps the ranks too: measure from 0 again.
                 self._still.restart(now_s)
             still_s = self._still.look(nows, now_s, computes=any(moved[:2]), transfers=moved[2])
             self._decide(still_s, now_s)
@@ -699,7 +675,7 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        # Another watcher that already reports the hang waits for this machine's evidence.
+        # A watcher that already reports the hang waits for this machine's evidence.
         is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:
@@ -812,8 +788,7 @@ def main() -> int:
     with contextlib.suppress(OSError):
         os.nice(10)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Terminals and launchers send these signals to the whole process group. The watcher
-        # ignores them, because it ends by itself when its parent has ended.
+        # Terminals and launchers signal the whole process group; the watcher ends with its parent.
         signal.signal(number, signal.SIG_IGN)
     try:
         _Watch(folder).run()
