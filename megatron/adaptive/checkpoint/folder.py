@@ -389,7 +389,7 @@ class StepFolders:
 
     @property
     def _mark(self) -> str:
-        """Number of the lease in hidden names, which tells this job's files from other jobs'."""
+        """Suffix of this job's hidden names: the number of its lease."""
         return "" if self.lease is None else f".{self.lease.number}"
 
     def _require_lease(self) -> None:

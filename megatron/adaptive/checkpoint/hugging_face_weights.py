@@ -610,7 +610,7 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
             reader.dtype(name)
         multiple = config.model.make_vocab_size_divisible_by
         ranks = config.parallel.tensor_model_parallel_size
-        # With NullTokenizer, --vocab-size does not include the token ID for the end of a document.
+        # Add the token ID for the end of a document, which NullTokenizer does not count.
         ids = (config.data.vocab_size or 0) + (config.data.tokenizer_type == "NullTokenizer")
         rows = padded_vocab_size(ids, multiple, ranks)
         _require_rows(rows, reader, config, folder)
