@@ -7,8 +7,8 @@
     adapter_model.safetensors ──> adapters of a built model
 
 :mod:`~megatron.adaptive.checkpoint.hugging_face_weights` maps the rows of tensors. An adapter is a
-pair of matrices (LoRA), whose product ``b @ a`` is added to a weight. ``b`` has the same rows as the
-weight. ``a`` has one block of rows for each Hugging Face tensor that the weight is assembled from.
+pair of matrices (LoRA), whose product ``b @ a`` is added to a weight. ``b`` has the same rows as
+the weight. ``a`` has one block of rows for each Hugging Face tensor in the weight.
 """
 
 from __future__ import annotations

@@ -508,9 +508,8 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if predictions and last and not first and not model.untie_embeddings_and_output_weights:
-        built.output_layer.weight = (
-            None  # set later from another module, so that it is not built twice
-        )
+        # The embedding of the prediction layers on this stage is the output matrix too.
+        built.output_layer.weight = None
     if model.scale_embeddings and (first or predictions):
         scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)
     if model.logit_softcap is not None and last:
