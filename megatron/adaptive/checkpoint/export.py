@@ -123,7 +123,7 @@ class _HuggingFaceTensors:
 
     Args:
         reader: Reader of the checkpoint.
-        tensors: Core tensors by name.
+        tensors: Shape and sources of each tensor of megatron-core, by name.
         copies: Names of Hugging Face tensors that repeat another one, with the name of the other.
     """
 
@@ -325,7 +325,7 @@ def adapter_tensors(
 
     Args:
         config: Settings of the model and of the adapters.
-        tensors: Core tensors of the model by name.
+        tensors: Shape and sources of each tensor of the model, by megatron-core's name.
 
     Returns:
         Two tensors for each adapted weight, by their names in a checkpoint.
@@ -396,7 +396,7 @@ def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
     """Returns the adapters in a checkpoint as Hugging Face tensors.
 
     Raises:
-        CheckpointError: If there are none, or their shapes do not fit the model.
+        CheckpointError: If there are no adapters, or their shapes do not fit the model.
     """
     if not exported.config.lora.is_on:
         raise CheckpointError(

@@ -25,8 +25,8 @@ A subfolder gets its final name only when it is complete::
 A checkpoint is written under its hidden name, flushed to disk with ``fsync``, and renamed. Only
 then is its iteration written to the tracker (``latest_checkpointed_iteration.txt``), if the folder
 has one. The tracker therefore always names a complete checkpoint. A job that takes over the lease
-removes everything that earlier jobs left under hidden names, so that a suspended one among them can
-no longer rename its own: see ``engine.folder_lease``.
+(``engine.folder_lease``) removes everything that earlier jobs left under hidden names. If such a
+job was only suspended, it can then no longer rename its checkpoint.
 
 The names of the trainer's folders and of its tracker are Megatron-LM's. ``.metadata`` and
 ``common.pt`` are pickles, for Megatron-LM and torch; this program does not read them if there is an
@@ -427,7 +427,7 @@ class StepFolders:
 Manifest = Mapping[str, Any]
 """Describes a checkpoint of the trainer; saved as JSON next to megatron-core's files:
 
-    progress: Counters of the run.
+    progress: Numbers of iterations and samples that the run had done, by name.
     config: Settings of the run, from ``TrainerConfig.to_dict``.
     shape: Parallel sizes of the run, by name, and the number of chunks per rank.
     padded_vocab_size: Number of rows of the embedding.

@@ -360,12 +360,12 @@ def _add(
     """Adds a module's weight and bias to ``tensors``.
 
     Args:
-        tensors: Core tensors by name; changed in place.
+        tensors: Shape and sources of each core tensor by name; entries are added.
         module: Name of the module in its layer.
         size: Size of the module's weight.
         sources: Names of the Hugging Face modules that the module is assembled from: one for each
             block, or one for all blocks.
-        names: Table of the names in the model family.
+        names: Table of the model family, which maps megatron-core's names to Hugging Face names.
         saved: Name of the module in a checkpoint.
     """
     is_whole = module.endswith("expert_bias")
@@ -429,7 +429,7 @@ class HuggingFaceReader:
         config: Settings of the megatron-core model.
 
     Attributes:
-        tensors: Description of each core tensor, by name.
+        tensors: Shape and sources of each core tensor, by megatron-core's name.
 
     Raises:
         ConfigError: If the trainer does not support the model.
@@ -574,7 +574,7 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
     Rows of the region that only pad a vocabulary are set to zero.
 
     Args:
-        tensor: Core tensor.
+        tensor: Shape and sources of the core tensor, which is named as in megatron-core.
         offset: Index of the region's first element, per axis of the core tensor.
         target: Tensor with the shape of the region.
 

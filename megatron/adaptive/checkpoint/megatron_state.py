@@ -36,8 +36,9 @@ from megatron.adaptive.checkpoint.writer import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-# Makes megatron-core save one key per layer, so that any partition of the layers can be loaded, and
-# optimizer state in the shape of the parameters, so that any parallel sizes can be loaded.
+# Options for megatron-core. It saves one key per layer, so that a run with any partition of the
+# layers can load them. It saves optimizer state in the shape of the parameters, so that a run with
+# any parallel sizes can load it.
 METADATA = {
     "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -147,7 +148,7 @@ def load_model(
     """Sets the weights of this rank's chunks from a loaded state.
 
     Args:
-        chunks: Chunks of this rank.
+        chunks: Model chunks of this rank, one for each of its pipeline stages.
         state: Loaded state, with the keys of :func:`sharded_model`.
         strict: Whether the state must contain all weights of the chunks.
     """
@@ -468,7 +469,8 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
     """
     settings_here = scheduler.state_dict()
     if _constant_decay(settings_here) and _constant_decay(saved):
-        saved = {**saved, "wd_incr_steps": settings_here["wd_incr_steps"]}  # without effect
+        # Ignore the number of steps, which has no effect on a constant weight decay.
+        saved = {**saved, "wd_incr_steps": settings_here["wd_incr_steps"]}
     different = [name for name in _SCHEDULE_FLAGS if saved[name] != settings_here[name]]
     free = scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler
     if different and not free:

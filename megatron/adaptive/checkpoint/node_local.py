@@ -48,7 +48,7 @@ _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
 _KEPT = 2  # checkpoints to keep by default: the last, and the previous one while it is written
 _LOOK_S = 10.0
-_END_S = 5.0  # time to wait for an upload thread to end after it was given up, in seconds
+_END_S = 5.0  # time in seconds to wait for the end of an upload that was given up
 _ROUND_S = 1.0
 
 
@@ -64,10 +64,13 @@ class _NodeFolder(StepFolders):
 
 
 class LocalDisk:
-    """Manages this node's files of the checkpoints. All ranks must call each method together.
+    """Manages the files of checkpoints that are on this node's local disk.
+
+    All ranks must call each method together.
 
     Args:
-        job: This process within the job; its timeout also limits waits for uploads.
+        job: Rank, process groups and environment of this process. The job's timeout also limits
+            waits for uploads.
         shared: Folder of checkpoints in shared storage. No other program may write to it.
         base: Folder on the local disk of each node.
         keep: Number of complete checkpoints to keep, on local disks and in shared storage. ``None``
@@ -107,9 +110,9 @@ class LocalDisk:
 
         Args:
             step: Step of the checkpoint.
-            state: State to save.
+            state: Tensors and other values of this rank to save.
             save_id: New identifier of this save; the value of rank 0 is used.
-            ranks: All ranks. No other communication may use their process group during the call.
+            ranks: Group of all ranks. No other communication may use it during the call.
 
         Returns:
             True if the checkpoint is on the local disks. If False, no upload is running, so the
@@ -322,9 +325,10 @@ class LocalDisk:
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
-        """Returns the files on this disk of steps after ``latest``, by step and save identifier.
+        """Returns the checkpoint files on this disk that belong to steps after ``latest``.
 
-        The values are the sizes of the files by name, and the manifest on one rank per node.
+        The keys are step and identifier of the save. The values are the sizes of the files by name,
+        and the manifest. The manifest is ``None`` except on one rank per node.
         """
         return {
             (step, manifest["save_id"]): (
@@ -395,15 +399,15 @@ def hold(
 
     Args:
         folder: Folder of checkpoints.
-        job: This process within the job.
-        ranks: All ranks.
+        job: Rank, process groups and environment of this process.
+        ranks: Group of all ranks, over which the ranks communicate.
         remedy: Advice to append to the error if the folder cannot be written. If empty, the OSError
             is raised unchanged, for a caller that adds its own advice.
         has_local: Whether checkpoints are written to local disks first. It is then no error if
             shared storage cannot be written now, because it may be available later.
 
     Raises:
-        CheckpointError: If another job holds the folder, or it cannot be written.
+        CheckpointError: If another job has reserved the folder, or the folder cannot be written.
     """
     path = folder.path.resolve()
     environment = job.environment
@@ -445,8 +449,8 @@ def writing(
     Args:
         folder: Folder of checkpoints.
         step: Step that is written.
-        job: This process within the job.
-        ranks: All ranks.
+        job: Rank, process groups and environment of this process.
+        ranks: Group of all ranks, over which the ranks communicate.
         message: Text of the error, in which the cause replaces ``{}``.
 
     Raises:
@@ -490,7 +494,7 @@ def prepare(
 
     Args:
         shared: Folder of checkpoints in shared storage.
-        job: This process within the job.
+        job: Rank, process groups and environment of this process.
         remedy: Advice for the error if the folder cannot be written.
         base: Folder on each node's local disk, ``None`` to write to ``shared`` directly.
         latest: Function that returns the newest step in ``shared``, 0 if there is none, and
@@ -502,7 +506,7 @@ def prepare(
         Object that manages this node's local files, ``None`` without local disks.
 
     Raises:
-        CheckpointError: If another job holds the folder, or it cannot be written.
+        CheckpointError: If another job has reserved the folder, or the folder cannot be written.
     """
     ranks = RankGroup(job.rank, job.control_group)
     hold(shared, job, ranks, remedy, has_local=base is not None)
@@ -520,7 +524,7 @@ class Upload(BackgroundWrite):
 
     Args:
         disk: Local disk of this node, with the files that this rank copies.
-        stored: Manifest of the checkpoint.
+        stored: Manifest of the checkpoint, with the sizes and checksums of all files.
         names: Names of the files that this rank copies.
 
     Attributes:
@@ -618,9 +622,9 @@ def share_out(
 
 
 def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
-    """Returns a key that is equal on two ranks exactly if they share the local folder.
+    """Returns a key that is equal on two ranks if and only if they share the local folder.
 
-    It includes device and inode of the folder, because two machines may have the same name.
+    The key includes device and inode of the folder, because two machines may have the same name.
     """
     identity: tuple[int, ...] = ()
     with contextlib.suppress(OSError):

@@ -7,9 +7,8 @@
     model.safetensors.index.json      {"metadata": {...}, "weight_map": {name: file}}
 
 The ``safetensors`` package would need more memory. It maps files into memory, so that all pages it
-has read count as the process's memory, and it needs all tensors of a file at once to write the
-file. This module reads a part of a tensor directly into its target, and writes one tensor at a
-time.
+has read count as the process's memory. To write a file, it needs all of the file's tensors at once.
+This module reads a part of a tensor directly into its target, and writes one tensor at a time.
 
 A weight with 8-bit elements comes with a second tensor, ``NAME_scale_inv``, which has one scale
 factor for each 128 x 128 block of elements. Reading such a weight multiplies by the scale factors.
@@ -74,8 +73,8 @@ class TensorFolder:
         tensors: Location of each tensor, by name.
 
     Raises:
-        CheckpointError: If there are no such files, or only pickles.
-        DamagedCheckpointError: If a file is missing, truncated, or has an impossible header.
+        CheckpointError: If the folder has no ``safetensors`` files, or only pickles.
+        DamagedCheckpointError: If a file is missing, truncated, or has an invalid header.
     """
 
     def __init__(self, folder: Path, only: str | None = None) -> None:

@@ -46,7 +46,7 @@ class CheckpointSaver:
     All ranks must call each method together, except :meth:`completed`.
 
     Args:
-        job: This process within the job.
+        job: Rank, process groups and environment of this process.
         local: Local disk of this node, to which checkpoints are written first; ``None`` to write to
             their folder directly.
 
@@ -85,7 +85,7 @@ class CheckpointSaver:
         Args:
             folder: Folder of checkpoints.
             step: Step of the checkpoint.
-            take: Function that returns the current state. Collective.
+            take: Function that returns this rank's state to save. All ranks call it together.
             remedy: Advice to append to the error if the folder cannot be written.
             keep: Number of newest complete checkpoints to keep, ``None`` for all.
             behind: Whether training continues while a background thread writes the checkpoint.
@@ -260,7 +260,7 @@ def load_first_whole(
         steps: Steps to try in this order; at least one.
         load: Function that loads the checkpoint of a step. If it fails, it must raise the same
             error on all ranks.
-        ranks: All ranks.
+        ranks: Group of all ranks, over which the ranks communicate.
 
     Raises:
         CheckpointError: If no checkpoint could be loaded. It is the error of the first step.
@@ -288,7 +288,7 @@ def require_seen(path: Path, job: Job) -> None:
     """Checks that a folder that another rank has made exists on this rank too.
 
     Raises:
-        CheckpointError: If it does not, because the nodes do not share the folder.
+        CheckpointError: If the folder does not exist here, because the nodes do not share it.
     """
     if not path.is_dir():
         host = job.places[job.rank]["host"]
@@ -334,7 +334,7 @@ def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.nbytes // _ALIGN) * _ALIGN
-    # Copies from a GPU to locked (pinned) pages are faster, because the driver needs no buffer.
+    # Lock (pin) the pages: otherwise the GPU's driver would copy through a buffer of its own.
     memory = torch.empty(end, dtype=torch.uint8) if gpu is None else locked_memory(end, gpu)
     return [
         memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

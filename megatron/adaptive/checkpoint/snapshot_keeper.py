@@ -11,9 +11,9 @@
 
 Each rank's snapshots are in a memory file without a name. The system frees the file when the last
 process that has it open ends, for whatever reason. The rank writes steps into the two slots
-alternately. A slot is valid only if both of its marks have the same step, so if the rank is killed
-at any moment, the older step is complete. The buddy, the node that stores this node's snapshots
-too, has the same file without the last part.
+alternately. A slot is valid only if both of its marks have the same step. If the rank is killed at
+any moment, the older step is therefore complete. The buddy, the node that stores this node's
+snapshots too, has the same file without the last part.
 
 One thread per rank sends each copied step to the buddy while training continues, in messages with
 an authentication code (MAC). The rank gets an answer once the buddy has received all of the step.
@@ -424,7 +424,8 @@ class SnapshotKeeper:
     def _count(self, store: _Store) -> None:
         """Counts a file's steps; at the second one, discards the file that it replaced.
 
-        A rank makes a new file if its state changed, for example because stages moved.
+        A rank makes a new file if the number or shapes of its tensors change, for example because
+        stages move.
         """
         store.taken += 1
         if store.taken != 2:

@@ -52,9 +52,9 @@ def write(order: Mapping[str, Any]) -> None:
         order: Settings of the command, with these entries. ``checkpoints``: folder of checkpoints.
             ``is_pipeline``: whether it is a folder of a ``Pipeline``. ``step``: step of the
             snapshots. ``lease``: number of the manager's lease, 0 for none. ``index``: index of
-            this node. ``has_common``: whether this node writes the files that a checkpoint has
-            once. ``parts``: paths of snapshot files (``file``), each with the indices of the sets
-            of tensors to write from it (``needs``).
+            this node. ``has_common``: whether this node writes the files that exist once per
+            checkpoint. ``parts``: paths of snapshot files (``file``), each with the indices of
+            the sets of tensors to write from the file (``needs``).
 
     Raises:
         CheckpointError: If a snapshot is missing or damaged.

@@ -61,7 +61,7 @@ class SnapshotSettings:
             or of a machine with several nodes.
         buddy: Name of the node that stores this node's snapshots too, ``None`` if there is none.
         every: Number of iterations from one snapshot to the next.
-        limit_bytes: Memory in bytes that snapshots may take on a node, ``None`` for no limit.
+        limit_bytes: Maximum size in bytes of all snapshots on a node, ``None`` for no limit.
     """
 
     address: str
@@ -132,8 +132,8 @@ class Snapshots(NoSnapshots):
     """Takes snapshots of this rank's state at the end of steps. Collective over all ranks.
 
     Args:
-        state: Access to the state of this rank.
-        job: This process within the job.
+        state: Object that returns this rank's tensors and other state.
+        job: Rank, process groups and environment of this process.
         settings: Settings that the node's agent passed to this rank.
         report: Function that writes a status line to the progress file.
         say: Function that writes a line to the user's log.
@@ -398,9 +398,9 @@ def make_snapshots(
     """Returns an object that takes snapshots, or one that does nothing if snapshots are off.
 
     Args:
-        job: This process within the job.
-        state: Function that returns the access to the state. Called once, and only if snapshots
-            are taken.
+        job: Rank, process groups and environment of this process.
+        state: Function that makes the object to access this rank's state. Called once, and only if
+            snapshots are taken.
         report: Function that writes a status line to the progress file.
         say: Function that writes a line to the user's log.
     """
@@ -456,7 +456,7 @@ class SnapshotPlan:
     node is copied by one rank and sent to the node's buddy. All ranks compute the same plan.
 
     Attributes:
-        needs: Ranks that copy each part, by part.
+        needs: Description of the ranks that copy each part, by part.
         sent_bytes: Size in bytes of the tensors that each rank sends per snapshot, by rank.
         tensor_bytes: Size in bytes of the tensors that each rank copies per snapshot, by rank.
     """
@@ -480,7 +480,7 @@ def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
     """Returns a plan that balances the number of copied bytes among the ranks.
 
     Args:
-        ranks: State and node of each rank.
+        ranks: State and node of each rank, in the order of ranks.
     """
     holders: dict[Part, list[int]] = {}
     sizes: dict[Part, int] = {}
@@ -514,9 +514,9 @@ def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | N
     """Returns why the memory of a node is too small for a plan, ``None`` if all fit.
 
     Args:
-        plan: Plan for all ranks.
-        ranks: State and node of each rank.
-        limit_bytes: Memory in bytes that snapshots may take on a node, ``None`` for no limit.
+        plan: Assignment of parts of the state to the ranks that copy them.
+        ranks: State and node of each rank, in the order of ranks.
+        limit_bytes: Maximum size in bytes of all snapshots on a node, ``None`` for no limit.
     """
     taken: dict[str, int] = defaultdict(int)
     for rank, parts in enumerate(ranks):

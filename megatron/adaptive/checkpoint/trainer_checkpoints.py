@@ -80,8 +80,8 @@ _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
 _REMEDY = "Free space there or name another folder with --save"
-# End of the names of state that Transformer Engine's layers keep for 8-bit types. A checkpoint may
-# lack such state, because this trainer does not use 8-bit types.
+# Suffix of the names under which layers of Transformer Engine save state for 8-bit types. The state
+# may be missing in a checkpoint, because this trainer does not use 8-bit types.
 _SCRATCH = "_extra_state"
 
 # Settings of megatron-core that decide which weights a model has.
@@ -149,7 +149,7 @@ class Checkpoints:
         """Writes a checkpoint. Returns its path, ``None`` if it is not complete yet.
 
         Args:
-            progress: Progress of the run; its iteration names the checkpoint.
+            progress: Numbers of iterations and samples done. The iteration names the checkpoint.
             behind: Whether training continues while a background thread writes the checkpoint.
         """
         return self.saver.save(
@@ -167,7 +167,7 @@ class Checkpoints:
         Collective if the optimizer communicates.
 
         Args:
-            progress: Progress of the run.
+            progress: Numbers of iterations and samples done, which the checkpoint records.
             is_whole: Whether to include parts that another rank writes too. It must be the same in
                 each call.
 
@@ -613,7 +613,7 @@ class RunState(SnapshotState):
 
     Args:
         run: Run with a built model.
-        progress: Function that returns the run's current progress.
+        progress: Function that returns the numbers of iterations and samples done so far.
     """
 
     def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:

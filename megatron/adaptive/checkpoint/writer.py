@@ -78,8 +78,8 @@ class Place(NamedTuple):
         begin: Offset in bytes of the output of ``torch.save``.
         length: Length in bytes of the output of ``torch.save``.
         content: Offset in bytes of the tensor's raw bytes, or of the object's plain values.
-        content_length: Length in bytes of the raw bytes or the plain values. It and ``content`` are
-            0 if there are none.
+        content_length: Length in bytes of the raw bytes or the plain values. If it is 0,
+            ``content`` is 0 too.
     """
 
     begin: int
@@ -140,8 +140,8 @@ class TakenState:
         pieces: Parts of tensors. If several ranks have the same part, the first rank writes it.
         objects: Other values by name. If several ranks have the same name, the first rank writes
             the value.
-        once: Contents of files that a checkpoint has once, by file name. Those of rank 0 are
-            written.
+        once: Contents of files that exist once per checkpoint instead of once per rank, by file
+            name. Those of rank 0 are written.
         manifest: Function that returns the entries of the manifest except ``files`` and ``blocks``.
             Its arguments are the identifier of the save, empty if no local disks are used, and the
             group of all ranks. Collective; the result on rank 0 is used.
@@ -182,12 +182,12 @@ class ShardWriter:
         """Writes the files of all ranks and flushes them to disk. Collective.
 
         Args:
-            state: State of this rank.
+            state: Tensors and other values of this rank to write.
             folder: Folder of the checkpoint.
-            ranks: All ranks.
+            ranks: Group of all ranks, over which the ranks communicate.
 
         Returns:
-            Two mappings. The first has the contents of the files that the checkpoint has once, by
+            Two mappings. The first has the contents of files that exist once per checkpoint, by
             name. It is empty except on rank 0, and the caller must write these files. The second
             has the manifest's entries ``files`` and ``blocks``, sizes and checksums by file name.
 

@@ -89,7 +89,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class KeyedInit:
-    """Draws initial weights that depend only on the seed and a weight's position in the model.
+    """Initializes weights with random numbers that depend only on seed and position in the model.
 
     A model then has the same initial weights however it is divided among ranks. This class is used
     if megatron-core initializes whole matrices on the CPU and gives each rank its part. The seed of
@@ -114,19 +114,19 @@ class KeyedInit:
         return self  # copies of a configuration share one counter
 
     def enter_layer(self, layer: int) -> None:
-        """Assigns the weights that are initialized next to the transformer layer ``layer``."""
+        """Treats weights initialized from now on as those of transformer layer ``layer``."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Assigns the weights that are initialized next to the model outside of layers."""
+        """Treats weights initialized from now on as those outside of transformer layers."""
         self._layer = None
 
     @contextlib.contextmanager
     def experts(self, config: TransformerConfig, groups: Any) -> Iterator[None]:
-        """Assigns the weights initialized in the ``with`` block to this rank's experts.
+        """Treats weights initialized in the ``with`` block as those of this rank's experts.
 
-        Experts on other ranks are counted too, so that each expert has its own seeds.
+        Weights of experts on other ranks are counted too, so that each expert has its own seeds.
         """
         each = 2  # matrices per expert: linear_fc1 and linear_fc2
         before = self.count
@@ -410,7 +410,7 @@ def build_chunks(
     """Builds this rank's chunks, each in megatron-core's data-parallel wrapper.
 
     Returns:
-        The chunks, by index of the chunk.
+        The wrapped chunks of this rank, in the order of their indices.
     """
     # Clear the global tracker, which may still have the number of layers of an earlier model.
     get_moe_layer_wise_logging_tracker().clear()

@@ -244,7 +244,7 @@ class DropoutKeys:
         Args:
             forward_step_func: Forward step function in megatron-core's form. The caller must pass
                 each chunk's microbatches in ascending order.
-            chunks: Chunks of this rank.
+            chunks: Model chunks of this rank, one for each of its pipeline stages.
             step: Number of the iteration, which becomes part of the seed.
             numbers: Index over all replicas of each microbatch, ``None`` if microbatches are
                 assigned to replicas round-robin.

@@ -16,8 +16,8 @@ first rank::
 
 The group then has one rank, and this module does between the chunks what megatron-core does between
 ranks: it copies the initial weights, and sums the gradients of both copies. The copies remain two
-parameters, each in the gradient buffer of its chunk, so that a chunk's reduction over data-parallel
-ranks does not wait for the other chunk.
+parameters, each in the gradient buffer of its own chunk. The reduction of one chunk over
+data-parallel ranks therefore does not wait for the other chunk.
 
 **Unequal stages.** megatron-core requires equal numbers of ranks per stage. If the numbers (widths)
 differ, this module sets megatron-core's process groups itself::
@@ -284,8 +284,8 @@ _REPLICA_GROUPS_GLOO = (
     "_EXPERT_DATA_PARALLEL_GROUP_GLOO",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
 )
-# Process group of the ranks of the first and last stage, which have copies of a tied embedding. It
-# is global like the process groups of parallel_state.
+# Process group of the first and last stage's ranks, which have copies of a tied embedding. It is a
+# global variable, like the process groups of parallel_state.
 _ends_group: Any = None
 
 

@@ -52,7 +52,7 @@ _SHORT = 0.5
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
-    """Returns the source of the order in which ranks run their actions. Collective."""
+    """Returns the object that provides the order of each rank's actions. Collective."""
     config = job.config
     settings = job.config.schedule
     orders = Orders(
@@ -143,7 +143,7 @@ class Run:
     """Holds all parts of a run that is ready for its first step.
 
     Attributes:
-        job: This process within the job.
+        job: Settings of the run, and rank and process groups of this process.
         placement: Assignment of stages to pipeline ranks.
         chunks: Models of this rank's stages, each in megatron-core's data-parallel wrapper.
         core: megatron-core's configuration of the model, shared by the chunks.
@@ -184,7 +184,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
     """Builds model, optimizer, data, executor and trace. Collective over all ranks.
 
     Args:
-        job: This process within the job.
+        job: Settings of the run, and rank and process groups of this process.
         kept: Parts of an earlier run to reuse, ``None`` to build all parts.
     """
     config = job.config

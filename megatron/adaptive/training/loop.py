@@ -48,7 +48,7 @@ class Trainer:
     """Trains a model until its last iteration or a request to stop.
 
     Args:
-        live: Run to train.
+        live: Run to train, with its checkpoints, snapshots and data loader.
         profiler: Hook that profiles the iterations that the flags name.
         stop: Object that receives requests to stop early, such as signals.
     """
@@ -194,7 +194,8 @@ class TrainingRun:
     Args:
         run: Run with a built model.
         log: Log for steps, messages and validations.
-        progress: Progress of a loaded checkpoint, ``None`` at a fresh start.
+        progress: Numbers of iterations and samples in a loaded checkpoint, ``None`` if none was
+            loaded.
         report_position: Function that receives a description of what the rank is doing, for errors
             about lost peers.
         connect: Function that receives the run whose channels are notified of a lost rank, or
@@ -206,7 +207,7 @@ class TrainingRun:
         run: Run that is being trained.
         log: Log for steps, messages and validations.
         config: Settings of the run.
-        progress: Number of iterations and samples done.
+        progress: Numbers of iterations and samples done so far.
         is_loaded: Whether training began with a checkpoint.
         step: Object that runs training and validation steps.
         dealing: Object that assigns microbatches to replicas, ``None`` if they are assigned

@@ -94,7 +94,8 @@ class ProfileOptions:
         last: Kind of the last layer, which multi-token prediction layers have too.
         widths: Tensor-parallel sizes to measure; empty for all powers of two that nodes and model
             allow.
-        widest: Number that every tensor-parallel size must divide, such as the number of heads.
+        widest: Number that every tensor-parallel size must divide, computed from the model's
+            dimensions.
         micro_batches: Numbers of samples per microbatch to measure.
         repeats: Number of microbatches to time for each measurement.
         node: Name of this node's type, empty to use the name of its GPU.
@@ -263,7 +264,7 @@ def _alone(kind: str, layers: int, core: CoreConfig) -> str:
 
     The kind ``experts/4`` means a layer whose experts are divided among 4 ranks. Each rank does the
     same work as for a layer with a quarter of the experts on a single rank, so the latter is
-    measured. Communication between the ranks is not.
+    measured. Communication between the ranks is not measured.
     """
     name, _, spread = kind.partition("/")
     more = f" --num-layers {layers}"
@@ -282,7 +283,7 @@ def _measure(
 
     Args:
         options: Measurements to make.
-        job: This process within the job.
+        job: Settings of the run, and rank and process groups of this process.
         tp: Tensor-parallel size.
         size: Number of samples per microbatch.
         optimizer: Whether to measure the optimizer too, with the first kind of transformer layer.
