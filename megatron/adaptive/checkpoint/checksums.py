@@ -1,4 +1,4 @@
-"""Detects bytes that changed after they were written, in every kind of copy of a checkpoint.
+"""Computes and compares checksums, to detect damage to checkpoints and snapshots.
 
 ::
 
@@ -6,12 +6,13 @@
     manifest.json { ..., "files": {name: size}, "blocks": {name: "<16 digits for each block>"},
                     "checksum": "<32 digits>" }                        xxh3, 128 bits, of the rest
 
-Checksums of blocks are computed during the write and compared during the read, before a byte of
-the block is used. The manifest ends with a checksum of itself. The same checksums protect files in
-shared storage, files on the nodes' local disks, transfers from there, and snapshots in memory. They
-detect damage, not forgery: anybody who can write a file can also write its checksum.
+Checksums of blocks are computed while a file is written, and compared while it is read, before any
+byte of the block is used. The manifest ends with a checksum of the rest of the manifest. The same
+checksums protect files in shared storage, files on the nodes' local disks, uploads from local
+disks, and snapshots in memory. They detect damage, not forgery: anybody who can write a file can
+also write its checksum.
 
-This module imports no torch and does not interpret the bytes.
+This module does not import torch, and treats the files as bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 BLOCK_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _DIGITS = 16
-_PIECE_BYTES = 1 << 22  # such a piece stays in the processor's cache from checksum to write
+_PIECE_BYTES = 1 << 22  # bytes per write, few enough for the processor's cache
 _SEAL = ',\n"checksum": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _SEALED = re.compile(rb',\n"checksum": "([0-9a-f]{32})"\n}\n')
@@ -44,7 +45,7 @@ class Checksums:
     """Computes checksums of the blocks of a byte stream.
 
     Attributes:
-        size: Number of bytes so far.
+        size: Number of bytes added so far.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class Checksums:
         self._block = xxhash.xxh3_64()
 
     def update(self, data: Any) -> None:
-        """Adds bytes, or a buffer of them, to the stream."""
+        """Adds the content of a bytes-like object to the stream."""
         left = memoryview(data).cast("B")
         while left:
             room = BLOCK_BYTES - self.size % BLOCK_BYTES
@@ -65,7 +66,7 @@ class Checksums:
                 self._block.reset()
 
     def result(self) -> FileSum:
-        """Returns the size and checksums of all bytes so far."""
+        """Returns the number of bytes added so far, and the checksums of their blocks."""
         hashes = list(self._done)
         if self.size % BLOCK_BYTES:
             hashes.append(self._block.hexdigest())
@@ -73,14 +74,14 @@ class Checksums:
 
 
 def sum_of(data: Any) -> FileSum:
-    """Returns the size and checksums of bytes in memory."""
+    """Returns the size of a bytes-like object, and the checksums of its blocks."""
     sums = Checksums()
     sums.update(data)
     return sums.result()
 
 
 def sum_of_file(path: Path) -> FileSum:
-    """Returns the size and checksums of a file.
+    """Returns the size of a file in bytes, and the checksums of its blocks.
 
     Raises:
         OSError: If the file cannot be read.
@@ -93,7 +94,11 @@ def sum_of_file(path: Path) -> FileSum:
 
 
 def write_summed(file: Any, sums: Checksums, data: Any) -> int:
-    """Writes a buffer to an unbuffered file and adds it to ``sums``; returns its size in bytes."""
+    """Writes bytes to an unbuffered file, and adds them to the stream of ``sums``.
+
+    Returns:
+        Number of bytes written.
+    """
     # Release the views even if writing fails: Python 3.12.1 crashes when it collects a BytesIO
     # while the traceback of an error still holds a view of it.
     with memoryview(data) as buffer, buffer.cast("B") as view:
@@ -108,12 +113,13 @@ def write_summed(file: Any, sums: Checksums, data: Any) -> int:
 
 
 class CheckedFile:
-    """Reads a file and checks each block before it returns any of its bytes.
+    """Reads a file, and compares the checksum of each block before it returns any of its bytes.
 
     Args:
-        paths: Paths of copies of the file. If a block is damaged in one copy, the next is read.
-        expected: Size and block checksums of the file. A file of a former version has an empty
-            string of checksums, so only its size is checked.
+        paths: Paths of copies of the file. If a block is damaged in one copy, that block and all
+            later ones are read from the next copy.
+        expected: Size of the file in bytes, and checksums of its blocks. If the checksums are
+            empty, as for a file of a former version, only the size is compared.
     """
 
     def __init__(self, paths: Sequence[Path], expected: FileSum) -> None:
@@ -129,15 +135,15 @@ class CheckedFile:
 
     @staticmethod
     def blocks_of(offset: int, length: int) -> range:
-        """Returns the numbers of the blocks that contain ``length`` bytes from an offset."""
+        """Returns the indices of the blocks with the ``length`` bytes that begin at ``offset``."""
         end = -(-(offset + length) // BLOCK_BYTES) if length else 0
         return range(offset // BLOCK_BYTES, end)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fills a buffer with the bytes from an offset.
+        """Reads bytes from an offset in the file until the buffer ``into`` is full.
 
         Raises:
-            DamagedCheckpointError: If no copy has these bytes as they were written.
+            DamagedCheckpointError: If these bytes are damaged in all copies.
         """
         if offset < 0 or offset + len(into) > self.size:
             raise DamagedCheckpointError(
@@ -147,7 +153,7 @@ class CheckedFile:
         while into:
             number, start = divmod(offset, BLOCK_BYTES)
             if not start and len(into) >= (size := self._size_of(number)):
-                target = into[:size]  # a whole block is read in place, without a copy
+                target = into[:size]  # read a whole block directly into the buffer
                 self._checked(number, target)
             else:
                 block = self.block(number)[start : start + len(into)]
@@ -157,10 +163,10 @@ class CheckedFile:
             into = into[len(target) :]
 
     def block(self, number: int) -> memoryview:
-        """Returns a block; the view is valid until the next block is read.
+        """Returns the content of a block. The view is valid until another block is read.
 
         Raises:
-            DamagedCheckpointError: If no copy has this block as it was written.
+            DamagedCheckpointError: If the block is damaged in all copies.
         """
         if self._buffer is None:
             self._buffer = memoryview(bytearray(min(BLOCK_BYTES, self.size)))
@@ -181,7 +187,7 @@ class CheckedFile:
         return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
 
     def _checked(self, number: int, view: memoryview) -> None:
-        """Fills memory with a block, from the first copy that has it as it was written."""
+        """Reads a block into ``view`` from the first copy in which the block is undamaged."""
         while True:
             try:
                 return self._fetch(number, view)
@@ -225,18 +231,18 @@ def _damaged(path: Path, number: int, length: int) -> DamagedCheckpointError:
 
 
 def sealed(lines: Sequence[str]) -> str:
-    """Returns a manifest of these lines of JSON, with a checksum of itself at its end."""
+    """Returns a manifest with these lines of JSON, and the checksum of the lines at the end."""
     text = "{\n" + ",\n".join(lines)
     return text + _seal(text.encode())
 
 
 def is_sealed(raw: bytes) -> bool:
-    """Returns whether a manifest ends with the right checksum of itself."""
+    """Returns whether a manifest ends with a checksum, and that matches the rest."""
     return raw[-_SEAL_BYTES:] == _seal(raw[:-_SEAL_BYTES]).encode()
 
 
 def seal_of(file: Path) -> str:
-    """Returns the checksum that ends a manifest, empty if it cannot be read or has none."""
+    """Returns the checksum at the end of a manifest, ``""`` if it has none or cannot be read."""
     try:
         with open_file(file) as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -255,13 +261,13 @@ def _seal(text: bytes) -> str:
 def find_damage(
     folder: Path, files: Mapping[str, int], blocks: Mapping[str, str], report: Callable[[str], None]
 ) -> None:
-    """Reads all bytes of some files and reports each file that was damaged since it was written.
+    """Reads files completely, and reports those that were damaged since they were written.
 
     Args:
         folder: Folder of the files.
-        files: Sizes of the files in bytes, by name.
-        blocks: Checksums of the files' blocks, by name. Files of a former version have none.
-        report: Function that takes one line of text for each damaged file.
+        files: Size in bytes of each file, by name.
+        blocks: Checksums of each file's blocks, by name. Files of a former version have none.
+        report: Function that is called with one line of text for each damaged file.
     """
     for name, size in files.items():
         path = folder / name

@@ -1,7 +1,7 @@
-"""Makes a failure on one rank of a save or load a failure on all ranks.
+"""Raises an error that occurs on one rank, during a save or load, on all ranks.
 
-After each step that only some ranks run, all ranks exchange their errors over gloo and raise the
-same one.
+Without this, the other ranks would wait for the failed rank. After each action that can fail, all
+ranks exchange their errors over gloo and raise the same error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.adaptive.errors import (
 
 _Result = TypeVar("_Result")
 
-# Errors that a full disk, a damaged file or a missing permission causes. Any other error is a bug,
-# and keeps its traceback.
+# Errors that a full disk, a damaged file or a missing permission can cause. Errors of other types
+# are bugs; the rank on which one occurs raises it with its traceback.
 _EXPECTED = (
     AdaptiveError,
     OSError,
@@ -36,19 +36,18 @@ _EXPECTED = (
 )
 
 
-# Error types that win if ranks fail with several types, the strongest first.
+# If ranks fail with different types of errors, all raise the first of these types that occurred.
 _FIRST: tuple[type[Exception], ...] = (RuntimeError, DamagedCheckpointError)
 
 
 class RankGroup:
-    """Runs the steps of a collective operation; if one rank fails, all fail with the same error.
+    """Runs actions on all ranks; if one rank fails, all ranks raise the same error.
 
-    All methods are collective.
-    Every method raises PeerLostError if a rank is gone.
+    All ranks must call each method together. Each method raises PeerLostError if a rank has ended.
 
     Attributes:
         rank: Rank of this process.
-        group: Process group of all ranks, on gloo. Nothing else may use it at the same time.
+        group: Gloo process group of all ranks. No other communication may use it at the same time.
     """
 
     def __init__(self, rank: int, group: dist.ProcessGroup) -> None:
@@ -66,7 +65,7 @@ class RankGroup:
         return dist.get_world_size(self.group)
 
     def any(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any rank."""
+        """Returns whether ``flag`` is True on at least one rank."""
         is_set = torch.tensor([int(flag)])
         if self.size > 1:
             with naming_lost_peers():
@@ -74,7 +73,7 @@ class RankGroup:
         return bool(is_set)
 
     def gather(self, value: _Result) -> list[_Result]:
-        """Returns every rank's value, by rank."""
+        """Returns the values of all ranks, in the order of ranks."""
         with naming_lost_peers():
             return gather(value, self.group)
 
@@ -89,13 +88,18 @@ class RankGroup:
             return from_first(result, self.group)  # type: ignore[return-value]
 
     def together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
-        """Runs ``action`` on each rank; if it fails on any rank, raises the error on all.
+        """Runs ``action`` on each rank; if it fails on any rank, raises an error on all.
+
+        Args:
+            action: Function to call on this rank.
+            name_ranks: Whether the text of the error names the ranks that failed.
 
         Raises:
-            CheckpointError: If it failed on any rank; the text names the ranks if this helps.
-            DamagedCheckpointError: If it failed on any rank because of damage.
-            ConfigError: If each rank that failed did so with this error.
-            RuntimeError: If it failed on another rank because of a bug, which that rank raises.
+            CheckpointError: If ``action`` failed for another reason than the ones below.
+            DamagedCheckpointError: If ``action`` found damaged data on any rank.
+            ConfigError: If all ranks that failed raised ConfigError.
+            RuntimeError: If ``action`` failed on another rank because of a bug. That rank raises
+                the original error.
         """
         failure: Exception | None = None
         result: Any = None
@@ -103,7 +107,7 @@ class RankGroup:
             result = action()
         except Exception as error:
             failure = error
-        # Usually nothing failed, and one number is cheaper to exchange than objects.
+        # Exchange one number first, which is faster than objects: usually no rank failed.
         if not self.any(failure is not None):
             return result
         report = None if failure is None else (_kind(failure), _one_line(failure))
@@ -118,12 +122,12 @@ class RankGroup:
             kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
-            raise failure  # the merged error would only repeat it
+            raise failure  # has the same text as the merged error
         raise merged from failure
 
 
 def _kind(error: Exception) -> type[Exception]:
-    """Returns the error type that all ranks raise for this error on one of them."""
+    """Returns the type of the error that all ranks raise if one rank raises ``error``."""
     if not isinstance(error, _EXPECTED) or isinstance(error, torch.OutOfMemoryError):
         return RuntimeError
     special = (DamagedCheckpointError, ConfigError)
@@ -138,7 +142,12 @@ def _one_line(error: Exception) -> str:
 
 
 def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
-    """Returns one line with each distinct text once, and its ranks if there are several ranks."""
+    """Joins the errors' texts to one line, without repetitions.
+
+    Args:
+        failures: Text of the error by rank, for the ranks that failed.
+        name_ranks: Whether to prefix each text with the ranks that it comes from.
+    """
     if dist.get_world_size() == 1 or not name_ranks:
         return "; ".join(dict.fromkeys(failures.values()))
     parts = []

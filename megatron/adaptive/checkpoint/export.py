@@ -6,9 +6,9 @@
                ──> adapter_model.safetensors, adapter_config.json
     adapter_model.safetensors ──> adapters of a built model
 
-:mod:`~megatron.adaptive.checkpoint.hugging_face_weights` maps the rows of tensors. An adapter's
-``b`` has the rows of the weight that it is added to. Its ``a`` has one block of rows for each
-Hugging Face tensor in that weight.
+:mod:`~megatron.adaptive.checkpoint.hugging_face_weights` maps the rows of tensors. An adapter is a
+pair of matrices (LoRA), whose product ``b @ a`` is added to a weight. ``b`` has the same rows as
+the weight. ``a`` has one block of rows for each Hugging Face tensor in the weight.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _About = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class _Exported(NamedTuple):
-    """Holds an open checkpoint, and the Hugging Face folder ``like`` that describes its model."""
+    """Holds an open checkpoint, and the description of its model from a Hugging Face folder."""
 
     path: Path
     reader: CheckpointReader
-    config: TrainerConfig  # its vocab_size is the number of rows in the Hugging Face embedding
+    config: TrainerConfig  # vocab_size is the number of rows in the Hugging Face embedding
     like: Path
     document: Mapping[str, Any]
     tensors: Mapping[str, CoreTensor]
@@ -73,7 +73,18 @@ class _Exported(NamedTuple):
 def _opened(
     checkpoints: Path, step: int | None, like: Path | None, output: Path, files: Sequence[str]
 ) -> Iterator[_Exported]:
-    """Opens a checkpoint and makes the output folder, which must have none of ``files``."""
+    """Opens a checkpoint to export, and makes the output folder.
+
+    Args:
+        checkpoints: Folder of checkpoints.
+        step: Iteration of the checkpoint, ``None`` for the latest.
+        like: Hugging Face folder with the configuration, ``None`` for the one that the run used.
+        output: Folder to make. It may exist.
+        files: Names of files that the output folder must not contain yet.
+
+    Raises:
+        AdaptiveError: If the checkpoint does not fit the configuration, or is damaged.
+    """
     folder = CheckpointFolder(checkpoints)
     step = folder.latest() if step is None else step
     if step is None:
@@ -108,7 +119,13 @@ def _opened(
 
 
 class _HuggingFaceTensors:
-    """Assembles Hugging Face tensors from a checkpoint; ``copies`` lists names that repeat one."""
+    """Assembles Hugging Face tensors from a checkpoint.
+
+    Args:
+        reader: Reader of the checkpoint.
+        tensors: Shape and sources of each tensor of megatron-core, by name.
+        copies: Names of Hugging Face tensors that repeat another one, with the name of the other.
+    """
 
     def __init__(
         self, reader: CheckpointReader, tensors: Mapping[str, CoreTensor], copies: Mapping[str, str]
@@ -129,12 +146,12 @@ class _HuggingFaceTensors:
             for name, shape in hugging_face_shapes(tensors).items()
         }
         for copied, name in copies.items():
-            if "layers" in copied:  # a head that is the embedding is not written
+            if "layers" in copied:  # a tied output matrix (head) is not written
                 self._holders[copied] = self._holders[name]
                 self.about[copied] = self.about[name]
 
     def read_hugging_face(self, name: str) -> torch.Tensor:
-        """Returns a Hugging Face tensor."""
+        """Reads a whole Hugging Face tensor from the checkpoint."""
         kind, shape = self.about[name]
         target = torch.empty(shape, dtype=kind)
         parts = []
@@ -158,29 +175,30 @@ def export_folder(
     kind: str,
     shard_bytes: int,
 ) -> None:
-    """Writes a checkpoint as a Hugging Face folder, tensor by tensor.
+    """Exports a checkpoint to a Hugging Face folder, one tensor at a time.
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint, by default the latest.
-        like: Hugging Face folder with configuration and tokenizer. By default the folder that the
-            run loaded, or else the description that was saved with the run's checkpoints.
+        step: Iteration of the checkpoint, ``None`` for the latest.
+        like: Hugging Face folder with configuration and tokenizer. ``None`` for the folder that the
+            run loaded, or else the copy of these files next to the checkpoints.
         output: Folder to write. It may exist, but must not contain a model.
-        kind: ``model`` for the weights alone; ``adapters`` for adapters in PEFT's format, with
-            their original configuration if the run loaded them; ``merged`` for the model with the
-            adapters added to its weights. Weights that the checkpoint lacks are then read from
-            ``like``.
-        shard_bytes: Size of the largest file in bytes.
+        kind: ``model`` for a model without adapters. ``adapters`` for adapters in PEFT's format,
+            with their original configuration if the run loaded them. ``merged`` for the model with
+            the adapters added to its weights; if the checkpoint lacks the model's weights, they are
+            read from ``like``.
+        shard_bytes: Maximum size of a file in bytes. A tensor larger than this gets a file of its
+            own.
 
     Raises:
-        AdaptiveError: If the checkpoint does not fit the configuration, is damaged, or the output
-            cannot be written.
+        AdaptiveError: If the checkpoint does not fit the configuration, the checkpoint is damaged,
+            or the output cannot be written.
     """
     files = (peft.ADAPTER_CONFIG, ADAPTERS) if kind == "adapters" else (CONFIG, SINGLE, INDEX)
     with _opened(checkpoints, step, like, output, files) as exported:
         if kind == "adapters":
             adapters = _adapters_of(exported)
-            no_limit = 1 << 62  # PEFT has one file
+            no_limit = 1 << 62  # PEFT reads a single file
             write_folder(
                 output,
                 adapters.about,
@@ -200,7 +218,11 @@ def export_folder(
 
 
 def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns types and shapes of the tensors of a model without adapters, and their reader."""
+    """Returns the tensors to export for a model without adapters.
+
+    Returns:
+        Element type and shape of each tensor, and a function that reads a tensor by name.
+    """
     if exported.config.lora.is_on:
         raise CheckpointError(
             f"{exported.path} holds adapters: write them with --lora, or the model with"
@@ -218,7 +240,11 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
 
 
 def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns types and shapes of the tensors of a model with merged adapters, and their reader."""
+    """Returns the tensors to export for a model with the adapters added to its weights.
+
+    Returns:
+        Element type and shape of each tensor, and a function that reads a tensor by name.
+    """
     transposed = {
         run.name for tensor in exported.tensors.values() for run in tensor.rows if run.transposed
     }
@@ -251,7 +277,13 @@ def _is_weight(name: str) -> bool:
 
 
 def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
-    """Returns the file's content, with the tensors' type replaced if they have another type."""
+    """Returns the content of ``config.json`` for an exported model.
+
+    Args:
+        path: Path of the original ``config.json``.
+        document: Content of the original file.
+        dtype: Element type of the exported tensors, which replaces the original one.
+    """
     key = "dtype" if "dtype" in document else "torch_dtype"
     if document.get(key) in (None, dtype) and "quantization_config" not in document:
         return read_whole(path)
@@ -264,9 +296,9 @@ def require_same(config: TrainerConfig, arguments: Sequence[str], where: str, pa
 
     Args:
         config: Settings of the checkpoint.
-        arguments: Command line that follows from the configuration file.
-        where: Name of the configuration file for the error.
-        path: Path of the checkpoint for the error.
+        arguments: Command-line arguments that correspond to the configuration file.
+        where: Name of the configuration file in the text of the error.
+        path: Path of the checkpoint in the text of the error.
 
     Raises:
         CheckpointError: If a setting differs; the text names it.
@@ -276,7 +308,8 @@ def require_same(config: TrainerConfig, arguments: Sequence[str], where: str, pa
         for name in names:
             saved = getattr(getattr(config, group), name)
             expected = getattr(getattr(expected_config, group), name)
-            # Rotary embeddings have no table, so the number of positions may differ.
+            # Rotary embeddings have no weight with a row per position, so the number of positions
+            # may differ.
             is_free = name == "max_position_embeddings" and "rope" in arguments
             if saved != expected and not is_free:
                 raise CheckpointError(
@@ -288,7 +321,15 @@ def require_same(config: TrainerConfig, arguments: Sequence[str], where: str, pa
 def adapter_tensors(
     config: TrainerConfig, tensors: Mapping[str, CoreTensor]
 ) -> dict[str, CoreTensor]:
-    """Returns the adapters of a model's tensors, by their names in a checkpoint."""
+    """Describes the core tensors of a model's adapters.
+
+    Args:
+        config: Settings of the model and of the adapters.
+        tensors: Shape and sources of each tensor of the model, by megatron-core's name.
+
+    Returns:
+        Two tensors for each adapted weight, by their names in a checkpoint.
+    """
     rank = config.lora.lora_rank or 0
     adapters: dict[str, CoreTensor] = {}
     parts = peft.adapted_parts(config)
@@ -313,11 +354,11 @@ def adapter_tensors(
 
 
 def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
-    """Fills the adapters of this rank's chunks from a PEFT folder.
+    """Reads the adapters of this rank's chunks from a PEFT folder, in place.
 
     Raises:
-        AdaptiveError: If the folder's adapters have another base model, other targets or another
-            rank.
+        AdaptiveError: If the folder's adapters are for another base model or other layers, or have
+            another rank (``--lora-rank``).
     """
     base = config.checkpoint.load_hf
     family = "deepseek_v3" if config.core.multi_latent_attention else "llama"
@@ -352,7 +393,11 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
 
 
 def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
-    """Returns a checkpoint's adapters after checking that they fit the layers of its model."""
+    """Returns the adapters in a checkpoint as Hugging Face tensors.
+
+    Raises:
+        CheckpointError: If there are no adapters, or their shapes do not fit the model.
+    """
     if not exported.config.lora.is_on:
         raise CheckpointError(
             f"{exported.path} holds no adapters: leave --lora and --merge-lora out"
@@ -370,7 +415,10 @@ def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
 
 
 def _adapter_config(exported: _Exported) -> bytes:
-    """Returns the configuration that the adapters were loaded with, or else a new one for PEFT."""
+    """Returns the content of ``adapter_config.json`` for exported adapters.
+
+    If the run loaded the adapters and did not change their settings, this is the original file.
+    """
     lora = exported.config.lora
     loaded = None if lora.load_lora is None else Path(lora.load_lora)
     if loaded is not None and (loaded / peft.ADAPTER_CONFIG).is_file():

@@ -1,37 +1,39 @@
-"""Manages folders of checkpoints, with one subfolder per step that appears complete or not at all.
+"""Manages folders of checkpoints, with one subfolder per step.
 
-::
+A subfolder gets its final name only when it is complete::
 
-    <folder>/                                 of the trainer: CheckpointFolder
+    <folder>/                                 folder of the trainer: CheckpointFolder
       latest_checkpointed_iteration.txt       iteration to resume from
       iter_0000100/                           a complete checkpoint
         manifest.json                         format, settings, progress, size and checksums of each
                                               file, and a checksum of itself
-        index.json common.values              place of each tensor's bytes, and other state
+        index.json common.values              file and offset of each tensor, and other state
         metadata.json common.pt .metadata __<rank>_0.distcp      megatron-core's torch_dist
-      .iter_0000200.3.partial/                being written by the third holder of the lease, or
-                                              left behind by it
+      .iter_0000200.3.partial/                incomplete checkpoint of the third job that held the
+                                              lease
       .lease/                                 names the job that may write, see engine.folder_lease
       .iter_0000100.replaced/                 the previous iter_0000100 while a new one replaces it
 
-    <folder>/                                 of a Pipeline: PipelineFolder
+    <folder>/                                 folder of a Pipeline: PipelineFolder
       step_00000012/
         pipeline.json                         step, seed, loss scale, options of the optimizer by
                                               parameter, ID of the save, files as above
-        index.json state.values               place of each tensor's bytes, and state of the user's
-                                              objects, such as a scheduler
+        index.json state.values               file and offset of each tensor, and state of the
+                                              user's objects, such as a scheduler
         .metadata __0_0.distcp                tensors by name, for torch.distributed.checkpoint
 
-A checkpoint is written under its hidden name, made durable, renamed, and only then named by the
-tracker, if there is one. At any moment the tracker therefore names a complete checkpoint. A job
-that takes over the right to write removes everything that earlier holders left under hidden names,
-so that those can no longer publish it: see ``engine.folder_lease``.
+A checkpoint is written under its hidden name, flushed to disk with ``fsync``, and renamed. Only
+then is its iteration written to the tracker (``latest_checkpointed_iteration.txt``), if the folder
+has one. The tracker therefore always names a complete checkpoint. A job that takes over the lease
+(``engine.folder_lease``) removes everything that earlier jobs left under hidden names. If such a
+job was only suspended, it can then no longer rename its checkpoint.
 
 The names of the trainer's folders and of its tracker are Megatron-LM's. ``.metadata`` and
 ``common.pt`` are pickles, for Megatron-LM and torch; this program does not read them if there is an
 index. Checkpoints of former versions have no index, and are opened only if the caller trusts them.
 
-This module knows nothing of other ranks or of tensors. One process works on a folder at a time.
+This module neither communicates with other ranks nor reads tensors. Only one process at a time may
+call it for the same folder.
 """
 
 from __future__ import annotations
@@ -65,9 +67,9 @@ FORMAT_VERSION = 2
 PIPELINE_FORMAT = 2
 INDEX = "index.json"
 PIPELINE_STATE = "state.values"  # state of the user's objects
-_UNSEALED = 1  # the last format whose manifests had no checksums
-_SUMMED = frozenset({"blocks", "checksum"})  # members of manifests since then
-_SHARD = ".distcp"  # ends the names of files whose blocks are checked when they are read
+_UNSEALED = 1  # last format version whose manifests had no checksums
+_SUMMED = frozenset({"blocks", "checksum"})  # entries of manifests with checksums
+_SHARD = ".distcp"  # suffix of the files with tensors, whose checksums are compared while reading
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -82,18 +84,18 @@ class StepFolders:
         path: Path of the folder, which need not exist.
 
     Attributes:
-        lease: Right to write here, ``None`` if no other job can write.
+        lease: Lease that lets only this job write to the folder, ``None`` to write without one.
         manifest_name: Name of the manifest file, which only complete subfolders have.
     """
 
     manifest_name: ClassVar[str]
-    _prefix: ClassVar[str] = "iter_"  # begins the subfolders' names
-    _digits: ClassVar[int] = 7  # least number of digits in them
-    # Entries that each manifest begins with: the newest version that can be read, and the format's
+    _prefix: ClassVar[str] = "iter_"  # beginning of the subfolders' names
+    _digits: ClassVar[int] = 7  # minimum number of digits in the subfolders' names
+    # First entries of each manifest: the newest format version that can be read, and the format's
     # name if it has one.
     _form: ClassVar[Mapping[str, Any]] = {}
     _needed = frozenset({"files"})  # names of entries that each manifest must have
-    _schema: ClassVar[str] = "manifest"  # name of the manifests' schema
+    _schema: ClassVar[str] = "manifest"  # name of the JSON schema of manifests
     _trust = "--trust-checkpoint"
 
     def __init__(self, path: str | Path) -> None:
@@ -102,37 +104,37 @@ class StepFolders:
         self.lease: Lease | None = None
 
     def complete_path(self, step: int) -> Path:
-        """Returns the path that a complete step has."""
+        """Returns the path of a step's subfolder once it is complete."""
         return self.path / self._name(step)
 
     def partial_path(self, step: int) -> Path:
-        """Returns the path that a step is written to before it is complete."""
+        """Returns the hidden path of a step's subfolder while it is being written."""
         return self.path / f".{self._name(step)}{self._mark}.partial"
 
     def replaced_path(self, step: int) -> Path:
-        """Returns the path of a step's previous version while a new one takes its place."""
+        """Returns the hidden path of a step's previous version while a new version replaces it."""
         return self.path / f".{self._name(step)}.replaced"
 
     def steps(self) -> dict[int, Path]:
-        """Returns the complete subfolders by step, ascending."""
+        """Returns the paths of the complete subfolders by step, in ascending order."""
         manifests = self.path.glob(f"{self._prefix}*/{self.manifest_name}")
         matches = ((self._complete.fullmatch(file.parent.name), file.parent) for file in manifests)
         return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
 
     def latest(self) -> int | None:
-        """Returns the step to resume from, ``None`` if there is no complete one."""
+        """Returns the step to resume from, ``None`` if no subfolder is complete."""
         return max(self.steps(), default=None)
 
     def named(self) -> list[int]:
-        """Returns the steps that have a subfolder, complete or not, ascending."""
+        """Returns the steps that have a subfolder, complete or not, in ascending order."""
         names = (folder.name for folder in self.path.glob(f"{self._prefix}*"))
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
     def candidates(self) -> Iterator[int]:
-        """Yields the steps to resume from if the user named none, the best first.
+        """Yields the steps to try to resume from if the user named none, in this order.
 
-        That is the latest step, or its substitute if a subfolder lost its manifest, and then
-        earlier steps.
+        The first is the latest step. Without a tracker it may be a later step whose manifest was
+        lost, so that the damage is noticed. Earlier steps follow, the newest first.
 
         Raises:
             CheckpointError: If the path is not a folder of checkpoints.
@@ -147,14 +149,14 @@ class StepFolders:
         yield from (step for step in reversed(named) if step < first)
 
     def _is_tracked(self) -> bool:
-        """Returns whether a tracker file names the latest step."""
+        """Returns whether the folder has a tracker, a file that names the latest step."""
         return False
 
     def begin(self, step: int) -> Path:
-        """Removes the remains of crashed runs and makes an empty partial folder.
+        """Removes the remains of crashed runs and makes an empty partial folder for a step.
 
         Raises:
-            LeaseTakenError: If another job took the folder over.
+            LeaseTakenError: If another job has taken over the folder.
             OSError: If the folder cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
@@ -164,10 +166,10 @@ class StepFolders:
         return partial
 
     def clear(self) -> None:
-        """Removes the remains of crashed runs, so that earlier jobs cannot publish them.
+        """Removes the remains of crashed runs, so that earlier jobs cannot rename them into place.
 
         Raises:
-            LeaseTakenError: If another job took the folder over.
+            LeaseTakenError: If another job has taken over the folder.
             OSError: If the folder cannot be written.
         """
         self._require_lease()
@@ -187,21 +189,21 @@ class StepFolders:
     ) -> Path:
         """Turns the partial checkpoint of a step into a complete one, which becomes the latest.
 
-        All files except the manifest must be durable already: their writers called :func:`sync`.
+        The caller has already flushed all files except the manifest to disk, with :func:`sync`.
 
         Args:
             step: Step that :meth:`begin` was called with.
-            manifest: Contents of the manifest. ``files``, sizes by name, defaults to those in the
-                partial folder; ``blocks``, checksums by name, is completed.
-            check: Function that is called after the last write and before the rename. Its error
-                stops the commit.
+            manifest: Contents of the manifest. ``files``, the sizes by file name, defaults to the
+                sizes in the partial folder. Missing checksums in ``blocks`` are computed and added.
+            check: Function that is called after the last write and before the rename. If it raises
+                an error, the checkpoint stays partial.
 
         Returns:
             Path of the complete checkpoint.
 
         Raises:
-            CheckpointError: If a file has another size than was written.
-            LeaseTakenError: If another job took the folder over.
+            CheckpointError: If a file's size differs from the one in ``manifest``.
+            LeaseTakenError: If another job has taken over the folder.
             OSError: If writing failed; the partial checkpoint still exists.
         """
         partial = self.partial_path(step)
@@ -215,7 +217,8 @@ class StepFolders:
                 raise CheckpointError(f"{path} has {size} bytes instead of {files[name]}")
             if name not in blocks:
                 blocks[name] = sum_of_file(partial / name)[1]
-        # json.dumps with an indent runs in Python instead of C, and would hold up training.
+        # Add the line breaks here: json.dumps with an indent runs in Python instead of C, and would
+        # delay training.
         body = {**self._form, **manifest, **self._form}
         body |= {"step": step, "files": files, "blocks": blocks, **self._order(step)}
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
@@ -231,7 +234,7 @@ class StepFolders:
             partial.rename(complete)
             sync(self.path)
             self._track(step)
-        except FileNotFoundError:  # a job that took the folder over since then removed it
+        except FileNotFoundError:  # another job took over the folder and removed it
             with contextlib.suppress(OSError):
                 former.rename(complete)
             self._require_lease()
@@ -241,34 +244,35 @@ class StepFolders:
         return complete
 
     def keep(self, number: int, also: Collection[int] = ()) -> None:
-        """Removes all but the last complete subfolders, as far as the file system permits.
+        """Removes complete subfolders except the newest; ignores errors of the file system.
 
         Args:
-            number: Number of subfolders to keep.
-            also: Further steps to keep.
+            number: Number of newest subfolders to keep.
+            also: Older steps to keep as well.
         """
         for step in list(self.steps())[:-number]:
             if step not in also:
                 self.remove(step)
 
     def remove(self, step: int) -> None:
-        """Removes a complete subfolder, as far as the file system permits."""
-        # Rename it first, so that nobody loads it while its files disappear.
+        """Removes a complete subfolder; ignores errors of the file system."""
+        # Rename the subfolder first, so that nobody loads it while its files are being removed.
         doomed = self.partial_path(step)
         with contextlib.suppress(OSError):
             self.complete_path(step).rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
     def abandon(self, step: int) -> None:
-        """Removes a partial folder, as far as the file system permits."""
+        """Removes a step's partial folder; ignores errors of the file system."""
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
     def read_manifest(self, path: Path, remedy: str = "restore it from a copy") -> dict[str, Any]:
         """Returns a subfolder's manifest after checking that it is undamaged.
 
         Raises:
-            CheckpointError: If another program or a newer format wrote it; ends with ``remedy``.
-            DamagedCheckpointError: If it changed since it was written; ends with ``remedy``.
+            CheckpointError: If another program wrote the manifest, or it has a newer format.
+            DamagedCheckpointError: If the manifest changed since it was written. The text of the
+                error ends with ``remedy``.
         """
         file = path / self.manifest_name
         try:
@@ -308,7 +312,7 @@ class StepFolders:
         return body
 
     def _broken_rule(self, body: Mapping[str, Any]) -> str:
-        """Returns the rule that a manifest breaks although its checksum is right, or ``""``."""
+        """Returns why a manifest is invalid although its checksum matches, or ``""``."""
         try:
             check_form(body, self._schema, "it")
         except ConfigError as error:
@@ -326,14 +330,14 @@ class StepFolders:
         return ""
 
     def verify(self, step: int) -> list[str]:
-        """Reads all of one checkpoint and returns a line for each file that is damaged.
+        """Reads all files of one checkpoint and compares their sizes and checksums.
 
-        Needs no process group and no torch, and costs little more than reading the files.
+        Needs no process group and no torch, and takes little longer than reading the files.
 
         Returns:
-            One line per damaged file, with its name and the first damaged block if it has several;
-            empty if all is undamaged. Files of a former version have no checksums, so only their
-            sizes are checked.
+            One line per damaged file, with its name and the first damaged block if it has several.
+            The list is empty if no file is damaged. Files of a former version have no checksums, so
+            only their sizes are checked.
         """
         path = self.complete_path(step).absolute()
         try:
@@ -347,13 +351,16 @@ class StepFolders:
         return problems
 
     def _read(self, path: Path, step: int, remedy: str, *, trust: bool) -> dict[str, Any]:
-        """Returns a subfolder's manifest after checking all files that are not checked when read.
+        """Returns a subfolder's manifest after checking its files.
+
+        Checks the sizes of all files, and the checksums of all but the shards. Those are compared
+        later, while the shards are read.
 
         Raises:
-            CheckpointError: If another program or format wrote it, or it contains pickles and is
-                not trusted; ends with ``remedy``.
+            CheckpointError: If another program or a newer format wrote the checkpoint, or it
+                contains pickles and ``trust`` is False.
             DamagedCheckpointError: If the manifest is damaged, a file is missing or has another
-                size, or a file other than a shard has other contents than were written.
+                size, or a checksum does not match. The text of the error ends with ``remedy``.
         """
         body = self.read_manifest(path, remedy)
         step_there = body.get("step", step)
@@ -375,14 +382,14 @@ class StepFolders:
         return body
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
-        """Returns the error for a subfolder without manifest."""
+        """Returns the error to raise for a subfolder without a manifest."""
         return DamagedCheckpointError(
             f"{path} is incomplete (it has no {self.manifest_name}): {remedy}"
         )
 
     @property
     def _mark(self) -> str:
-        """Part of hidden names that marks them as those of this holder of the lease."""
+        """Suffix of this job's hidden names: the number of its lease."""
         return "" if self.lease is None else f".{self.lease.number}"
 
     def _require_lease(self) -> None:
@@ -390,10 +397,10 @@ class StepFolders:
             self.lease.require()
 
     def _discard(self, path: Path) -> None:
-        """Removes a path that another process may still write to.
+        """Removes a file or folder that another process may still write to.
 
-        A folder is renamed at once, so that the process cannot publish it; its files are removed if
-        the file system permits.
+        A folder is renamed first, so that the other process cannot rename it into place. Errors
+        while its files are removed are ignored.
         """
         if path.is_file():
             path.unlink(missing_ok=True)
@@ -404,11 +411,14 @@ class StepFolders:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _order(self, step: int) -> Mapping[str, Any]:
-        """Returns the manifest entries that record which checkpoint a step follows."""
+        """Returns manifest entries that identify the checkpoint saved before this step's."""
         return {}
 
     def _track(self, step: int) -> None:
-        """Records that a step is the latest; called before its previous subfolder is removed."""
+        """Records that a step is the latest one.
+
+        Called before the replaced version of the same step, if there is one, is removed.
+        """
 
     def _name(self, step: int) -> str:
         return f"{self._prefix}{step:0{self._digits}d}"
@@ -417,18 +427,18 @@ class StepFolders:
 Manifest = Mapping[str, Any]
 """Describes a checkpoint of the trainer; saved as JSON next to megatron-core's files:
 
-    progress: Counters of the run.
+    progress: Numbers of iterations and samples that the run had done, by name.
     config: Settings of the run, from ``TrainerConfig.to_dict``.
-    shape: Sizes of the mesh's axes and the number of chunks.
+    shape: Parallel sizes of the run, by name, and the number of chunks per rank.
     padded_vocab_size: Number of rows of the embedding.
-    has_optimizer: Whether it includes optimizer state.
-    has_rng: Whether it includes random states.
-    files: Size of each other file in bytes.
-    blocks: Checksums of each other file, see ``checkpoint.checksums``; a checkpoint of a former
-        version has none.
-    follows: Checksum of the previous checkpoint's manifest, empty for the first.
-    save_id: Identifier of this save, by which its parts on other disks are recognized; empty if
-        there are none.
+    has_optimizer: Whether the checkpoint includes optimizer state.
+    has_rng: Whether the checkpoint includes random states.
+    files: Size in bytes of each file besides the manifest, by file name.
+    blocks: Checksums of each file besides the manifest, by file name, in the form that
+        ``checkpoint.checksums`` describes. Checkpoints of former versions have none.
+    follows: Checksum of the previous checkpoint's manifest, empty for the first checkpoint.
+    save_id: Identifier of this save, by which files of the checkpoint on nodes' local disks are
+        recognized; empty if there are none.
 """
 
 
@@ -449,10 +459,10 @@ class CheckpointFolder(StepFolders):
     def latest(self) -> int | None:
         """Returns the iteration to resume from, ``None`` if the folder has no checkpoint.
 
-        It is the last complete checkpoint that was written. A run may die after it renames a
-        checkpoint and before it updates the tracker, so complete checkpoints that follow the
-        tracker's count too. Later iterations that do not follow it are ignored: they were written
-        before a run went back with ``--ckpt-step``.
+        This is the complete checkpoint that was written last. A run may end after it renames a
+        checkpoint and before it updates the tracker. Complete checkpoints that were saved after the
+        tracker's are therefore considered too. Other checkpoints of later iterations are ignored:
+        they were written before a run went back with ``--ckpt-step``.
 
         Raises:
             CheckpointError: If the tracker does not contain an iteration, or the folder is a file.
@@ -482,10 +492,11 @@ class CheckpointFolder(StepFolders):
         return int(text)
 
     def _last_after(self, tracked: int) -> int:
-        """Follows the chain of complete checkpoints from an iteration; returns its last one.
+        """Returns the last complete checkpoint that was saved after the one of ``tracked``.
 
-        Each manifest holds the checksum of the manifest before it. Manifests of former versions
-        do not; a checkpoint then follows if its manifest is newer than the tracker.
+        Each manifest holds the checksum of the previous checkpoint's manifest, which makes a chain.
+        Manifests of former versions do not. Such a checkpoint was saved later if its manifest is
+        newer than the tracker file.
         """
         steps = self.steps()
         if tracked not in steps:
@@ -497,7 +508,12 @@ class CheckpointFolder(StepFolders):
         return last
 
     def _follows(self, path: Path, seal: str) -> bool:
-        """Returns whether a checkpoint was written after the one whose manifest has this seal."""
+        """Returns whether a checkpoint was saved after another one.
+
+        Args:
+            path: Path of the checkpoint.
+            seal: Checksum of the other checkpoint's manifest.
+        """
         try:
             follows = self.read_manifest(path).get("follows")
             if follows is not None:
@@ -543,16 +559,18 @@ class CheckpointFolder(StepFolders):
     def open(self, iteration: int, *, trust: bool = False) -> tuple[Path, Manifest]:
         """Returns the path and manifest of a checkpoint after checking that it is complete.
 
-        Shards are checked when they are read, all other files here.
+        Checksums of shards are compared later, while they are read; those of all other files here.
 
         Args:
             iteration: Iteration of the checkpoint.
             trust: Whether a checkpoint of a former version or of Megatron-LM is accepted too; these
-                contain pickles. The manifest of one of Megatron-LM lists only the files that exist.
+                contain pickles. For a checkpoint of Megatron-LM, the returned manifest lists just
+                the files that exist.
 
         Raises:
-            CheckpointError: If it has a newer format, is another program's, or is not trusted.
-            DamagedCheckpointError: If it is missing, incomplete or damaged.
+            CheckpointError: If the checkpoint has a newer format, another program wrote it, or it
+                contains pickles and ``trust`` is False.
+            DamagedCheckpointError: If the checkpoint is missing, incomplete or damaged.
         """
         path = self.complete_path(iteration)
         others = self._others(iteration)
@@ -593,7 +611,7 @@ class CheckpointFolder(StepFolders):
         return has == {self.manifest_name: False, INDEX: False, _CORE_METADATA: True}
 
     def _others(self, iteration: int) -> str:
-        """Returns the remedy for a checkpoint of ``iteration`` that cannot be used."""
+        """Returns advice for the user if the checkpoint of ``iteration`` cannot be used."""
         others = sorted({*self.steps()} - {iteration})
         if not others:
             return "restore it from a copy, or start without --load"
@@ -628,8 +646,9 @@ class PipelineFolder(StepFolders):
             trust: Whether a checkpoint of a former version is accepted too; these contain pickles.
 
         Raises:
-            CheckpointError: If it does not exist, has a newer format, or is not trusted.
-            DamagedCheckpointError: If it is incomplete or damaged.
+            CheckpointError: If the checkpoint does not exist, has a newer format, or contains
+                pickles and ``trust`` is False.
+            DamagedCheckpointError: If the checkpoint is incomplete or damaged.
         """
         steps = self.steps()
         if step is None and not steps:
@@ -648,17 +667,17 @@ class PipelineFolder(StepFolders):
 
 
 def is_shard(name: str) -> bool:
-    """Returns whether a file contains tensors; such files are checked when they are read."""
+    """Returns whether a file contains tensors. Its checksums are then compared while reading."""
     return name.endswith(_SHARD)
 
 
 def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
-    """Returns the folder of checkpoints for a path, and the steps that the path means, ascending.
+    """Returns the folder of checkpoints for a path, and the steps to use in ascending order.
 
     Args:
-        path: Path of a folder of checkpoints or of one checkpoint, of the trainer or a
-            ``Pipeline``.
-        step: Step to return, all if ``None``.
+        path: Path of a folder of checkpoints or of a single checkpoint, which the trainer or a
+            ``Pipeline`` wrote.
+        step: Step to use, ``None`` for all steps in a folder.
 
     Raises:
         CheckpointError: If there is no such checkpoint.
@@ -687,9 +706,10 @@ def make_pipeline_manifest(
     Args:
         head: ``step``, ``seed``, ``loss_scale`` and ``extra``, the same on all ranks; ``save_id``
             if parts of the checkpoint may be on other disks.
-        parts: One mapping per rank of a set of ranks that together have all parameters. ``kind``
-            names the optimizer, ``None`` without one; ``groups`` lists options and names of
-            parameters; ``plain`` has the optimizer's values that are not tensors, by name.
+        parts: One mapping for each of several ranks that together have all parameters. ``kind`` is
+            the name of the optimizer, ``None`` without one. ``groups`` lists each parameter group's
+            options and names of parameters. ``plain`` has the optimizer's values that are not
+            tensors, by name.
     """
     names = ("step", "seed", "loss_scale", "extra")
     groups = [group for part in parts for group in part["groups"]]
@@ -703,7 +723,7 @@ def make_pipeline_manifest(
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files by their names; they survive a power failure.
+    """Writes files and flushes them to disk, so that they survive a power failure.
 
     Raises:
         OSError: If a file cannot be written.
@@ -714,7 +734,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file's content, or a folder's entries, survive a power failure."""
+    """Flushes a file's content, or a folder's entries, to disk with ``fsync``."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,19 +1,21 @@
-"""Maps the weights of Hugging Face models to those of a model or a checkpoint, and back.
+"""Converts weights between Hugging Face models and megatron-core's models or checkpoints.
 
-A model has two sets of tensors: core tensors, which megatron-core names and a checkpoint contains,
-and those of the Hugging Face folder. One table per family (``config.hugging_face_names.NAMES``)
-maps the modules of one to the other. Each core tensor is assembled from rows of Hugging Face
-tensors, and the same list of :class:`RowRun` serves in both directions::
+Core tensors are megatron-core's, with the names that they have in a checkpoint. Hugging Face
+tensors are those of the Hugging Face folder. One table per model family
+(``config.hugging_face_names.NAMES``) maps the modules of one to the other. Each core tensor is
+assembled from rows of Hugging Face tensors. A list of :class:`RowRun` says which, and serves both
+import and export::
 
     core tensor, [rows, columns]                            Hugging Face tensors
-    linear_qkv    q q k v | q q k v | ...  by query group    q_proj, k_proj, v_proj, or all in one
-    linear_fc1    gate | up                                  gate_proj, up_proj, or all in one
+    linear_qkv    q q k v | q q k v | ...  by query group    q_proj, k_proj, v_proj, or one tensor
+    linear_fc1    gate | up                                  gate_proj, up_proj, or one tensor
     others        the same rows; GPT-2's matrices transposed
 
-Sizes follow from the run's settings. A tensor of another size is therefore rejected before it is
-read, and so is a tensor that the model does not have. Padding rows of the embedding are zero in the
-core tensor and absent in the Hugging Face tensor. megatron-core decides how core tensors are
-sharded: a rank asks for the regions of its shards, in any mesh, partition and placement.
+The run's settings determine the size of each tensor. A tensor of another size is therefore rejected
+before it is read, and so is a tensor that the model does not have. Padding rows of the embedding
+are zero in the core tensor and absent in the Hugging Face tensor. megatron-core decides how core
+tensors are sharded. A rank asks for the regions of its shards, so any parallel sizes, partition and
+placement of stages work.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from megatron.adaptive.data.tokenizer import padded_vocab_size
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.lora import MARK
 
-# Buffers that older versions of transformers saved and newer ones compute.
+# Names of buffers that older versions of transformers saved. A folder may contain such buffers, but
+# they are computed and not loaded.
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
 COMPANION_FILES = (
     "generation_config.json",
@@ -59,11 +62,11 @@ COMPANION_FILES = (
     "chat_template.json",
     "tekken.json",
 )
-"""Names of the files besides config.json that are copied with a model."""
+"""Names of the files that are copied together with a model's config.json, if they exist."""
 DESCRIPTION = "hugging_face"
-"""Name of the folder among checkpoints that has the model's configuration and tokenizer."""
+"""Name of the subfolder with the model's configuration and tokenizer in a checkpoint folder."""
 _SHARD = "__0_0.distcp"
-# Settings of megatron-core that change what is computed with the weights.
+# Settings of megatron-core that must be equal for the same weights to give the same results.
 CORE_MEANINGS = (
     "multi_latent_attention",
     "num_moe_experts",
@@ -86,15 +89,17 @@ _HEAD = "output_layer.weight"
 
 
 class ModuleSize(NamedTuple):
-    """Describes the sizes of a module of megatron-core.
+    """Describes the size of the weight of a module of megatron-core.
 
     Attributes:
-        blocks: Number of rows of each matrix that is stacked into the module's weight.
+        blocks: Number of rows of each matrix (block) that is stacked into the module's weight, such
+            as those of queries, keys and values.
         columns: Number of columns of the weight, 0 for a vector.
         has_bias: Whether the module has a bias.
-        groups: Number of parts that each block is cut into. Parts of all blocks alternate; with 1
-            the blocks follow each other.
-        experts: Number of experts that each have such a module, 0 if it is not an expert's.
+        groups: Number of equal parts that each block is cut into. The parts are interleaved: first
+            part 0 of each block, then part 1, and so on.
+        experts: Number of experts that each have such a module, 0 if the module is not part of an
+            expert.
     """
 
     blocks: tuple[int, ...]
@@ -105,15 +110,15 @@ class ModuleSize(NamedTuple):
 
 
 class RowRun(NamedTuple):
-    """Maps a run of rows of a core tensor to rows of a Hugging Face tensor.
+    """Maps consecutive rows of a core tensor to rows of a Hugging Face tensor.
 
     Attributes:
         row: First row in the core tensor.
         count: Number of rows.
         expert: Index in the first axis of the core tensor, 0 without experts.
         name: Name of the Hugging Face tensor.
-        first: First row there.
-        transposed: Whether the Hugging Face tensor has its two axes exchanged.
+        first: First row in the Hugging Face tensor.
+        transposed: Whether the Hugging Face tensor is stored transposed.
     """
 
     row: int
@@ -125,12 +130,12 @@ class RowRun(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Locates a run of rows of a module's weight in one of its blocks.
+    """Locates consecutive rows of a module's weight in one of its blocks.
 
     Attributes:
         row: First row in the weight.
         count: Number of rows.
-        block: Index of the block.
+        block: Index of the block in :attr:`ModuleSize.blocks`.
         first: First row in the block.
     """
 
@@ -141,13 +146,13 @@ class _Run(NamedTuple):
 
 
 class RowRegion(NamedTuple):
-    """Holds a part of a region of a core tensor, and its source.
+    """Holds a part of a core tensor's region, and the position of its values in the source.
 
     Attributes:
-        rows: Run of rows that the part is in.
-        row: First row in the Hugging Face tensor.
-        column: First column in the Hugging Face tensor.
-        target: Memory of the part.
+        rows: Consecutive rows of the core tensor that contain the part.
+        row: First row to read in the Hugging Face tensor.
+        column: First column to read in the Hugging Face tensor.
+        target: View of the region's memory, into which the part is read.
     """
 
     rows: RowRun
@@ -157,13 +162,13 @@ class RowRegion(NamedTuple):
 
 
 class CoreTensor(NamedTuple):
-    """Describes a core tensor.
+    """Describes the shape and the sources of a core tensor.
 
     Attributes:
         experts: Length of the first axis, 0 if the tensor has no axis for experts.
         height: Number of rows, without padding rows.
         columns: Number of columns, 0 for a vector.
-        rows: Runs of rows that the tensor is assembled from.
+        rows: Rows of Hugging Face tensors that the tensor is assembled from, by expert.
     """
 
     experts: int
@@ -173,13 +178,13 @@ class CoreTensor(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the whole tensor."""
+        """Shape of the whole (not sharded) tensor."""
         lead = [self.experts] if self.experts else []
         return [*lead, self.height, *([self.columns] if self.columns else [])]
 
 
 def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
-    """Returns the modules of a layer, or the modules outside of layers, with their sizes."""
+    """Returns the sizes of a layer's modules by name, or of the others if ``layer`` is ``None``."""
     model = config.model
     core = config.core
     hidden = model.hidden_size
@@ -219,7 +224,12 @@ def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
 
 
 def _attention_sizes(config: TrainerConfig, norm: ModuleSize) -> dict[str, ModuleSize]:
-    """Returns the modules of a layer's attention with their sizes; ``norm`` is the model's norm."""
+    """Returns the sizes of the modules in a layer's attention, by name.
+
+    Args:
+        config: Settings of the model.
+        norm: Size of a normalization layer of the model.
+    """
     model = config.model
     core = config.core
     hidden = model.hidden_size
@@ -252,17 +262,17 @@ def _attention_sizes(config: TrainerConfig, norm: ModuleSize) -> dict[str, Modul
 
 
 def _has_experts(config: TrainerConfig, layer: int) -> bool:
-    # Layers that predict further tokens follow the last layer, and are built like it.
+    # Multi-token prediction layers are numbered after the last layer, and are built like it.
     return config.expert_layers[min(layer, config.model.num_layers - 1)]
 
 
 def core_tensors(config: TrainerConfig, family: str) -> dict[str, CoreTensor]:
-    """Returns the tensors of a model by their names in a checkpoint, in the model's order.
+    """Returns the core tensors of a model by their names in a checkpoint, in the model's order.
 
     Args:
-        config: Settings of the model; ``vocab_size`` is the number of rows in the Hugging Face
+        config: Settings of the model. ``vocab_size`` is the number of rows in the Hugging Face
             embedding.
-        family: ``model_type`` of the Hugging Face model.
+        family: Model family, the ``model_type`` in the Hugging Face configuration.
     """
     names = NAMES[family]
     tensors: dict[str, CoreTensor] = {}
@@ -301,10 +311,10 @@ def _predictions(config: TrainerConfig, names: FamilyNames) -> int:
 
 
 def copies_of(config: TrainerConfig, family: str) -> dict[str, str]:
-    """Returns Hugging Face tensors that repeat another one, with the name of that one.
+    """Returns the Hugging Face tensors that repeat another tensor, with the name of the other.
 
-    These are a head that is tied to the embedding, and the embedding and head that each
-    multi-token prediction layer repeats.
+    Examples are an output matrix (head) that is tied to the embedding, and the embedding and head
+    that each multi-token prediction layer repeats.
     """
     names = NAMES[family]
     (embedding,) = NAMES[family].outside["embedding.word_embeddings"]
@@ -323,7 +333,7 @@ def copies_of(config: TrainerConfig, family: str) -> dict[str, str]:
 def _saved_module(module: str, config: TrainerConfig, layer: int) -> str:
     """Returns a module's name in a checkpoint.
 
-    megatron-core saves some norms under the name of the matrix product that follows them.
+    megatron-core saves some normalization layers under the name of the linear layer after them.
     """
     engine = config.model.transformer_impl != "local"
     latent = config.core.multi_latent_attention
@@ -350,11 +360,12 @@ def _add(
     """Adds a module's weight and bias to ``tensors``.
 
     Args:
-        tensors: Tensors so far, by name.
+        tensors: Shape and sources of each core tensor by name; entries are added.
         module: Name of the module in its layer.
-        size: Sizes of the module.
-        sources: Hugging Face modules that it is assembled from: one for each block, or one for all.
-        names: Names of the family.
+        size: Size of the module's weight.
+        sources: Names of the Hugging Face modules that the module is assembled from: one for each
+            block, or one for all blocks.
+        names: Table of the model family, which maps megatron-core's names to Hugging Face names.
         saved: Name of the module in a checkpoint.
     """
     is_whole = module.endswith("expert_bias")
@@ -376,7 +387,13 @@ def _add(
 
 
 def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
-    """Yields each run of rows of a module's weight; ``is_one`` treats the weight as one run."""
+    """Yields the consecutive rows of a module's weight that come from one block.
+
+    Args:
+        size: Size of the module's weight.
+        is_one: Whether the Hugging Face tensor has the same order of rows, so that all rows are
+            yielded at once.
+    """
     if is_one:
         yield _Run(0, sum(size.blocks), 0, 0)
         return
@@ -389,7 +406,7 @@ def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
 
 
 def hugging_face_shapes(tensors: Mapping[str, CoreTensor]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the Hugging Face tensors by name, in the model's order."""
+    """Returns the shapes of the Hugging Face tensors that the core tensors consist of, by name."""
     heights: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     order: dict[str, int] = {}
@@ -399,24 +416,24 @@ def hugging_face_shapes(tensors: Mapping[str, CoreTensor]) -> dict[str, tuple[in
             shape = (height, tensor.columns) if tensor.columns else (height,)
             shapes[run.name] = shape[::-1] if run.transposed else shape
             order.setdefault(run.name.rpartition(".")[0], len(order))
-    # A module's bias follows its weight.
+    # Sort by module, in the model's order; a module's bias comes after its weight.
     names = sorted(shapes, key=lambda name: (order[name.rpartition(".")[0]], name[-4:] == "bias"))
     return {name: shapes[name] for name in names}
 
 
 class HuggingFaceReader:
-    """Assembles core tensors from a Hugging Face folder; a context manager.
+    """Assembles core tensors from a Hugging Face folder; a context manager that closes its files.
 
     Args:
-        folder: Folder of the model.
-        config: Settings of the model that is built.
+        folder: Folder of the Hugging Face model.
+        config: Settings of the megatron-core model.
 
     Attributes:
-        tensors: Core tensors by name.
+        tensors: Shape and sources of each core tensor, by megatron-core's name.
 
     Raises:
-        ConfigError: If the trainer cannot build the model.
-        CheckpointError: If the folder has other tensors than the model.
+        ConfigError: If the trainer does not support the model.
+        CheckpointError: If the folder lacks tensors of the model, or has further ones.
     """
 
     def __init__(self, folder: Path, config: TrainerConfig) -> None:
@@ -438,7 +455,7 @@ class HuggingFaceReader:
         """Returns the element type of a core tensor.
 
         Raises:
-            CheckpointError: If the tensors that it is assembled from have several types.
+            CheckpointError: If the Hugging Face tensors in it have different element types.
         """
         types = {
             run.name: self._folder.tensors[self._names[run.name]].dtype
@@ -453,12 +470,12 @@ class HuggingFaceReader:
         return DTYPES[next(iter(types.values())).replace(FP8, "BF16")]
 
     def read(self, name: str, offset: Sequence[int], target: torch.Tensor) -> None:
-        """Fills a region of a core tensor; padding rows of a vocabulary become zero.
+        """Reads a region of a core tensor; sets padding rows of the vocabulary to zero.
 
         Args:
-            name: Name of the tensor.
-            offset: Index of the region's first element.
-            target: Memory of the region.
+            name: Name of the core tensor.
+            offset: Index of the region's first element, per axis of the core tensor.
+            target: Tensor with the shape of the region, which receives the values.
         """
         with torch.no_grad():
             for rows, row, column, region in meet(self.tensors[name], offset, target):
@@ -470,12 +487,12 @@ class HuggingFaceReader:
 
     @property
     def about(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Types and shapes of the Hugging Face tensors by name, in the model's order."""
+        """Element type and shape of each Hugging Face tensor by name, in the model's order."""
         entries = {name: self._folder.tensors[stored] for name, stored in self._names.items()}
         return {name: (DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()}
 
     def read_hugging_face(self, name: str) -> torch.Tensor:
-        """Returns a Hugging Face tensor."""
+        """Reads a whole Hugging Face tensor from the folder."""
         dtype, shape = self.about[name]
         target = torch.empty(shape, dtype=dtype)
         columns = target if len(shape) > 1 else target[:, None]
@@ -483,10 +500,10 @@ class HuggingFaceReader:
         return target
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
-        """Returns the folder's tensor names by those of transformers; checks names and shapes."""
+        """Returns the name in the folder of each Hugging Face tensor; checks names and shapes."""
         there = self._folder.tensors
         base = next(iter(shapes)).partition(".")[0] + "."
-        # Some folders have the model without its head; their names lack the first part.
+        # Folders of a model without its head leave out the first part of all names (model.).
         is_bare = not any(name.startswith(base) for name in there)
         names = {name: name.removeprefix(base) if is_bare else name for name in shapes}
         missing = [name for name, stored in names.items() if stored not in there]
@@ -517,7 +534,11 @@ class HuggingFaceReader:
         return names
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
-        """Returns whether a tensor's name marks it as a copy; raises if its values differ."""
+        """Returns whether a tensor repeats another one, by its name.
+
+        Raises:
+            CheckpointError: If the values of the two tensors differ.
+        """
         if name not in self._copies:
             return False
         embedding = names[self._copies[name]]
@@ -543,19 +564,22 @@ class HuggingFaceReader:
 
 
 def rows_of(arguments: Sequence[str]) -> int:
-    """Returns the number of embedding rows that a command line asks for."""
+    """Returns the value of ``--vocab-size`` in command-line arguments."""
     return int(arguments[arguments.index("--vocab-size") + 1])
 
 
 def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Iterator[RowRegion]:
-    """Yields the parts of a region of a core tensor, one for each run of rows in it.
+    """Divides a region of a core tensor into parts that each come from one Hugging Face tensor.
 
-    Rows of the region that only pad a vocabulary become zero.
+    Rows of the region that only pad a vocabulary are set to zero.
 
     Args:
-        tensor: Core tensor.
-        offset: Index of the region's first element.
-        target: Memory of the region.
+        tensor: Shape and sources of the core tensor, which is named as in megatron-core.
+        offset: Index of the region's first element, per axis of the core tensor.
+        target: Tensor with the shape of the region.
+
+    Yields:
+        Each part, with a view of its memory in ``target``.
     """
     start = [*offset] if tensor.experts else [0, *offset]
     target = target.detach() if tensor.experts else target.detach()[None]
@@ -565,7 +589,7 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
     end = start[1] + target.shape[1]
     if end > tensor.height:
         target[:, max(0, tensor.height - begin) :].zero_()
-    each = len(tensor.rows) // (tensor.experts or 1)  # runs are ordered by expert
+    each = len(tensor.rows) // (tensor.experts or 1)  # tensor.rows is ordered by expert
     for run in tensor.rows[each * start[0] : each * (start[0] + target.shape[0])]:
         low = max(begin, run.row)
         high = min(end, run.row + run.count)
@@ -578,15 +602,15 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
     """Checks that a folder has the tensors of a model. Reads only the headers of its files.
 
     Raises:
-        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the embedding has too
-            few rows.
+        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
+            fewer rows than the folder's.
     """
     with HuggingFaceReader(folder, config) as reader:
         for name in reader.tensors:
             reader.dtype(name)
         multiple = config.model.make_vocab_size_divisible_by
         ranks = config.parallel.tensor_model_parallel_size
-        # NullTokenizer adds one id, the end of document, to --vocab-size.
+        # Add the token ID for the end of a document, which NullTokenizer does not count.
         ids = (config.data.vocab_size or 0) + (config.data.tokenizer_type == "NullTokenizer")
         rows = padded_vocab_size(ids, multiple, ranks)
         _require_rows(rows, reader, config, folder)
@@ -595,7 +619,7 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
 def _require_rows(
     rows_here: int, reader: HuggingFaceReader, config: TrainerConfig, folder: Path
 ) -> None:
-    """Raises ConfigError if the model's embedding has fewer rows than the folder's."""
+    """Raises ConfigError if the run's embedding has fewer rows than the folder's."""
     if rows_here < (rows := reader.tensors[EMBEDDING].height):
         raise ConfigError(
             f"--vocab-size {config.data.vocab_size} makes {rows_here} rows of the embedding, and"
@@ -604,11 +628,11 @@ def _require_rows(
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
-    """Fills the parameters of this rank's chunks in place.
+    """Reads the weights of this rank's chunks from a Hugging Face folder, in place.
 
     Raises:
-        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the embedding has too
-            few rows.
+        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
+            fewer rows than the folder's.
     """
     weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)
     apply_factories(weights)
@@ -623,19 +647,19 @@ def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: Traine
 
 
 def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
-    """Writes a checkpoint of iteration 0 from a Hugging Face folder, tensor by tensor.
+    """Converts a Hugging Face folder to a checkpoint of iteration 0, one tensor at a time.
 
     Args:
-        folder: Folder of the model.
-        output: Folder of checkpoints, which must not contain any yet.
+        folder: Folder of the Hugging Face model.
+        output: Folder for checkpoints, which must not contain any yet.
         config: Settings of the model.
 
     Returns:
         Path of the checkpoint.
 
     Raises:
-        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, the output contains
-            checkpoints, or it cannot be written.
+        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or ``output`` contains
+            checkpoints or cannot be written.
     """
     checkpoints = CheckpointFolder(output)
     if checkpoints.named():
@@ -707,7 +731,7 @@ def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
     A folder that has them already stays unchanged.
 
     Args:
-        sources: Folders that may have them; the first that does is used.
+        sources: Folders to look in. Files are copied from the first that has a configuration.
         checkpoints: Folder of checkpoints.
 
     Raises:
@@ -729,11 +753,11 @@ def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
 def carry_flags(config: TrainerConfig) -> None:
     """Writes the model's flags to the ``--save`` folder, from which ``evaluate`` builds the model.
 
-    If the run trains adapters, its checkpoints lack the model's weights, so the flags also name the
-    model's folder. An existing file is not replaced.
+    If the run trains adapters, its checkpoints lack the base model's weights. The flags then also
+    name the base model's folder. An existing file is not replaced.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the file cannot be written.
     """
     settings = config.checkpoint
     target = Path(str(settings.save)) / FLAGS_FILE

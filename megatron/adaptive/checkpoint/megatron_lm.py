@@ -1,9 +1,10 @@
 """Builds a manifest for a checkpoint that Megatron-LM wrote.
 
-Megatron-LM saves the arguments of a run with the state that all ranks share. Arguments that decide
-the shape and meaning of the weights are compared with the settings of the run that loads them, as
-for this program's own checkpoints. The random states are not read: dropout is drawn from the seed
-and the position of each microbatch.
+Megatron-LM saves the command-line arguments of a run with the state that all ranks share. The
+manifest contains those that decide which weights the model has and how it uses them. They are
+compared with the settings of the run that loads the checkpoint, as for this program's own
+checkpoints. Random states are not read, because dropout depends only on the seed and the position
+of each microbatch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron.adaptive.checkpoint.folder import Manifest
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-# Settings that decide the shapes of the weights, or which weights there are.
+# Settings that decide which weights the model has, and their shapes.
 SHAPES = (
     "num_layers",
     "hidden_size",
@@ -35,7 +36,8 @@ SHAPES = (
     "add_qkv_bias",
     "untie_embeddings_and_output_weights",
 )
-# Settings that decide what is computed with the weights; fine-tuning may change these.
+# Settings that change the computation but not the shapes of the weights. They may differ with
+# --finetune.
 MEANINGS = (
     "parallel_residual",
     "squared_relu",
@@ -54,7 +56,7 @@ MEANINGS = (
     "logit_softcap",
     "moe_router_group_best",
 )
-# Arguments of Megatron-LM that are compared with the setting of the same group and name.
+# Arguments of Megatron-LM that are copied to the manifest, by group of settings in this program.
 _COMPARED = {
     "model": (
         *SHAPES,
@@ -75,16 +77,17 @@ _RESHARDABLE = "fully_reshardable"
 def make_manifest(
     path: Path, files: Mapping[str, int], common: Mapping[str, Any], config: TrainerConfig
 ) -> Manifest:
-    """Returns the manifest for a checkpoint of Megatron-LM, which has none.
+    """Builds the manifest for a checkpoint of Megatron-LM, which does not have one.
 
     Args:
         path: Path of the checkpoint.
-        files: Sizes of its files in bytes, by name.
-        common: State that all ranks share.
-        config: Settings of the run that loads it. They replace arguments that are missing.
+        files: Size in bytes of each file of the checkpoint, by name.
+        common: State that all ranks share, read from ``common.pt``.
+        config: Settings of the run that loads the checkpoint. They are used for arguments that the
+            checkpoint does not have.
 
     Raises:
-        CheckpointError: If it lacks a value that each checkpoint of Megatron-LM has.
+        CheckpointError: If ``common`` lacks a value that each checkpoint of Megatron-LM has.
     """
     try:
         arguments = vars(common["args"])
@@ -118,10 +121,14 @@ def make_manifest(
 
 
 def require_reshardable(path: Path, content: Mapping[str, Any]) -> None:
-    """Checks that a distributed optimizer's state loads into other meshes than the one it is from.
+    """Checks that a distributed optimizer's state can be loaded with other parallel sizes.
+
+    Args:
+        path: Path of the checkpoint, for the error.
+        content: Content metadata of the checkpoint, from Megatron-LM.
 
     Raises:
-        CheckpointError: If it loads only into that mesh.
+        CheckpointError: If the state can be loaded only with the parallel sizes it was saved with.
     """
     if content.get(_SHARDING, _RESHARDABLE) != _RESHARDABLE:
         raise CheckpointError(

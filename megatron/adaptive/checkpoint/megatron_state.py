@@ -1,8 +1,8 @@
 """Splits a run's state for megatron-core's distributed checkpointing, and restores it.
 
-Owns the special cases of megatron-core's optimizers: they are written for the fused Adam of
-Transformer Engine or apex, and need help with torch's Adam, which is used if those are missing.
-This module knows nothing of folders.
+megatron-core's optimizers are written for the fused Adam of Transformer Engine or apex. If neither
+is installed, torch's Adam is used, and this module works around the differences. It does not access
+folders or files.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from megatron.adaptive.checkpoint.writer import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-# Makes megatron-core save one key per layer, which loads into every partition, and optimizer state
-# in the shape of the parameters, which loads into every mesh.
+# Options for megatron-core. It saves one key per layer, so that a run with any partition of the
+# layers can load them. It saves optimizer state in the shape of the parameters, so that a run with
+# any parallel sizes can load it.
 METADATA = {
     "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -45,14 +46,14 @@ METADATA = {
 }
 
 _LOG = logging.getLogger(__name__)
-_GPU_STATE_BYTES = 64  # a GPU generator's state is smaller than this, a CPU's larger
+_GPU_STATE_BYTES = 64  # a GPU generator's state is smaller than this, a CPU generator's larger
 
 RNG = "rng_state"
 """Key of the random states in a checkpoint."""
-# Key that the state of the experts' optimizer has within the state of the others' optimizer.
+# Key in the optimizer's state under which the state of the experts' separate optimizer is stored.
 _EXPERTS = "experts"
 
-# Names of scheduler settings in a checkpoint, with the flags that set them.
+# Names of the scheduler's settings in a checkpoint, with the flags that set them, for errors.
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -67,12 +68,12 @@ _SCHEDULE_FLAGS = {
 
 
 def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
-    """Returns the number of embedding rows; stages without the embedding know it too."""
+    """Returns the number of embedding rows, also on stages without the embedding."""
     return int(unwrap_model(chunks[0]).vocab_size)
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
-    """Returns the sizes of the mesh's axes and the number of chunks per pipeline rank."""
+    """Returns the parallel sizes of a run by name, and the number of chunks per pipeline rank."""
     parallel = config.parallel
     if parallel.unequal_sizes is not None:
         sizes = enumerate(parallel.unequal_sizes)
@@ -91,7 +92,7 @@ def mesh_shape(config: TrainerConfig) -> dict[str, int]:
 def sharded_model(
     chunks: Sequence[torch.nn.Module], metadata: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the weights with their offsets in the whole model, by chunk."""
+    """Returns each chunk's weights, with their offsets in the tensors of the whole model."""
     return {
         f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
@@ -99,11 +100,11 @@ def sharded_model(
 
 
 def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state to save in which this rank has no tensor twice.
+    """Removes second copies of a tensor on this rank from a state to save.
 
-    If the first and last stage share a rank, both copies of a tied embedding and of its optimizer
-    state have the same name. megatron-core assigns each name to one rank that writes it, and that
-    rank would write it twice.
+    If the first and last stage are on the same rank, both copies of a tied embedding, and of its
+    optimizer state, have the same name. megatron-core chooses one rank to write the tensors of a
+    name, and that rank would write both copies.
     """
     kept: dict[tuple[str, tuple[int, ...]], ShardedTensor] = {}
     copies: set[int] = set()
@@ -122,10 +123,11 @@ def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Makes tensors of a loaded state independent of each other, in place; returns the state.
+    """Copies tensors of a loaded state that share memory, in place; returns the state.
 
-    If ranks divided the reading, tensors of one name on one rank (see
-    :func:`without_local_copies`) share memory, and an optimizer would update it twice.
+    If a rank has two tensors of the same name, such as the copies of a tied embedding,
+    megatron-core's parallel load returns the same memory for both. The optimizer would then update
+    that memory twice.
     """
     seen: set[int] = set()
 
@@ -143,12 +145,12 @@ def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
 def load_model(
     chunks: Sequence[torch.nn.Module], state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
-    """Sets the weights from a state that was loaded for :func:`sharded_model`.
+    """Sets the weights of this rank's chunks from a loaded state.
 
     Args:
-        chunks: Chunks of this rank.
-        state: Loaded state.
-        strict: Whether all weights must be in it.
+        chunks: Model chunks of this rank, one for each of its pipeline stages.
+        state: Loaded state, with the keys of :func:`sharded_model`.
+        strict: Whether the state must contain all weights of the chunks.
     """
     for index, chunk in enumerate(chunks):
         # An empty stage has no weights, and therefore no entry in the loaded state.
@@ -158,24 +160,26 @@ def load_model(
 def sharded_optimizer(
     optimizer: Any, model_state: Mapping[str, Any], metadata: Mapping[str, Any], *, loading: bool
 ) -> dict[str, Any]:
-    """Returns the optimizer's state with its offsets in the whole model.
+    """Returns the optimizer's state, with offsets in the tensors of the whole model.
 
-    Experts that are spread over ranks have a separate optimizer. The names of its tensors are
-    distinct already; the names of its groups are not, but those are never read.
+    With expert parallelism, experts have a separate optimizer. The names of its tensors differ from
+    those of the other optimizer. The names of its parameter groups do not, but those are never
+    read.
 
     Args:
         optimizer: megatron-core's optimizer.
-        model_state: Result of :func:`sharded_model`.
+        model_state: Sharded weights, from :func:`sharded_model`.
         metadata: Metadata that :func:`sharded_model` was called with.
-        loading: Whether the result describes what to load; its values are then not used.
+        loading: Whether the caller will load a checkpoint, and only uses shapes and offsets of the
+            result.
     """
     states: list[dict[str, Any]] = []
     for leaf in _leaves(optimizer):
         distributed = isinstance(leaf, DistributedOptimizer)
         fill_state(leaf)
         with _step_for_empty_rank(leaf):
-            # When they load, other optimizers would initialize missing state themselves. That fails
-            # for SGD and loses the step of torch's Adam.
+            # Optimizers that are not distributed would initialize missing state themselves with
+            # is_loading. That fails for SGD, and loses the step count of torch's Adam.
             state: dict[str, Any] = leaf.sharded_state_dict(
                 model_state, is_loading=loading and distributed, metadata=dict(metadata)
             )
@@ -186,12 +190,12 @@ def sharded_optimizer(
 
 @dataclass(frozen=True, kw_only=True)
 class StateParts:
-    """Holds a state after its split into tensors, objects and common values.
+    """Holds a rank's state, split into tensors, objects and common values.
 
     Attributes:
-        pieces: Tensors, by name and offset.
-        objects: Other values by megatron-core's name; several may share a name.
-        common: Values that all ranks share.
+        pieces: Tensors by name and offset in the whole tensor.
+        objects: Values other than tensors by megatron-core's name; several may have the same name.
+        common: Values that all ranks share, by name.
     """
 
     pieces: dict[Part, Piece]
@@ -205,9 +209,9 @@ class StateParts:
         """Splits megatron-core's sharded state.
 
         Args:
-            sharded_state_dict: Nested dictionary with shards as leaves.
-            common: Values that all ranks share.
-            is_whole: Whether to keep shards that another rank would write.
+            sharded_state_dict: Nested dictionary whose leaves are shards.
+            common: Values that all ranks share, by name.
+            is_whole: Whether to keep shards of which another rank writes a copy.
         """
         parts = cls(pieces={}, objects={}, common=common)
         by_name, _, _ = _replace_state_dict_keys_with_sharded_keys(
@@ -224,10 +228,10 @@ class StateParts:
         return parts
 
     def is_lasting(self, chunks: Any, optimizer: Any) -> bool:
-        """Returns whether these parts remain the state in all later steps.
+        """Returns whether these parts can be reused for later steps.
 
-        They do if each tensor is the memory of a weight or of optimizer state, and no object except
-        the random states has any content.
+        They can if each tensor shares memory with a weight or with optimizer state, and no object
+        except the random states has any content.
         """
         empty = (data for name, data in self.objects.items() if not name.startswith(f"{RNG}/"))
         if not all(_is_nothing(value) for data in empty for value in data):
@@ -239,14 +243,14 @@ class StateParts:
 
 
 def _is_nothing(data: Any) -> bool:
-    """Returns whether a layer's extra state is empty, as it is without 8-bit types."""
+    """Returns whether a layer's extra state is empty. Without 8-bit types it always is."""
     if isinstance(data, io.BytesIO):
         return not data.getbuffer().nbytes
     return data is None or (isinstance(data, torch.Tensor) and not data.numel())
 
 
 def addresses(chunks: Any, optimizer: Any) -> list[int]:
-    """Returns the addresses of the weights and of the optimizer's state."""
+    """Returns the memory addresses of all weights and optimizer state, to detect moves."""
     return [tensor.data_ptr() for tensor in _state_tensors(chunks, optimizer)]
 
 
@@ -263,16 +267,16 @@ def _state_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Returns whether ranks that are replicas of each other share the optimizer's state."""
+    """Returns whether data-parallel ranks each hold a part of the optimizer's state."""
     return isinstance(_leaves(optimizer)[0], DistributedOptimizer)
 
 
 def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
-    """Updates the values of :func:`sharded_optimizer`'s result that are not tensors, in place.
+    """Updates the optimizer's values other than tensors in a state that was split before.
 
     Args:
-        common: Values of the result that all ranks share, for the same optimizer.
-        optimizer: megatron-core's optimizer, but not a distributed one.
+        common: Part of the optimizer's state that all ranks share; changed in place.
+        optimizer: megatron-core's optimizer, which must not be a distributed one.
     """
     for leaf, state in zip(_leaves(optimizer), (common, common.get(_EXPERTS)), strict=False):
         if state is not None:
@@ -293,24 +297,24 @@ def _refresh(common: dict[str, Any], leaf: Any) -> None:
 
 
 def has_parameters(optimizer: Any) -> bool:
-    """Returns whether the optimizer has parameters on this rank; without layers it has none."""
+    """Returns whether the optimizer has parameters on this rank. An empty stage has none."""
     return any(
         group["params"] for leaf in _leaves(optimizer) for group in leaf.optimizer.param_groups
     )
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Sets the optimizer's state from a state that was loaded for :func:`sharded_optimizer`.
+    """Sets the optimizer's state from a loaded state, with the keys of :func:`sharded_optimizer`.
 
-    Hyperparameters (betas, weight decay multipliers, ends of the learning rate) keep the values of
-    this run's settings: only the step comes from the checkpoint.
+    Tensors and the step count come from the checkpoint. Hyperparameters, such as betas, weight
+    decay multipliers and learning rate limits, keep the values of this run's settings.
     """
     first, *rest = _leaves(optimizer)
     experts = state.pop(_EXPERTS, {})
-    _move_step_to_groups(state)  # Megatron-LM saves it elsewhere
+    _move_step_to_groups(state)  # Megatron-LM saves the step outside of the groups
     step = state.get("optimizer", state)["param_groups"][0]["step"]
     for leaf in rest:
-        # A run whose experts are not spread saves no groups for them, so use this run's groups.
+        # A run without expert parallelism saves no groups for experts, so use this run's groups.
         tree = experts.setdefault("optimizer", {}) if "optimizer" in leaf.state_dict() else experts
         groups = leaf.optimizer.state_dict()["param_groups"]
         tree["param_groups"] = [group | {"step": step} for group in groups]
@@ -322,8 +326,9 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 def _load(leaf: Any, state: dict[str, Any]) -> None:
     inner = leaf.optimizer
     kept = [_without(group, "params", "step") for group in inner.param_groups]
-    # Groups are in the same order on all ranks, but megatron-core pairs them by their multipliers,
-    # which are equal in the groups with and without a decoupled learning rate.
+    # Give each group a distinct lr_mult. Saved and current groups have the same order on all ranks,
+    # but megatron-core matches them by their multipliers. Those are equal in the groups with and
+    # without a decoupled learning rate.
     tree = state.get("optimizer", state)
     saved = tree["param_groups"]
     if _is_torch_adam(leaf) and not isinstance(leaf, DistributedOptimizer):
@@ -333,7 +338,7 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
         group_here["lr_mult"] = group_saved["lr_mult"] = float(index)
         for name in ("wd_mult", "is_expert_parallel", "is_decoupled_lr"):
             group_saved[name] = group_here[name]
-        # Load these separately: megatron-core would also copy the step of torch's Adam from them.
+    # Load param_state separately: megatron-core would expect the step of torch's Adam in it.
     shards = state.pop("param_state", None) if isinstance(leaf, DistributedOptimizer) else None
     with _step_for_empty_rank(leaf):
         leaf.load_state_dict(state)
@@ -345,18 +350,18 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
 
 
 def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> None:
-    """Checks that a checkpoint has as many parameter groups as the optimizer, on every rank.
+    """Checks that a checkpoint has as many parameter groups as the optimizer of this rank.
 
     Args:
         optimizer: megatron-core's optimizer.
-        saved: Values of the checkpoint's optimizer state that all ranks share.
-        name: Name of the checkpoint for the error.
+        saved: Part of the checkpoint's optimizer state that all ranks share.
+        name: Name of the checkpoint in the text of the error.
 
     Raises:
-        CheckpointError: If it has another number of groups.
+        CheckpointError: If the checkpoint has another number of groups.
     """
     groups = saved.get("optimizer", saved).get("param_groups")
-    if groups is None:  # Megatron-LM with expert parallelism
+    if groups is None:  # saved by Megatron-LM with expert parallelism
         raise CheckpointError(
             f"{name} holds the state of several optimizers, which is not read here: load the "
             "weights alone with --no-load-optim"
@@ -372,7 +377,10 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
 
 
 def _leaves(optimizer: Any) -> list[Any]:
-    """Returns the optimizers in megatron-core's chain: one, and a second for spread experts."""
+    """Returns the optimizers in megatron-core's chain.
+
+    There is one, and with expert parallelism a second one for the experts.
+    """
     return list(optimizer.chained_optimizers)
 
 
@@ -385,10 +393,10 @@ def _is_torch_adam(leaf: Any) -> bool:
 
 
 def fill_state(leaf: Any) -> None:
-    """Gives every parameter the state that the optimizer would make in its first step.
+    """Creates the optimizer state of each parameter, which is otherwise created in the first step.
 
-    A checkpoint then has the same entries before and after that step. With float16 the first step
-    may be skipped for a dozen iterations.
+    A checkpoint then has the same entries before and after the first step. With float16, the first
+    step may not happen for a dozen iterations, because gradients overflow.
     """
     inner = leaf.optimizer
     if leaf.init_state_fn is not None:
@@ -401,13 +409,13 @@ def fill_state(leaf: Any) -> None:
             if _is_torch_adam(leaf):
                 state = inner.state[parameter]
                 step = state.get("step", torch.tensor(float(group.get("step", 0))))
-                # A fused Adam counts its steps on the device, but a checkpoint of an Adam that is
-                # not fused may have the count on the host.
+                # A fused Adam needs the step count on the device. A checkpoint of an Adam that is
+                # not fused has the count on the host.
                 state["step"] = step.to(parameter.device) if group.get("fused") else step
 
 
 def _move_step_to_groups(state: dict[str, Any]) -> None:
-    """Stores the number of steps in the groups, where every implementation of Adam finds it."""
+    """Stores the step count in the parameter groups, where all implementations of Adam find it."""
     inner = state.get("optimizer", state)
     groups = inner["param_groups"]
     common = inner.get("state", {}).pop("common_step", None)
@@ -418,10 +426,11 @@ def _move_step_to_groups(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
-    """Gives the distributed optimizer a step if this rank's share has no parameter.
+    """Gives the distributed optimizer a step count if it has no parameter on this rank.
 
-    With torch's Adam megatron-core reads the step from the state of the parameters. It fails on a
-    rank that has none: an empty stage, or more data parallel ranks than elements.
+    With torch's Adam, megatron-core reads the step count from the state of a parameter. Without
+    this function that fails on a rank without parameters. Examples are an empty stage, or more
+    data-parallel ranks than elements.
     """
     key = "step of a rank without parameters"
     inner = leaf.optimizer
@@ -436,11 +445,12 @@ def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
 
 
 def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
-    """Loads the distributed optimizer's share of main weights and moments.
+    """Loads the distributed optimizer's main weights and moments on this rank.
 
-    megatron-core copies every entry of a parameter's state. With torch's Adam that includes the
-    step, which the checkpoint has elsewhere. It also sets one step tensor for all parameters, so
-    that each of them would increment it.
+    megatron-core copies each entry of a parameter's state. With torch's Adam that includes the step
+    count, which is not among the saved entries. megatron-core also uses a single step tensor for
+    all parameters, which each parameter would increment. This function therefore sets the step
+    counts aside, and gives each parameter its own copy afterwards.
     """
     inner = leaf.optimizer
     torch_adam = _is_torch_adam(leaf)
@@ -451,15 +461,16 @@ def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
 
 
 def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:
-    """Sets the schedule of learning rate and weight decay to its position in the checkpoint.
+    """Sets the schedule of learning rate and weight decay to the saved number of samples.
 
     Raises:
-        CheckpointError: If the run's settings give another schedule and no flag decides between
-            them.
+        CheckpointError: If the schedule differs from the one in the checkpoint, and no flag says
+            which of the two to use.
     """
     settings_here = scheduler.state_dict()
     if _constant_decay(settings_here) and _constant_decay(saved):
-        saved = {**saved, "wd_incr_steps": settings_here["wd_incr_steps"]}  # a constant ignores it
+        # Ignore the number of steps, which has no effect on a constant weight decay.
+        saved = {**saved, "wd_incr_steps": settings_here["wd_incr_steps"]}
     different = [name for name in _SCHEDULE_FLAGS if saved[name] != settings_here[name]]
     free = scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler
     if different and not free:
@@ -477,7 +488,7 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
         if group["default_config"]:
             group["max_lr"] = scheduler.max_lr
             group["min_lr"] = scheduler.min_lr
-    scheduler.step(0)  # the load has set the groups with the former weight decay
+    scheduler.step(0)  # updates the weight decay in the groups, which is still the former one
 
 
 def _constant_decay(state: Mapping[str, Any]) -> bool:
@@ -485,7 +496,7 @@ def _constant_decay(state: Mapping[str, Any]) -> bool:
 
 
 def sharded_rng(config: TrainerConfig) -> ShardedObject:
-    """Returns the random states of this rank, which only the same mesh can use."""
+    """Returns the random states of this rank, for a run with the same parallel sizes."""
     shape, position = _mesh_position(config)
     state = {
         "python": random.getstate(),
@@ -500,15 +511,15 @@ def sharded_rng(config: TrainerConfig) -> ShardedObject:
 def load_rng(state: Mapping[str, Any]) -> None:
     """Sets the random states of this rank.
 
-    If the states were saved on another kind of device, logs a warning and skips the device's: a CPU
-    generator cannot continue from a GPU's state, nor the reverse.
+    If the states were saved on another kind of device, logs a warning and keeps the device's
+    current state: a CPU generator cannot use the state of a GPU generator, nor the reverse.
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     generator = default_generator(current_device())
     now = generator.get_state()
-    if state["device"].numel() != now.numel():  # a GPU's has 16 bytes, a CPU's 5056
+    if state["device"].numel() != now.numel():  # 16 bytes on a GPU, 5056 on a CPU
         states = (state["device"], now)
         kinds = ["GPU" if s.numel() <= _GPU_STATE_BYTES else "CPU" for s in states]
         _LOG.warning(
@@ -522,9 +533,10 @@ def load_rng(state: Mapping[str, Any]) -> None:
 
 
 def _mesh_position(config: TrainerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the sizes of the mesh's axes and this rank's position on each."""
+    """Returns the pipeline, tensor and data parallel size, and this rank's index in each."""
     if config.parallel.unequal_sizes is not None:
-        # Stages of unequal sizes form no grid, so ranks are numbered on one axis.
+        # Stages with different numbers of ranks form no grid, so use the global rank as the only
+        # index.
         return (dist.get_world_size(), 1, 1), (dist.get_rank(), 0, 0)
     shape = (
         parallel_state.get_pipeline_model_parallel_world_size(),

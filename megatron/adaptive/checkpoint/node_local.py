@@ -8,15 +8,15 @@
     node a   <local>/iter_0000100/  common.pt .metadata __0_0.distcp __1_0.distcp ──┐
     node b   <local>/iter_0000100/  common.pt .metadata __2_0.distcp __3_0.distcp ──┤
                                                                                     v
-    <save>/.iter_0000100.partial/ ──> <save>/iter_0000100/     once all of it is there
+    <save>/.iter_0000100.partial/ ──> <save>/iter_0000100/     once all files are copied
 
     <local> is DIR/<name of --save>-<hash>/<node>, because several jobs and nodes may share a disk
-    <local>/iter_0000100/local.json     the manifest of the whole checkpoint, with all of its files
+    <local>/iter_0000100/local.json     manifest of the whole checkpoint, which lists all files
 
-A checkpoint exists once it is complete in shared storage, and only that copy is ever loaded. A
-node's local disk then serves as a faster source of the same files. It also allows a new run to
-finish an upload that the previous run could not. Each rank copies a share of its node's files, for
-a second at a time. Then all ranks exchange whether any has more to copy, and their errors.
+A checkpoint can be loaded once it is complete in shared storage. A node's local disk then serves as
+a faster source of the same files. It also allows a new run to finish an upload that the previous
+run could not. Each rank copies some of its node's files. About once a second, all ranks exchange
+their errors and whether any has more to copy.
 """
 
 from __future__ import annotations
@@ -46,38 +46,41 @@ from megatron.adaptive.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
-_KEPT = 2  # default number: the last one, and the one before it while the last is written
+_KEPT = 2  # checkpoints to keep by default: the last, and the previous one while it is written
 _LOOK_S = 10.0
-_END_S = 5.0  # grace for an upload that is given up
+_END_S = 5.0  # time in seconds to wait for the end of an upload that was given up
 _ROUND_S = 1.0
 
 
 Done = SimpleQueue[tuple[int, Path]]
 Stored = Mapping[str, Any]
-"""Contents of a checkpoint's manifest in shared storage, with all of its files."""
+"""Manifest that a checkpoint will have in shared storage; lists the files of all nodes."""
 
 
 class _NodeFolder(StepFolders):
-    """A folder with a node's part of checkpoints on its local disk."""
+    """A folder on a node's local disk with those files of checkpoints that its ranks write."""
 
     manifest_name = _MANIFEST
 
 
 class LocalDisk:
-    """Manages this node's part of the checkpoints. Every method is collective.
+    """Manages the files of checkpoints that are on this node's local disk.
+
+    All ranks must call each method together.
 
     Args:
-        job: This process within the job; its timeout also limits waits for uploads.
-        shared: Folder of checkpoints in shared storage. Nothing else may write there meanwhile.
+        job: Rank, process groups and environment of this process. The job's timeout also limits
+            waits for uploads.
+        shared: Folder of checkpoints in shared storage. No other program may write to it.
         base: Folder on the local disk of each node.
-        keep: Number of complete checkpoints to keep, here and in shared storage. ``None`` keeps all
-            in shared storage, and here only the last two.
+        keep: Number of complete checkpoints to keep, on local disks and in shared storage. ``None``
+            keeps all in shared storage, and the last two on local disks.
 
     Attributes:
         shared: Folder of checkpoints in shared storage.
-        done: Queue of step and path of each checkpoint that reached shared storage.
-        resumed: Step that the run resumed from. Later steps on this disk were repeated since, and
-            are removed before the first save.
+        done: Queue of (step, path) for each checkpoint that is complete in shared storage.
+        resumed: Step that the run resumed from. Later steps on the local disk are outdated, because
+            the run repeats them; the first save removes them.
     """
 
     def __init__(self, job: Job, shared: StepFolders, base: Path, keep: int | None) -> None:
@@ -107,16 +110,16 @@ class LocalDisk:
 
         Args:
             step: Step of the checkpoint.
-            state: State to save.
-            save_id: New identifier of this save; rank 0's is used.
-            ranks: All ranks, on a group that nothing else uses meanwhile.
+            state: Tensors and other values of this rank to save.
+            save_id: New identifier of this save; the value of rank 0 is used.
+            ranks: Group of all ranks. No other communication may use it during the call.
 
         Returns:
-            True if it is on the local disks. If False, no upload is running, so the caller can
-            write it to shared storage directly.
+            True if the checkpoint is on the local disks. If False, no upload is running, so the
+            caller can write the checkpoint to shared storage directly.
 
         Raises:
-            CheckpointError: If an earlier upload does not end.
+            CheckpointError: If an earlier upload does not end within the job's timeout.
         """
         try:
             newest, shares = self._newest = self._write(step, state, save_id, ranks)
@@ -150,10 +153,11 @@ class LocalDisk:
         """Waits until the newest checkpoint is in shared storage.
 
         Returns:
-            Path of it there, ``None`` if this run wrote none to the local disks.
+            Path of the newest checkpoint in shared storage, ``None`` if this run wrote none to the
+            local disks.
 
         Raises:
-            CheckpointError: If it is not there; it is then on the local disks only.
+            CheckpointError: If the upload failed. The checkpoint is then on the local disks only.
         """
         until_s = time.monotonic() + self._timeout_s
         self._wait(self._control, until_s)
@@ -173,7 +177,7 @@ class LocalDisk:
 
         Args:
             latest: Function that is called on rank 0. It returns the newest step in shared storage,
-                0 if there is none, and ``None`` if the run does not resume from there.
+                0 if there is none, and ``None`` if the run does not resume from shared storage.
         """
         newest = self._control.on_first(latest)
         if newest is None:
@@ -209,12 +213,12 @@ class LocalDisk:
 
         Args:
             step: Step of the checkpoint.
-            save_id: Identifier of its save, empty if no part of it is on local disks.
-            files: Size of each of its files in bytes.
+            save_id: Identifier of the save, empty if local disks have no files of it.
+            files: Size in bytes of each of the checkpoint's files, by name.
         """
         sizes: dict[str, int] = {}
         folder = self._folder.complete_path(step)
-        with contextlib.suppress(OSError):  # shared storage has all of it
+        with contextlib.suppress(OSError):  # all files can be read from shared storage instead
             manifest = self._stored().get(step)
             if save_id and manifest is not None and manifest["save_id"] == save_id:
                 sizes = _sizes(folder)
@@ -230,14 +234,18 @@ class LocalDisk:
         return {name: folder / name for name in here}
 
     def close(self) -> None:
-        """Destroys the process group of uploads; call it after :meth:`drain`."""
+        """Destroys the process group that uploads use. Must be called after :meth:`drain`."""
         if self._ranks.group is not None and dist.is_initialized():
             dist.destroy_process_group(self._ranks.group)
 
     def _write(
         self, step: int, state: TakenState, save_id: str, ranks: RankGroup
     ) -> tuple[Stored, list[list[str]]]:
-        """Writes a checkpoint to the local disks; returns its manifest and each rank's files."""
+        """Writes a checkpoint to the local disks.
+
+        Returns:
+            Manifest of the checkpoint, and the names of the files that each rank will upload.
+        """
         partial = self._folder.partial_path(step)
         try:
             ranks.together(lambda: self._begin(step))
@@ -276,7 +284,10 @@ class LocalDisk:
         self._folder.keep(self._keep or _KEPT, busy)
 
     def _require_lease(self) -> None:
-        """Stops a rank that was suspended from overwriting what another job wrote meanwhile."""
+        """Raises LeaseTakenError if another job has taken over the folder in shared storage.
+
+        Without this check a rank that was suspended could overwrite the other job's files.
+        """
         lease = self._job.leases.get(self.shared.path.resolve())
         with contextlib.suppress(OSError):  # local disks must work while shared storage fails
             if lease is not None:
@@ -290,7 +301,11 @@ class LocalDisk:
         return ranks.any(self._upload is not None and self._upload.is_alive())
 
     def _wait(self, ranks: RankGroup, until_s: float) -> None:
-        """Waits for the running upload, which reports its own failure."""
+        """Waits until the running upload ends, whether it succeeds or fails.
+
+        Raises:
+            CheckpointError: If the upload does not end in time.
+        """
         upload = self._upload
         if upload is None:
             return
@@ -310,7 +325,11 @@ class LocalDisk:
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
-        """Returns this disk's files of newer steps; one rank per node adds the manifests."""
+        """Returns the checkpoint files on this disk that belong to steps after ``latest``.
+
+        The keys are step and identifier of the save. The values are the sizes of the files by name,
+        and the manifest. The manifest is ``None`` except on one rank per node.
+        """
         return {
             (step, manifest["save_id"]): (
                 _sizes(self._folder.complete_path(step)),
@@ -321,12 +340,12 @@ class LocalDisk:
         }
 
     def _stored(self) -> dict[int, Stored]:
-        """Returns the readable manifests on this node's disk, by step."""
+        """Returns the manifests on this node's disk by step, without those that cannot be read."""
         manifests: dict[int, Stored] = {}
         for step, path in self._folder.steps().items():
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CheckpointError):
                 body = self._folder.read_manifest(path)
-                # Former versions had most entries one level deeper.
+                # Manifests of former versions have most entries in a nested mapping.
                 stored = {**body.pop("told", {}), **body, "step": step}
                 if stored["files"] and stored["save_id"]:
                     manifests[step] = stored
@@ -342,18 +361,18 @@ class LocalDisk:
 
 
 class BackgroundWrite(threading.Thread):
-    """Writes one checkpoint on a thread while training continues.
+    """Thread that writes one checkpoint while training continues.
 
     Args:
-        write: Function that writes the checkpoint; returns its path, or ``None`` if the checkpoint
-            is not at its final path yet.
+        write: Function that writes the checkpoint and returns its path, or ``None`` if the
+            checkpoint is not at its final path yet.
         step: Step of the checkpoint.
-        done: Queue that receives the step and path.
+        done: Queue that receives (step, path) once the checkpoint is complete.
 
     Attributes:
         step: Step of the checkpoint.
-        path: Path of the complete checkpoint, ``None`` until it exists.
-        failure: Error that ended the write, ``None`` without one.
+        path: Path of the complete checkpoint, ``None`` until the checkpoint is complete.
+        failure: Error that ended the write, ``None`` if there was no error.
     """
 
     def __init__(self, write: Callable[[], Path | None], step: int, done: Done) -> None:
@@ -380,14 +399,15 @@ def hold(
 
     Args:
         folder: Folder of checkpoints.
-        job: This process within the job.
-        ranks: All ranks.
-        remedy: Advice for the error if the folder cannot be written; empty if the caller adds it.
-        has_local: Whether checkpoints go to local disks first. Shared storage may then fail now and
-            be available later.
+        job: Rank, process groups and environment of this process.
+        ranks: Group of all ranks, over which the ranks communicate.
+        remedy: Advice to append to the error if the folder cannot be written. If empty, the OSError
+            is raised unchanged, for a caller that adds its own advice.
+        has_local: Whether checkpoints are written to local disks first. It is then no error if
+            shared storage cannot be written now, because it may be available later.
 
     Raises:
-        CheckpointError: If another job holds the folder, or it cannot be written.
+        CheckpointError: If another job has reserved the folder, or the folder cannot be written.
     """
     path = folder.path.resolve()
     environment = job.environment
@@ -424,17 +444,17 @@ def hold(
 def writing(
     folder: StepFolders, step: int, job: Job, ranks: RankGroup, message: str
 ) -> Iterator[None]:
-    """Makes the partial folder of a step, and removes it if the ``with`` block fails. Collective.
+    """Makes a step's partial folder, and removes it if the ``with`` block fails. Collective.
 
     Args:
         folder: Folder of checkpoints.
         step: Step that is written.
-        job: This process within the job.
-        ranks: All ranks.
-        message: Text of the error, with ``{}`` in the place of its cause.
+        job: Rank, process groups and environment of this process.
+        ranks: Group of all ranks, over which the ranks communicate.
+        message: Text of the error, in which the cause replaces ``{}``.
 
     Raises:
-        CheckpointError: On all ranks, in place of a CheckpointError that the block raised.
+        CheckpointError: On all ranks, instead of a CheckpointError that the ``with`` block raised.
     """
     try:
         hold(folder, job, ranks)
@@ -443,8 +463,8 @@ def writing(
     except BaseException as error:
 
         def clear(text: str = str(error)) -> str:
-            """Removes the folder; returns the cause, which may be that another job removed it."""
-            if folder.lease is not None:  # without a lease the folder may be another job's
+            """Removes the partial folder; returns the cause of the failure, as far as known."""
+            if folder.lease is not None:  # without a lease it may be the folder of another job
                 folder.abandon(step)
                 try:
                     folder.lease.require()
@@ -454,7 +474,7 @@ def writing(
                     return text
             return text
 
-        if isinstance(error, CheckpointError):  # all ranks have it and wait for the removal
+        if isinstance(error, CheckpointError):  # raised on all ranks, which wait for the removal
             text = ranks.on_first(clear)
             raise CheckpointError(message.replace("{}", text)) from error
         if ranks.is_first:
@@ -474,17 +494,19 @@ def prepare(
 
     Args:
         shared: Folder of checkpoints in shared storage.
-        job: This process within the job.
+        job: Rank, process groups and environment of this process.
         remedy: Advice for the error if the folder cannot be written.
         base: Folder on each node's local disk, ``None`` to write to ``shared`` directly.
-        latest: Function as in :meth:`LocalDisk.finish_former`.
-        keep: Number of checkpoints to keep, as in :class:`LocalDisk`.
+        latest: Function that returns the newest step in ``shared``, 0 if there is none, and
+            ``None`` if the run does not resume from ``shared``.
+        keep: Number of checkpoints to keep; ``None`` keeps all in ``shared``, and two on local
+            disks.
 
     Returns:
-        This node's part of the checkpoints, ``None`` without local disks.
+        Object that manages this node's local files, ``None`` without local disks.
 
     Raises:
-        CheckpointError: If another job holds the folder, or it cannot be written.
+        CheckpointError: If another job has reserved the folder, or the folder cannot be written.
     """
     ranks = RankGroup(job.rank, job.control_group)
     hold(shared, job, ranks, remedy, has_local=base is not None)
@@ -496,16 +518,18 @@ def prepare(
 
 
 class Upload(BackgroundWrite):
-    """Copies one checkpoint to shared storage. Collective: each rank makes one at the same time.
+    """Thread that copies files of one checkpoint to shared storage.
+
+    Collective: all ranks must make an upload of the same checkpoint, and the threads communicate.
 
     Args:
         disk: Local disk of this node, with the files that this rank copies.
-        stored: Manifest of the checkpoint.
+        stored: Manifest of the checkpoint, with the sizes and checksums of all files.
         names: Names of the files that this rank copies.
 
     Attributes:
-        is_given_up: If set to True, the upload fails soon, unless shared storage blocks a rank
-            forever.
+        is_given_up: Flag that a caller sets to True to make the upload fail within about a second.
+            It has no effect while a rank hangs in a write to shared storage.
     """
 
     def __init__(self, disk: LocalDisk, stored: Stored, names: Sequence[str]) -> None:
@@ -545,7 +569,7 @@ class Upload(BackgroundWrite):
         return self._shared.complete_path(self.step)
 
     def _pieces(self) -> Iterator[None]:
-        """Copies files and makes them durable; yields after each block."""
+        """Copies files and flushes them to disk; yields after each block."""
         partial = self._shared.partial_path(self.step)
         stored = self._stored
         for name in self._names:
@@ -570,7 +594,7 @@ class Upload(BackgroundWrite):
         names = {file.name for file in partial.iterdir()}
         if lacking := set(self._stored["files"]) - names:
             raise CheckpointError(f"{partial / min(lacking)} is missing")
-        self._shared.commit(self.step, self._stored)  # it checks sizes
+        self._shared.commit(self.step, self._stored)  # also checks sizes
         if self._disk._keep is not None:
             self._shared.keep(self._disk._keep)
 
@@ -581,12 +605,12 @@ def share_out(
     """Divides the files to copy among the ranks.
 
     Args:
-        held: Sizes in bytes of the files on the local disk of each rank's node, by rank.
-        files: Sizes in bytes of all files of the checkpoint.
+        held: For each rank, the size in bytes of each file on the node's local disk, by name.
+        files: Size in bytes of each file of the checkpoint, by name.
 
     Returns:
-        Names of files by rank, about equally many for the ranks of a node; ``None`` if no node has
-        some file.
+        Names of the files that each rank copies, about equally many for the ranks of a node.
+        ``None`` if a file is on no node.
     """
     shares: list[list[str]] = [[] for _ in held]
     for number, (name, size) in enumerate(sorted(files.items())):
@@ -598,9 +622,9 @@ def share_out(
 
 
 def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
-    """Returns a value that is equal on ranks with the same local folder, and on no others.
+    """Returns a key that is equal on two ranks if and only if they share the local folder.
 
-    The identity of the folder distinguishes machines that have the same name.
+    The key includes device and inode of the folder, because two machines may have the same name.
     """
     identity: tuple[int, ...] = ()
     with contextlib.suppress(OSError):
@@ -611,7 +635,7 @@ def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Returns sizes of a checkpoint's files here except the manifest; empty if it is gone."""
+    """Returns the sizes of a folder's files except the manifest; empty if there is no folder."""
     with contextlib.suppress(FileNotFoundError):
         files = (file for file in folder.iterdir() if file.name != _MANIFEST)
         return {file.name: file.stat().st_size for file in files}
@@ -619,6 +643,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Copies for about a second; returns whether there may be more to copy."""
+    """Copies blocks for about a second; returns whether there may be more to copy."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

@@ -1,4 +1,4 @@
-r"""Serializes state that is not a tensor of the model; reading it runs no code.
+r"""Serializes state other than the model's tensors, in a form that can be read safely.
 
 ::
 
@@ -6,7 +6,9 @@ r"""Serializes state that is not a tensor of the model; reading it runs no code.
     bytes of the tensors, arrays and long lists of numbers that the line refers to, each at a
     multiple of 64 after the line
 
-The line is JSON. A value that JSON cannot express is an object whose entry ``!`` names its kind.
+The first line is JSON. A value that JSON cannot express is represented by a JSON object, in which
+the entry ``!`` is the type of the value. Unlike a pickle, such data cannot run code while it is
+read.
 """
 
 from __future__ import annotations
@@ -26,22 +28,22 @@ from megatron.adaptive.config.input_files import parse_json
 
 _KIND = "!"
 _ALIGN = 64
-_LINE = 256  # the line's length is rounded up, so that a few digits more move no bytes after it
-_LONG = 16  # least length of a list of numbers that is written as bytes
+_LINE = 256  # the line is padded to a multiple of this, so that longer numbers rarely move the rest
+_LONG = 16  # minimum length of a list of integers that is written as bytes
 _PLAIN = (bool, int, float, str, type(None))
-_ARRAYS = "biufc"  # kinds of NumPy types whose arrays are fully described by type, shape and bytes
+_ARRAYS = "biufc"  # NumPy kinds (dtype.kind) that contain only numbers, and no Python objects
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def dumps(value: Any) -> bytes:
-    """Returns plain values as bytes.
+    """Serializes plain values.
 
     Args:
         value: Value made of dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors,
             arrays, :class:`io.BytesIO`, and types and devices of torch.
 
     Raises:
-        TypeError: If it contains anything else; the text says where.
+        TypeError: If ``value`` contains an object of another type; the text says where.
     """
     writer = _Writer()
     line = json.dumps(writer.plain(value, "it"), separators=(",", ":")).encode()
@@ -50,10 +52,10 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes | bytearray) -> Any:
-    """Returns the value that :func:`dumps` was given; tensors and arrays own their memory.
+    """Reads the bytes that :func:`dumps` returned; copies tensors and arrays out of ``data``.
 
     Raises:
-        ValueError: If the bytes are not from :func:`dumps`.
+        ValueError: If :func:`dumps` cannot have written the bytes.
     """
     end = data.find(b"\n") + 1
     if not end:
@@ -70,7 +72,12 @@ class _Writer:
         self._end = 0
 
     def plain(self, value: Any, where: str) -> Any:
-        """Returns a value in the form for JSON, and collects the bytes that it refers to."""
+        """Converts a value to types that JSON can express; large data goes to ``buffers``.
+
+        Args:
+            value: Value to convert.
+            where: Position of the value in the whole, for errors.
+        """
         if type(value) in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
@@ -106,7 +113,7 @@ class _Writer:
         if kind == "dict" and is_text and _KIND not in value:
             return dict(entries)
         pairs = [[self.plain(key, f"a key of {where}"), entry] for key, entry in entries]
-        about = getattr(value, "_metadata", None)  # torch attaches it to a module's state
+        about = getattr(value, "_metadata", None)  # set by torch on a module's state_dict
         more = {} if about is None else {"about": self.plain(about, f"{where}._metadata")}
         return {_KIND: kind, "items": pairs, **more}
 

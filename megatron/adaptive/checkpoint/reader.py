@@ -1,18 +1,20 @@
-"""Reads tensors and other state from a checkpoint, in any regions that a rank needs.
+"""Reads tensors, or regions of them, and other state from a checkpoint.
 
 ::
 
     index.json     {"tensors": {name: {"type", "whole", "parts": [[offset, size, file, at], ...]}},
                     "objects": {name: [file, at, length], or null for an empty one}}
 
-The bytes of a part of a tensor begin at ``at`` in its file and are read directly into the target
-tensor. Objects are serialized by :mod:`megatron.adaptive.checkpoint.plain_values`. Each block of a
-file is checked before it is used, and no data that is read can run code.
+The bytes of a part of a tensor begin at the offset ``at`` in the file, and are read directly into
+the target tensor. Objects are serialized by :mod:`megatron.adaptive.checkpoint.plain_values`. The
+checksum of each block of a file is compared before the block is used. No data can run code while it
+is read.
 
 Checkpoints of former versions and of Megatron-LM have ``.metadata`` instead of an index, and each
 tensor and object was written by ``torch.save``. They are opened only if the caller trusts them.
-Even then, unpicklers read them that build only tensors, plain values and the parts of an index.
-Objects of other classes, such as the enumerations among Megatron-LM's arguments, become empty ones.
+Even then they are read by restricted unpicklers, which create only tensors, plain values and the
+classes of an index. Objects of other classes, such as enumerations in Megatron-LM's arguments, are
+replaced by placeholders.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.errors import DamagedCheckpointError
 
 _Result = TypeVar("_Result")
-# Names that ``.metadata`` may refer to, by module.
+# Classes and functions that the pickle ``.metadata`` may name, by module.
 _KNOWN = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -64,10 +66,11 @@ class SavedPart:
     """Locates a part of a tensor in a file.
 
     Attributes:
-        offset, size: Index of the part's first element in the whole tensor, and the part's shape.
+        offset: Index of the part's first element in the whole tensor.
+        size: Shape of the part.
         file: Name of the file.
         begin: Offset of the part in the file in bytes.
-        pickled: Length in bytes of a part that ``torch.save`` wrote, ``None`` for raw bytes.
+        pickled: Length in bytes of the part if ``torch.save`` wrote it, ``None`` for raw bytes.
     """
 
     offset: Sequence[int]
@@ -79,12 +82,12 @@ class SavedPart:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """Describes a tensor of a checkpoint.
+    """Describes a tensor in a checkpoint.
 
     Attributes:
         dtype: Type of the elements.
         size: Shape of the whole tensor.
-        parts: Parts that the tensor was saved in.
+        parts: Saved parts, which together make up the tensor.
     """
 
     dtype: torch.dtype
@@ -94,13 +97,14 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WantedPart:
-    """Requests a region of a tensor.
+    """Requests to read a region of a tensor.
 
     Attributes:
         name: Name of the tensor.
         offset: Index of the region's first element in the whole tensor.
-        target: Tensor to fill, with the region's shape.
-        may_exceed: Whether the region may exceed the saved tensor. The rest is then not filled.
+        target: Tensor with the shape of the region, which receives the values.
+        may_exceed: Whether the region may extend beyond the saved tensor. Elements outside of the
+            saved tensor keep their values.
     """
 
     name: str
@@ -110,18 +114,19 @@ class WantedPart:
 
 
 class CheckpointReader:
-    """Reads one checkpoint; a context manager.
+    """Reads one checkpoint; a context manager that closes its files.
 
     Args:
         path: Path of the checkpoint.
-        files: Sizes of its files in bytes, from the manifest.
-        blocks: Checksums of its files, from the manifest.
-        near: Paths of further copies of files by name, which are tried first.
+        files: Size in bytes of each file, from the manifest.
+        blocks: Checksums of each file's blocks, from the manifest.
+        near: Paths of copies of files on the local disk, by file name. They are read first.
 
     Attributes:
         path: Path of the checkpoint.
-        tensors: Descriptions of the tensors by name.
-        objects: Places of the other objects by megatron-core's names.
+        tensors: Description of each tensor, by name.
+        objects: File, offset and length of each other object by megatron-core's name; ``None`` for
+            an empty object.
 
     Raises:
         DamagedCheckpointError: If the index is damaged.
@@ -163,10 +168,10 @@ class CheckpointReader:
             self._open.popitem()[1].close()
 
     def read(self, requests: Iterable[WantedPart]) -> None:
-        """Fills tensors from the checkpoint, after checking each block that they come from.
+        """Reads regions of tensors from the checkpoint.
 
         Raises:
-            DamagedCheckpointError: If the checkpoint is damaged, or lacks a part of a region.
+            DamagedCheckpointError: If a checksum does not match, or a part of a region is missing.
         """
         regions: list[_Region] = []
         for request in requests:
@@ -190,10 +195,10 @@ class CheckpointReader:
                 self._fill(region.part, region.dtype, region.start, region.target)
 
     def read_object(self, name: str) -> list[Any]:
-        """Returns the values that were saved under an object's name; several may share a name.
+        """Returns the list of values that were saved under an object's name.
 
         Raises:
-            DamagedCheckpointError: If it is damaged.
+            DamagedCheckpointError: If the object's bytes are damaged.
         """
         entry = self.objects[name]
         if entry is None:
@@ -208,10 +213,11 @@ class CheckpointReader:
 
         Args:
             name: Name of the file.
-            former: Name that it has in checkpoints of former versions, written by ``torch.save``.
+            former: Name of the corresponding file, written by ``torch.save``, in checkpoints of
+                former versions.
 
         Raises:
-            DamagedCheckpointError: If it is damaged.
+            DamagedCheckpointError: If the file is damaged.
         """
         name = former if self._is_former else name
         data = self._bytes(name, 0, self._size(name))
@@ -219,13 +225,14 @@ class CheckpointReader:
         return self._guarded(name, lambda: read(data))
 
     def check_rest(self, share: int, shares: int) -> None:
-        """Checks a share of the blocks that contain no tensor.
+        """Verifies the checksums of this rank's portion of the blocks that hold no tensor data.
 
-        If each rank checks its share, all blocks of a checkpoint are checked.
+        Blocks with tensor data are verified while tensors are read. Together, the ranks thus verify
+        all blocks of a checkpoint.
 
         Args:
-            share: Index of the share, from 0.
-            shares: Number of shares.
+            share: Index of this rank's portion, from 0.
+            shares: Number of portions, which is the number of ranks.
 
         Raises:
             DamagedCheckpointError: If a block is damaged.
@@ -249,7 +256,7 @@ class CheckpointReader:
     def _fill(
         self, part: SavedPart, dtype: torch.dtype, start: Sequence[int], region: torch.Tensor
     ) -> None:
-        """Fills ``region`` from a part, beginning at the part's element ``start``."""
+        """Reads ``region``, whose first element has the index ``start`` in a saved part."""
         if part.pickled is not None:
             data = self._bytes(part.file, part.begin, part.pickled)
             saved = self._guarded(part.file, lambda: _unpickled(data))
@@ -293,13 +300,14 @@ class CheckpointReader:
         return data
 
     def _guarded(self, name: str, action: Callable[[], _Result]) -> _Result:
-        """Runs ``action`` on a file's contents, and turns any error into one about damage."""
+        """Runs ``action``, which parses a file; raises its errors as DamagedCheckpointError."""
         try:
             return action()
         except (DamagedCheckpointError, OSError, MemoryError):
             raise
         except Exception as error:
-            # torch's text would advise the user to load the file with an unpickler that runs code.
+            # Leave out the text of torch's errors: it advises to load the file with an unpickler
+            # that can run code.
             reason = str(error) if isinstance(error, _Refused) else type(error).__name__
             text = f"{self.path / name} cannot be read ({reason})"
             raise DamagedCheckpointError(text) from None
@@ -341,13 +349,13 @@ class CheckpointReader:
 
 
 class _Region(NamedTuple):
-    """Describes an overlap of a saved part and a requested region.
+    """Describes the overlap of a saved part and a requested region.
 
     Attributes:
-        part: Part that was saved.
+        part: Saved part of the tensor.
         dtype: Type of the saved elements.
-        start: Index of the overlap's first element in the part.
-        target: Elements of the requested region that overlap.
+        start: Index of the overlap's first element in the saved part.
+        target: View of the requested region, of the elements to read from the saved part.
     """
 
     part: SavedPart
@@ -359,7 +367,14 @@ class _Region(NamedTuple):
 def _overlap(
     part: SavedPart, dtype: torch.dtype, offset: Sequence[int], target: torch.Tensor
 ) -> _Region | None:
-    """Returns the overlap of a part with the region ``target`` at ``offset``, ``None`` if empty."""
+    """Returns the overlap of a saved part with a requested region, ``None`` if there is none.
+
+    Args:
+        part: Saved part of the tensor.
+        dtype: Type of the saved elements.
+        offset: Index of the region's first element in the whole tensor.
+        target: Tensor with the shape of the region.
+    """
     low = [max(pair) for pair in zip(part.offset, offset, strict=True)]
     ends = zip(part.offset, part.size, offset, target.shape, strict=True)
     size = [min(a + b, c + d) - e for (a, b, c, d), e in zip(ends, low, strict=True)]
@@ -372,15 +387,15 @@ def _overlap(
 
 
 class _Refused(pickle.UnpicklingError):
-    """Reports that a pickle refers to a name that no checkpoint needs."""
+    """Raised if a pickle names a class or function that no checkpoint needs."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Reads ``.metadata``, which may only describe where tensors are."""
+    """Reads the pickle ``.metadata``, and rejects names that do not belong to an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if module == _PLANS:  # megatron-core saves how ranks divided the writing; it is not needed
+        if module == _PLANS:  # records which rank wrote which tensor, and is not needed to read
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise _Refused(f"it names {module}.{name}, which is no part of an index")
@@ -388,7 +403,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _unpickled(data: bytearray) -> Any:
-    """Returns a value that ``torch.save`` wrote, by torch's restricted unpickler."""
+    """Reads a value that ``torch.save`` wrote, with torch's restricted unpickler."""
     array = np.array(0, np.uint32)
     rebuild: Any = array.__reduce__()[0]
     kind = type(array.dtype)
@@ -403,7 +418,7 @@ def _unpickled(data: bytearray) -> Any:
 
 
 class UnreadObject:
-    """Replaces an object whose class is not loaded; has the attributes that are plain values."""
+    """Placeholder for an object whose class is not allowed; has its plain attributes."""
 
     def __init__(self, *_: object) -> None:
         pass

@@ -6,13 +6,13 @@
     model-00001-of-00002.safetensors  the same, for a model in several files, and
     model.safetensors.index.json      {"metadata": {...}, "weight_map": {name: file}}
 
-The ``safetensors`` package maps files into memory, where pages that were read count as the
-process's own, and it writes a file from tensors that are all in memory. This module reads a part of
-a tensor directly into its target, and writes files tensor by tensor.
+The ``safetensors`` package would need more memory. It maps files into memory, so that all pages it
+has read count as the process's memory. To write a file, it needs all of the file's tensors at once.
+This module reads a part of a tensor directly into its target, and writes one tensor at a time.
 
-A weight in 8 bits comes with a second tensor, ``NAME_scale_inv``, which has one scale for each
-128 x 128 block of elements. Reading such a weight multiplies by the scales. The scales themselves
-are not listed among the tensors.
+A weight with 8-bit elements comes with a second tensor, ``NAME_scale_inv``, which has one scale
+factor for each 128 x 128 block of elements. Reading such a weight multiplies by the scale factors.
+The scale factors themselves are not listed among the tensors.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class StoredTensor:
 
     Attributes:
         file: Path of the file.
-        dtype: Code of the element type in the format, such as ``BF16``.
+        dtype: Element type in the notation of safetensors, such as ``BF16``.
         shape: Shape of the tensor.
-        begin: Offset of the first byte in the file.
+        begin: Offset of the tensor's first byte in the file.
     """
 
     file: Path
@@ -63,18 +63,18 @@ class StoredTensor:
 
 
 class TensorFolder:
-    """Reads tensors from a model's folder; a context manager.
+    """Reads tensors from a model's folder; a context manager that closes the files.
 
     Args:
         folder: Folder of the model.
-        only: Name of the one file to read, by default all files of the model.
+        only: Name of a single file to read, ``None`` for all files of the model.
 
     Attributes:
-        tensors: Tensors by name.
+        tensors: Location of each tensor, by name.
 
     Raises:
-        CheckpointError: If there are no such files, or only pickles.
-        DamagedCheckpointError: If a file is missing, truncated, or has an impossible header.
+        CheckpointError: If the folder has no ``safetensors`` files, or only pickles.
+        DamagedCheckpointError: If a file is missing, truncated, or has an invalid header.
     """
 
     def __init__(self, folder: Path, only: str | None = None) -> None:
@@ -108,15 +108,18 @@ class TensorFolder:
             os.close(self._open.popitem()[1])
 
     def read(self, name: str, row: int, column: int, target: torch.Tensor) -> None:
-        """Fills ``target`` from a rectangle of a tensor.
+        """Reads some rows and columns of a tensor.
 
         Args:
-            name: Name of the tensor, which has one or two axes; one axis counts as a single column.
-            row, column: Position of the rectangle's first element.
-            target: Tensor ``[rows, columns]`` of any type, layout and device.
+            name: Name of the tensor, which has one or two axes. A tensor with one axis is treated
+                as a matrix with one column.
+            row: Index of the first row to read.
+            column: Index of the first column to read.
+            target: Tensor ``[rows, columns]`` of any type, layout and device, which receives the
+                values.
 
         Raises:
-            DamagedCheckpointError: If the file ends too early.
+            DamagedCheckpointError: If the file is truncated.
         """
         stored = self.tensors[name]
         width = (*stored.shape, 1)[1]
@@ -137,7 +140,7 @@ class TensorFolder:
             target[first : first + count].copy_(block[:, column : column + columns])
 
     def _factors(self, name: str, row: int, count: int, width: int) -> torch.Tensor:
-        """Returns the scales ``[count, width]`` of rows of a tensor in 8 bits."""
+        """Returns the scale factors ``[count, width]`` for rows of a tensor with 8-bit elements."""
         stored = self._scales[name]
         whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         self._fill(stored, 0, whole)
@@ -158,7 +161,7 @@ class TensorFolder:
             done += count
 
     def _files(self) -> dict[Path, list[str]]:
-        """Returns the model's files, each with the names of its tensors in the index."""
+        """Returns the names of the tensors in each file of the model, as the index lists them."""
         index = self.folder / INDEX
         if not index.is_file():
             if (self.folder / SINGLE).is_file():
@@ -213,15 +216,16 @@ def write_folder(
     shard_bytes: int,
     single: str = SINGLE,
 ) -> None:
-    """Writes a model's files and their index in the layout of ``transformers``, durably.
+    """Writes a model's files and their index like ``transformers``, and flushes them to disk.
 
     Args:
         folder: Folder to write to.
-        tensors: Types and shapes by name, in the model's order.
-        read: Function that returns a tensor by its name, contiguous in host memory. It is called
-            once per tensor.
-        shard_bytes: Size of the largest file in bytes, unless one tensor is larger.
-        single: Name of the file if there is only one.
+        tensors: Element type and shape of each tensor by name, in the model's order.
+        read: Function that returns the tensor with a given name, contiguous in host memory. It is
+            called once per tensor.
+        shard_bytes: Maximum size of a file in bytes. A tensor larger than this gets a file of its
+            own.
+        single: Name of the file if all tensors fit into one file.
 
     Raises:
         OSError: If a file cannot be written.
@@ -230,7 +234,7 @@ def write_folder(
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in bytes_of.items():
-        # A tensor that is too large gets its own shard, before the shard that is being filled.
+        # A tensor larger than the limit gets a file of its own, before the file being filled.
         if size > shard_bytes:
             shards.insert(len(shards) - 1, [name])
             continue
@@ -260,7 +264,7 @@ def _write_file(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     read: Callable[[str], torch.Tensor],
 ) -> None:
-    # The safetensors package has the same order: wide types first, then by name.
+    # Use the order of the safetensors package: larger element types first, then by name.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0

@@ -6,9 +6,9 @@
     behind    state ─> copy in memory ─> folder, in a thread       training waits for the copy
     (local)   state ─> copy in memory ─> local disks ─> folder, see ``checkpoint.node_local``
 
-A program describes its state by a function that returns a :class:`TakenState`. Everything else is
-the same for all programs: a checkpoint is complete or absent, old ones are removed, saves do not
-overlap, and failures are handled alike.
+The trainer and ``Pipeline`` each have a function that returns their state as a
+:class:`TakenState`. The rest is the same for both: a checkpoint is complete or absent, old ones are
+removed, and only one save runs at a time.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ _Result = TypeVar("_Result")
 
 
 class CheckpointSaver:
-    """Writes checkpoints, one at a time. All methods except :meth:`completed` are collective.
+    """Writes checkpoints, one at a time.
+
+    All ranks must call each method together, except :meth:`completed`.
 
     Args:
-        job: This process within the job.
-        local: Local disks, where checkpoints for their folder are written first; ``None`` for none.
+        job: Rank, process groups and environment of this process.
+        local: Local disk of this node, to which checkpoints are written first; ``None`` to write to
+            their folder directly.
 
     Attributes:
-        local: Local disks, ``None`` after :meth:`close`.
+        local: Local disk of this node, ``None`` without one and after :meth:`close`.
     """
 
     def __init__(self, job: Job, local: LocalDisk | None = None) -> None:
@@ -57,7 +60,7 @@ class CheckpointSaver:
         self._background: RankGroup | None = None
         self._pending: BackgroundWrite | None = None
         self._done: Done = SimpleQueue()
-        self._returned = -1  # step whose path the caller received from save()
+        self._returned = -1  # step of the last checkpoint whose path save() returned
         self._writer = ShardWriter()
         self._host = _HostCopy()
         self.local = local
@@ -72,27 +75,28 @@ class CheckpointSaver:
         keep: int | None = None,
         behind: bool = False,
     ) -> Path | None:
-        """Writes a checkpoint and keeps the ones before it.
+        """Writes a checkpoint.
 
-        Blocks until the checkpoint is complete and durable. With ``behind``, blocks until the
-        previous one is, and the state is copied to host memory. If the previous one could not be
-        written, this is reported, and the new one is written at once in its place: a disk that was
-        full for a while costs no steps.
+        Blocks until the checkpoint is complete and flushed to disk. With ``behind``, blocks only
+        until the previous checkpoint is complete and the state is copied to host memory. If the
+        previous checkpoint could not be written, a warning is logged, and this call blocks until
+        the new one is complete. A disk that is full for a while therefore does not end the run.
 
         Args:
             folder: Folder of checkpoints.
             step: Step of the checkpoint.
-            take: Function that returns the current state. Collective.
-            remedy: Advice for the error if the folder cannot be written.
-            keep: Number of complete checkpoints to keep, all if ``None``.
-            behind: Whether training continues while the checkpoint is written.
+            take: Function that returns this rank's state to save. All ranks call it together.
+            remedy: Advice to append to the error if the folder cannot be written.
+            keep: Number of newest complete checkpoints to keep, ``None`` for all.
+            behind: Whether training continues while a background thread writes the checkpoint.
 
         Returns:
             Path of the checkpoint, ``None`` while it is being written.
 
         Raises:
-            CheckpointError: If it could not be written on some rank; its parts are removed.
-            ConfigError: If ``keep`` is not a number.
+            CheckpointError: If the checkpoint could not be written on some rank. The incomplete
+                checkpoint is removed.
+            ConfigError: If ``keep`` is not a positive integer.
         """
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep {keep!r}: give a whole number from 1 on, or None for all")
@@ -109,7 +113,8 @@ class CheckpointSaver:
                 self._returned = step
             return path
         if self._background is None:
-            # A second group, because training may use the other one at the same moment.
+            # The background thread needs its own process group, because training may communicate
+            # over the other one at the same time.
             group = dist.new_group(backend="gloo", timeout=self._job.timeout)
             self._background = RankGroup(self._job.rank, group)
         state = self._host.take(take())
@@ -124,14 +129,15 @@ class CheckpointSaver:
     def reading(
         self, path: Path, step: int, save_id: str, files: Mapping[str, int], sums: Mapping[str, str]
     ) -> Iterator[CheckpointReader]:
-        """Yields a reader of a checkpoint; afterwards checks the blocks that no rank has read.
+        """Yields a reader of a checkpoint; at the end checks the blocks without tensor data.
 
         Args:
             path: Path of the checkpoint.
             step: Step of the checkpoint.
-            save_id: Identifier of its save, as for :meth:`LocalDisk.near`.
-            files: Size of each of its files in bytes.
-            sums: Checksums of the files' blocks.
+            save_id: Identifier of the save, by which files on local disks are recognized; empty if
+                there are none.
+            files: Size in bytes of each file of the checkpoint, by name.
+            sums: Checksums of each file's blocks, by name.
 
         Raises:
             DamagedCheckpointError: If the checkpoint is damaged.
@@ -143,7 +149,10 @@ class CheckpointSaver:
             ranks.together(lambda: reader.check_rest(ranks.rank, ranks.size))
 
     def completed(self) -> tuple[int, Path] | None:
-        """Returns step and path of a checkpoint completed in the background; each only once."""
+        """Returns step and path of a checkpoint that was completed in the background.
+
+        Each checkpoint is returned once; ``None`` if there is no further one.
+        """
         queues = [self._done] if self.local is None else [self._done, self.local.done]
         for queue in queues:
             while not queue.empty():
@@ -156,7 +165,7 @@ class CheckpointSaver:
         """Waits for the checkpoint that is being written in the background, if there is one.
 
         Raises:
-            CheckpointError: If it could not be written; its parts are removed.
+            CheckpointError: If the checkpoint could not be written.
         """
         pending = self._pending
         if pending is None:
@@ -170,14 +179,15 @@ class CheckpointSaver:
         """Waits until the last checkpoint is in shared storage.
 
         Raises:
-            CheckpointError: If it could not be written or copied there.
+            CheckpointError: If the checkpoint could not be written, or not copied to shared
+                storage.
         """
         self.finish()
         if self.local is not None:
             self.local.drain()
 
     def close(self) -> None:
-        """Drains, and destroys the process groups that were made. Idempotent."""
+        """Waits for all writes, and destroys the process groups made for them. Idempotent."""
         try:
             self.drain()
         except CheckpointError as error:
@@ -190,7 +200,11 @@ class CheckpointSaver:
             local.close()
 
     def _is_former_lacking(self, step: int) -> bool:
-        """Returns whether the checkpoint before that of ``step`` failed; equal on all ranks."""
+        """Waits for the previous checkpoint; returns whether it failed. Equal on all ranks.
+
+        Args:
+            step: Step of the next checkpoint, for the warning.
+        """
         try:
             self.finish()
         except CheckpointError as error:
@@ -213,7 +227,7 @@ class CheckpointSaver:
         message: str,
         keep: int | None,
     ) -> Path | None:
-        """Writes a state; returns its path, ``None`` while it is on the local disks only."""
+        """Writes a checkpoint; returns its path, ``None`` if it is still on local disks only."""
         local = self.local
         if (
             local is not None
@@ -243,12 +257,13 @@ def load_first_whole(
     """Loads the first checkpoint that is not damaged. Collective.
 
     Args:
-        steps: Steps to try, the best first; at least one.
-        load: Function that loads a step. If it fails, it raises the same error on all ranks.
-        ranks: All ranks.
+        steps: Steps to try in this order; at least one.
+        load: Function that loads the checkpoint of a step. If it fails, it must raise the same
+            error on all ranks.
+        ranks: Group of all ranks, over which the ranks communicate.
 
     Raises:
-        CheckpointError: If none could be loaded; the error is that of the first step.
+        CheckpointError: If no checkpoint could be loaded. It is the error of the first step.
     """
     first: DamagedCheckpointError | None = None
     for step in steps:
@@ -270,10 +285,10 @@ def load_first_whole(
 
 
 def require_seen(path: Path, job: Job) -> None:
-    """Checks that this rank sees a folder that another rank has made.
+    """Checks that a folder that another rank has made exists on this rank too.
 
     Raises:
-        CheckpointError: If it does not.
+        CheckpointError: If the folder does not exist here, because the nodes do not share it.
     """
     if not path.is_dir():
         host = job.places[job.rank]["host"]
@@ -281,7 +296,7 @@ def require_seen(path: Path, job: Job) -> None:
 
 
 class _HostCopy:
-    """Copies tensors into host memory, which is reused for the next copy."""
+    """Copies the state's tensors to host memory, which the next copy reuses."""
 
     def __init__(self) -> None:
         self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
@@ -290,7 +305,8 @@ class _HostCopy:
     def take(self, state: TakenState) -> TakenState:
         """Returns the state with copies of its tensors. Blocks until the copies are done.
 
-        If types and shapes are those of the previous call, the same memory is overwritten.
+        If all tensors have the same types and shapes as in the previous call, the copies of that
+        call are overwritten.
         """
         tensors = [piece.tensor for piece in state.pieces.values()]
         layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
@@ -312,13 +328,13 @@ class _HostCopy:
 
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
-    """Returns tensors like these in type and shape, in one block of host memory."""
+    """Allocates tensors with the same types and shapes, in one block of host memory."""
     starts = []
     end = 0
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.nbytes // _ALIGN) * _ALIGN
-    # Without locked pages the driver copies through a buffer of its own.
+    # Lock (pin) the pages: otherwise the GPU's driver would copy through a buffer of its own.
     memory = torch.empty(end, dtype=torch.uint8) if gpu is None else locked_memory(end, gpu)
     return [
         memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -1,4 +1,4 @@
-"""Keeps snapshots of the state of ranks in memory that survives the ranks.
+"""Stores snapshots of ranks' state in memory that outlives the ranks' processes.
 
 ::
 
@@ -9,19 +9,20 @@
                                     |
                      [ marks ][ extra ][ tensors to be sent ][ tensors with a replica elsewhere ]
 
-A rank's file has no name: it disappears with the last process that has its descriptor, however that
-process ends. A rank writes its steps into the two slots in turn. A slot is valid only if both of
-its marks have the same step, so if the rank is killed at any moment, the older step is complete. A
-node that keeps snapshots for another one has the same file without the last part.
+Each rank's snapshots are in a memory file without a name. The system frees the file when the last
+process that has it open ends, for whatever reason. The rank writes steps into the two slots
+alternately. A slot is valid only if both of its marks have the same step. If the rank is killed at
+any moment, the older step is therefore complete. The buddy, the node that stores this node's
+snapshots too, has the same file without the last part.
 
-One thread per rank sends a copied step while training continues, in messages with a MAC. The rank
-gets an answer once the buddy has all of the step. Both sides store a checksum of the sent bytes
-with the step, and a restore compares it. Ranks connect over a local socket of this machine, which
-accepts only the same user. Buddies connect over TCP and must prove that they know the job's secret.
-A restore opens the files in this process by their descriptors. Snapshots live as long as the
-process that keeps them.
+One thread per rank sends each copied step to the buddy while training continues, in messages with
+an authentication code (MAC). The rank gets an answer once the buddy has received all of the step.
+Both nodes store a checksum of the sent bytes with the step, which a restore compares. Ranks connect
+over a Unix socket, which accepts only the same user. Buddies connect over TCP and must prove that
+they know the job's secret. A restore opens the files through their descriptors in this process
+(``/proc/<pid>/fd``). Snapshots are lost when this process ends.
 
-This module imports no torch, because the processes that keep and send snapshots have none.
+This module does not import torch, because the node's agent does not load torch.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ _PURPOSE = "snapshots"
 SLOTS = 2
 ALIGN = 64
 _PAGE = 4096
-_LENGTHS = struct.Struct("<QQ")  # bytes of the head, bytes of a slot
-_MARKS = struct.Struct("<QQQ")  # step begun, step done, bytes of extra
-_SENT = struct.Struct("<QQ")  # follows the marks: step whose checksum is stored, checksum
+_LENGTHS = struct.Struct("<QQ")  # sizes in bytes: head, slot
+_MARKS = struct.Struct("<QQQ")  # step begun, step done, size of extra in bytes
+_SENT = struct.Struct("<QQ")  # stored after the marks: step, checksum of its sent bytes
 _MARKS_BYTES = ALIGN
-_STEP_S = 30.0  # limit for a buddy to receive a message
-_RUN_S = 30.0  # limit for the buddy to learn of the same start of ranks
+_STEP_S = 30.0  # maximum time in seconds for a buddy to receive a message
+_RUN_S = 30.0  # maximum time in seconds until the buddy's agent has started its ranks too
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
-_FRAME = struct.Struct("<QQQ")  # step, slot, bytes of extra
+_FRAME = struct.Struct("<QQQ")  # step, slot, size of extra in bytes
 _KEPT = struct.Struct("<Q")  # step
 _CREDENTIALS = struct.Struct("3i")
 
@@ -70,15 +71,15 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def slot_bytes(extra_bytes: int, tensor_bytes: int) -> int:
-    """Returns the size of a slot in bytes, for these sizes of its contents."""
+    """Returns the size of a slot in bytes, given the sizes of its extra bytes and tensors."""
     return _rounded(_MARKS_BYTES + _rounded(extra_bytes, ALIGN) + tensor_bytes, _PAGE)
 
 
 class SnapshotFile:
-    """Maps the file with the snapshots of one rank.
+    """Maps the file with the snapshots of one rank into memory.
 
     Args:
-        descriptor: Descriptor of the file, which this object now owns.
+        descriptor: Descriptor of the open file. This object owns it and closes it.
 
     Raises:
         OSError: If the file cannot be mapped.
@@ -97,9 +98,9 @@ class SnapshotFile:
         """Makes a file and allocates its memory.
 
         Args:
-            head: JSON with at least ``extra_bytes``, the largest size of a step's extra bytes,
-                ``sent_bytes`` and ``tensor_bytes``.
-            whole: Whether the file has room for all tensors, or only for those that are sent.
+            head: JSON with at least three sizes in bytes: ``extra_bytes``, the maximum of a step's
+                extra bytes, ``tensor_bytes`` of all tensors and ``sent_bytes`` of those to be sent.
+            whole: Whether the file has space for all tensors, or only for those that are sent.
 
         Raises:
             OSError: If the memory cannot be allocated.
@@ -110,7 +111,8 @@ class SnapshotFile:
         descriptor = os.memfd_create("megatron-adaptive-copies", os.MFD_CLOEXEC)
         try:
             first = _rounded(_LENGTHS.size + len(head), _PAGE)
-            # Allocate now: a write to a page that cannot be allocated later kills the process.
+            # Allocate all memory now. Otherwise the system kills the process at a later write if no
+            # memory is left.
             os.posix_fallocate(descriptor, 0, first + SLOTS * size)
             os.pwrite(descriptor, _LENGTHS.pack(len(head), size) + head, 0)
             return cls(descriptor)
@@ -119,24 +121,24 @@ class SnapshotFile:
             raise
 
     def extra_offset(self, slot: int) -> int:
-        """Returns the offset of a slot's extra bytes."""
+        """Returns the offset of a slot's extra bytes in the file."""
         return self._first + slot * self._slot_bytes + _MARKS_BYTES
 
     def tensors_offset(self, slot: int) -> int:
-        """Returns the offset of a slot's tensors."""
+        """Returns the offset of a slot's tensors in the file."""
         return self.extra_offset(slot) + _rounded(self.head["extra_bytes"], ALIGN)
 
     def begin(self, slot: int, step: int) -> None:
-        """Marks a slot as being written; it is invalid until :meth:`finish`."""
+        """Marks a slot as being written, and thus invalid, until :meth:`finish` is called."""
         self._mark(slot, step, 0, 0)
 
     def finish(self, slot: int, step: int, extra_bytes: int) -> None:
-        """Marks a slot as complete."""
+        """Marks a slot as complete and valid."""
         self._mark(slot, step, 0, extra_bytes)
         self._mark(slot, step, step, extra_bytes)
 
     def steps(self) -> dict[int, int]:
-        """Returns the slots of the complete steps, by step."""
+        """Returns the index of the slot of each complete step, by step."""
         slots = {}
         for slot in range(SLOTS):
             begun, done, _ = self._marks(slot)
@@ -145,13 +147,13 @@ class SnapshotFile:
         return slots
 
     def keep_sum(self, slot: int) -> None:
-        """Stores the checksum of a slot's extra and sent bytes next to its marks."""
+        """Stores the checksum of a slot's extra bytes and sent tensors after its marks."""
         step = self._marks(slot)[1]
         offset = self._marks_offset(slot) + _MARKS.size
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))
 
     def is_whole(self, slot: int) -> bool:
-        """Returns whether a slot's bytes match their checksum; True if none is stored yet."""
+        """Returns whether a slot matches its stored checksum; True if none is stored yet."""
         step, expected = _SENT.unpack_from(self.memory, self._marks_offset(slot) + _MARKS.size)
         is_known = step == self._marks(slot)[1]
         return not is_known or self._sum(slot) == expected
@@ -167,12 +169,12 @@ class SnapshotFile:
         return memoryview(self.memory)[start : start + self._marks(slot)[2]]
 
     def sent(self, slot: int) -> memoryview:
-        """Returns the bytes of a slot's tensors that are sent to the buddy."""
+        """Returns the bytes of those tensors in a slot that are sent to the buddy."""
         start = self.tensors_offset(slot)
         return memoryview(self.memory)[start : start + self.head["sent_bytes"]]
 
     def close(self) -> None:
-        """Unmaps the file; its memory is freed once no process has it. Idempotent."""
+        """Unmaps the file; its memory is freed once no process has it open. Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -192,12 +194,12 @@ class SnapshotFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Buddy:
-    """Identifies the node that keeps snapshots for this one.
+    """Identifies the node that also stores this node's snapshots.
 
     Attributes:
-        name: Name of the node.
-        address: Address of the node.
-        port: Port of its keeper.
+        name: Name of the buddy node.
+        address: Host name or IP address of the buddy node.
+        port: TCP port of the keeper on the buddy node.
     """
 
     name: str
@@ -207,7 +209,7 @@ class Buddy:
 
 @dataclass(eq=False)
 class _Store:
-    """Holds the snapshots of one rank, identified by ``key``."""
+    """Holds the file with snapshots of one rank; ``key`` identifies the rank and its start."""
 
     key: dict[str, Any]
     file: SnapshotFile
@@ -221,7 +223,7 @@ class _Store:
 
 
 class SnapshotKeeper:
-    """Keeps snapshots until it is closed.
+    """Stores snapshots of this node's ranks and, as a buddy, of another node's ranks.
 
     Args:
         host: Address to listen on for other nodes, the empty string for all addresses.
@@ -247,12 +249,12 @@ class SnapshotKeeper:
         self._start(self._accept)
 
     def prepare(self, run: str, secret: str, buddy: Buddy | None) -> None:
-        """Discards all snapshots and prepares for those of new ranks.
+        """Discards all snapshots and prepares for a new start of the ranks.
 
         Args:
-            run: Name of the ranks' next start, the same on all nodes.
-            secret: Secret by which the keepers of a job recognize each other.
-            buddy: Node that keeps snapshots for this node, ``None`` for none.
+            run: Identifier of the new start, the same on all nodes.
+            secret: Secret by which the keepers of a job authenticate each other.
+            buddy: Node that also stores this node's snapshots, ``None`` for none.
         """
         with self._changed:
             for store in self._stores:
@@ -264,11 +266,11 @@ class SnapshotKeeper:
             self._changed.notify_all()
 
     def inventory(self, within_s: float) -> list[dict[str, Any]]:
-        """Returns a description of each snapshot file, once no connection is being served.
+        """Waits until no connection is open, and returns a description of each snapshot file.
 
         Args:
-            within_s: Time limit in seconds for ranks that are ending and snapshots that are being
-                sent.
+            within_s: Maximum time in seconds to wait for ranks to end and for transfers to
+                complete.
         """
         until_s = time.monotonic() + within_s
         with self._changed:
@@ -307,14 +309,14 @@ class SnapshotKeeper:
         threading.Thread(target=action, args=arguments, name="snapshots", daemon=True).start()
 
     def _accept(self) -> None:
-        """Accepts ranks on the local socket, and drops connections of other users."""
+        """Accepts connections of ranks on the Unix socket, and closes those of other users."""
         while True:
             try:
                 connection, _ = self._local.accept()
             except OSError:
                 if self._local.fileno() < 0 or self._is_closed:
                     return
-                time.sleep(_AGAIN_S)  # no descriptor is left
+                time.sleep(_AGAIN_S)  # no file descriptor is free, so retry later
                 continue
             credentials = connection.getsockopt(
                 socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
@@ -329,7 +331,7 @@ class SnapshotKeeper:
         self._start(self._guarded, sealed.socket, lambda: self._serve_buddy(sealed))
 
     def _guarded(self, connection: socket.socket, serve: Callable[[], None]) -> None:
-        """Serves one connection; an error closes it, which the other side notices."""
+        """Serves one connection, and closes it after an error, so that the peer notices."""
         with self._changed:
             self._open.add(connection)
             self._serving += 1
@@ -350,7 +352,7 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Sends each step that a rank reports as copied to the buddy, until the rank ends."""
+        """Serves a rank until it ends: sends each copied step to the buddy and confirms it."""
         store = _Store.of(about, "own", file)
         with self._changed:
             buddy = self._buddy
@@ -378,7 +380,7 @@ class SnapshotKeeper:
                 stream.close()
 
     def _serve_buddy(self, sealed: SealedSocket) -> None:
-        """Receives the snapshots of a rank of another node."""
+        """Receives the snapshots of a rank on another node, whose buddy this node is."""
         sealed.socket.settimeout(_RUN_S)
         about = parse_json(sealed.receive(_MESSAGE))
         with self._changed:
@@ -394,7 +396,7 @@ class SnapshotKeeper:
             return
         sealed.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         while True:
-            sealed.socket.settimeout(None)  # the time until the next step has no limit
+            sealed.socket.settimeout(None)  # wait for the next step without a limit
             step, slot, extra_bytes = _FRAME.unpack(sealed.receive(_FRAME.size))
             if extra_bytes > file.head["extra_bytes"] or slot >= SLOTS:
                 raise ValueError("the step does not fit into its slot")
@@ -420,7 +422,11 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts a step; at the second one after a move, discards the snapshots from before it."""
+        """Counts a file's steps; at the second one, discards the file that it replaced.
+
+        A rank makes a new file if the number or shapes of its tensors change, for example because
+        stages move.
+        """
         store.taken += 1
         if store.taken != 2:
             return
@@ -438,12 +444,12 @@ class SnapshotKeeper:
 
 
 class _Stream:
-    """Sends the snapshots of one rank to a buddy."""
+    """Connection over which the snapshots of one rank are sent to the buddy."""
 
     def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
         self._file = store.file
         address = buddy.address, buddy.port
-        # The buddy may not have learned of this start of ranks yet; is_early retries meanwhile.
+        # The buddy's agent may not have started its ranks yet, so is_early makes dial retry.
         self._sealed = dial(address, secret, _PURPOSE, _RUN_S, is_early=True)
         self._sealed.socket.settimeout(_STEP_S)
         head = store.file.raw_head
@@ -451,7 +457,7 @@ class _Stream:
         self._sealed.send_memory(memoryview(head))
 
     def send(self, step: int, slot: int) -> None:
-        """Sends a step and waits until the buddy has all of it."""
+        """Sends the snapshot of a step and waits until the buddy has stored it."""
         extra = self._file.extra(slot)
         self._sealed.send(_FRAME.pack(step, slot, len(extra)))
         self._sealed.send_memory(extra, self._file.sent(slot))

@@ -1,13 +1,13 @@
-"""Turns snapshots in memory into a checkpoint; a program that a node's forkserver runs.
+"""Program that converts snapshots in memory to a checkpoint; a node's forkserver runs it.
 
 ::
 
     write     on each node that has snapshots of the step: writes their tensors into one file
     assemble  on one node, after that: writes the index of all files and completes the checkpoint
 
-Each takes one argument, an object of JSON. It ends with status 0, or with status 2 after a line
-that names the error. The checkpoint has one file per node instead of one per rank, but is otherwise
-the usual one. It appears complete or not at all.
+The program has one argument, a JSON object. Its exit status is 0, or 2 after it has printed an
+error. The checkpoint has one file per node instead of one per rank, and otherwise the usual format.
+It gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEAD = "head.json"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one of the two parts; returns the exit status."""
+    """Runs the command ``write`` or ``assemble``; returns the exit status."""
     order = parse_json(arguments[0])
     try:
         (assemble if order["what"] == "assemble" else write)(order)
@@ -46,14 +46,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write(order: Mapping[str, Any]) -> None:
-    """Writes the snapshots of this node.
+    """Writes the snapshots of this node into one file of the checkpoint.
 
     Args:
-        order: Object with ``checkpoints``, the folder; ``is_pipeline``, whether it is of a
-            ``Pipeline``; ``step``; ``lease``, number of the manager's claim, 0 for none; ``index``
-            of this node; ``has_common``, whether it writes the files that a checkpoint has once;
-            and ``parts``, each with the ``file`` of a snapshot and the indices of the needs that it
-            meets.
+        order: Settings of the command, with these entries. ``checkpoints``: folder of checkpoints.
+            ``is_pipeline``: whether it is a folder of a ``Pipeline``. ``step``: step of the
+            snapshots. ``lease``: number of the manager's lease, 0 for none. ``index``: index of
+            this node. ``has_common``: whether this node writes the files that exist once per
+            checkpoint. ``parts``: paths of snapshot files (``file``), each with the indices of
+            the sets of tensors to write from the file (``needs``).
 
     Raises:
         CheckpointError: If a snapshot is missing or damaged.
@@ -105,8 +106,8 @@ def assemble(order: Mapping[str, Any]) -> None:
     """Completes a checkpoint after each node has written its part.
 
     Args:
-        order: Object with ``checkpoints``, ``is_pipeline``, ``step``, ``lease``, and ``count``, the
-            number of nodes.
+        order: Settings of the command: ``checkpoints``, ``is_pipeline``, ``step`` and ``lease`` as
+            for :func:`write`, and ``count``, the number of nodes.
 
     Raises:
         CheckpointError: If a part of a tensor is missing.
@@ -151,7 +152,7 @@ def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
 
 
 def _open(part: Mapping[str, Any]) -> SnapshotFile:
-    """Opens a snapshot file of the keeper's process."""
+    """Opens a snapshot file through the descriptor of the process that keeps it."""
     try:
         return SnapshotFile(os.open(part["file"], os.O_RDWR))
     except OSError as error:
@@ -160,13 +161,13 @@ def _open(part: Mapping[str, Any]) -> SnapshotFile:
 
 
 def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
-    """Returns the line of JSON and the rest of a slot's extra bytes."""
+    """Splits a slot's extra bytes into the line of JSON at their beginning and the rest."""
     line, _, rest = bytes(file.extra(slot)).partition(b"\n")
     return line, rest
 
 
 def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Raises CheckpointError if a tensor has a gap, which a later load would not notice."""
+    """Raises CheckpointError if a part of a tensor is missing."""
     have: dict[str, int] = {}
     for entry in entries:
         have[entry["name"]] = have.get(entry["name"], 0) + math.prod(entry["size"])

@@ -1,4 +1,4 @@
-"""Takes snapshots of a rank's state in memory that survives the rank, while training continues.
+"""Copies a rank's state to memory that outlives the rank's process, while training continues.
 
 ::
 
@@ -7,12 +7,13 @@
                                                                keeper sends 7 ...............┘
 
 Only the optimizer's update changes the state. The snapshot of a step can therefore be copied during
-the next forward and backward. A step counts once the snapshot of the step before it is complete on
-every node. If ranks are lost at any moment, all other nodes have snapshots of the same step, at
-most one step back. The keeper of the node's agent (``checkpoint.snapshot_keeper``) stores and sends
-the snapshots.
+the next forward and backward passes. A step is reported as done once the snapshot of the previous
+step is complete on every node. If ranks are lost at any moment, all other nodes thus have snapshots
+of the same step, and at most one reported step is lost. The node's agent runs a keeper
+(``checkpoint.snapshot_keeper``), which stores the snapshots and sends them to another node, the
+buddy.
 
-The training program describes its state by a :class:`SnapshotState`.
+The training program provides its state through a subclass of :class:`SnapshotState`.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.profiling.free_memory import available_host_bytes
 
-_SHARE = 0.8  # largest share of the available memory
+_SHARE = 0.8  # maximum fraction of the machine's available memory that snapshots may take
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # room for growth of a step's extra bytes
+_ROOM_BYTES = 1 << 16  # free space for a step's extra bytes to grow
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED = 2
@@ -50,16 +51,17 @@ _CHANGED = 1
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSettings:
-    """Configures snapshots; the node's agent passes it to its ranks.
+    """Configures snapshots; the node's agent passes it to the ranks that it starts.
 
     Attributes:
-        address: Address of the keeper, an abstract local socket.
-        run: Name of the start of these ranks.
-        node: Name of the node that they run on.
-        domain: Name of the failure domain, see :class:`RankParts`.
-        buddy: Name of the node that keeps snapshots for this one, ``None`` for none.
+        address: Address of the keeper, an abstract Unix socket.
+        run: Identifier of this start of the ranks; another one is used after a restart.
+        node: Name of the node that the ranks run on.
+        domain: Name of the failure domain, a set of ranks that are lost together: those of a node,
+            or of a machine with several nodes.
+        buddy: Name of the node that stores this node's snapshots too, ``None`` if there is none.
         every: Number of iterations from one snapshot to the next.
-        limit_bytes: Memory in bytes that snapshots may take on a node, ``None`` for no limit.
+        limit_bytes: Maximum size in bytes of all snapshots on a node, ``None`` for no limit.
     """
 
     address: str
@@ -72,67 +74,69 @@ class SnapshotSettings:
 
     @classmethod
     def read(cls, text: str) -> SnapshotSettings:
-        """Returns the settings from the text of the environment variable."""
+        """Parses the settings from JSON, the value of the environment variable."""
         return cls(**parse_json(text))
 
 
 class SnapshotState(ABC):
-    """Gives access to the state of a rank; each program has its subclass."""
+    """Gives access to the state of a rank. Each training program has a subclass."""
 
     @abstractmethod
     def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
-        """Returns the current tensors and the step's extra bytes. Collective.
+        """Returns the current tensors, and the rest of the state as bytes (extra bytes).
 
-        The tensors are ``None`` if all have the same memory as before. The extra bytes begin with a
-        line of JSON.
+        Collective. If all tensors are at the same addresses as in the last call, ``None`` is
+        returned instead of them. The extra bytes begin with a line of JSON.
         """
 
     @abstractmethod
     def head(self) -> Mapping[str, Any]:
-        """Returns the values that are the same for every step and that a restore needs.
+        """Returns the values that a restore needs and that are the same for every step.
 
-        They include ``has_common``, whether this rank's extra bytes have the values that all ranks
-        share, and for the trainer ``manifest``, that of a checkpoint.
+        ``has_common`` says whether this rank's extra bytes include the values that all ranks share.
+        The trainer adds ``manifest``, the manifest for a checkpoint of the state.
         """
 
     def is_changed(self) -> bool:
-        """Returns whether the state's tensors differ in number or shape from those taken last."""
+        """Returns whether number or shapes of the tensors changed since the last snapshot."""
         return False
 
 
 class NoSnapshots:
-    """Has the methods of :class:`Snapshots`, which here do nothing."""
+    """Takes no snapshots; stands in for :class:`Snapshots` if they are off."""
 
     def settle(self, iteration: int) -> None:
-        """Waits until the previous snapshot is kept on all nodes; call it before a step counts.
+        """Waits until the previous snapshot is stored on all nodes.
+
+        Must be called before a step is reported as done.
 
         Args:
-            iteration: Iteration that was just done.
+            iteration: Number of the iteration that was just done.
         """
 
     def take(self, iteration: int) -> None:
         """Starts to copy the current state; the copy continues during the next iteration.
 
         Args:
-            iteration: Iteration that was done last.
+            iteration: Number of the iteration that was done last.
         """
 
     def before_update(self) -> None:
-        """Waits until the state may change."""
+        """Waits until the running copy is complete, so that the optimizer may change the state."""
 
     def close(self) -> None:
-        """Waits for the running copy and stops. Idempotent."""
+        """Waits for the running copy and takes no more snapshots. Idempotent."""
 
 
 class Snapshots(NoSnapshots):
-    """Takes snapshots of a state at the end of its steps. Collective over all ranks.
+    """Takes snapshots of this rank's state at the end of steps. Collective over all ranks.
 
     Args:
-        state: State of this rank.
-        job: This process within the job.
-        settings: Settings of the snapshots.
-        report: Function that takes a status line for the progress file.
-        say: Function that takes a line for the user's log.
+        state: Object that returns this rank's tensors and other state.
+        job: Rank, process groups and environment of this process.
+        settings: Settings that the node's agent passed to this rank.
+        report: Function that writes a status line to the progress file.
+        say: Function that writes a line to the user's log.
     """
 
     def __init__(
@@ -151,7 +155,7 @@ class Snapshots(NoSnapshots):
         self._file: SnapshotFile | None = None
         self._socket: socket.socket | None = None
         self._sources: list[torch.Tensor] = []
-        self._slots: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]  # targets in each slot
+        self._slots: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]  # tensors of each slot
         self._parts: list[Part] = []
         self._pool: ThreadPoolExecutor | None = None
         self._copying: Future[None] | None = None
@@ -191,7 +195,8 @@ class Snapshots(NoSnapshots):
             self._sources = [pieces[part].tensor for part in self._parts]
         assert self._pool is not None
         if self._file is not None and len(extra) > self._file.head["extra_bytes"]:
-            self._is_outgrown = True  # all ranks make new files at the next step
+            # Take no snapshot of this step. At the next one all ranks make new, larger files.
+            self._is_outgrown = True
             self._copying = self._pool.submit(lambda: None)
             return
         slot, self._count = self._count % SLOTS, self._count + 1
@@ -217,7 +222,7 @@ class Snapshots(NoSnapshots):
         self._release()
 
     def _release(self) -> None:
-        """Closes the file; the keeper has its snapshots until newer ones replace them."""
+        """Closes the file on this side; the keeper still stores its snapshots."""
         self._is_outgrown = self._has_changed = False
         if self._pool is not None:
             self._pool.shutdown()
@@ -236,7 +241,7 @@ class Snapshots(NoSnapshots):
             self._file = None
 
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
-        """Agrees with all ranks on a plan, and makes the file for this rank's part. Collective."""
+        """Makes a plan of which rank copies which part, and this rank's file. Collective."""
         job = self._job
         settings = self._settings
         extra_bytes = 2 * extra_bytes + _ROOM_BYTES
@@ -281,7 +286,7 @@ class Snapshots(NoSnapshots):
         self._announce(sum(plan.sent_bytes), sum(plan.tensor_bytes))
 
     def _open(self, head: bytes, generation: int) -> None:
-        """Makes the file and passes its descriptor to the keeper."""
+        """Makes the file and passes the file descriptor to the keeper."""
         self._file = SnapshotFile.create(head, whole=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_KEPT_S)
@@ -295,7 +300,7 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Makes tensors over the slots of the file, as targets for the copies."""
+        """Makes tensors in the memory of the file's slots, into which the state is copied."""
         self._pool = ThreadPoolExecutor(
             1, "snapshots", initializer=self._job.accelerator.make_current
         )
@@ -305,7 +310,8 @@ class Snapshots(NoSnapshots):
         if self._job.accelerator.is_cuda:
             self._stream = torch.cuda.Stream()
             start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            # Without locked pages, copies go through a buffer of the driver and block the device.
+            # Lock the pages. Otherwise the driver copies through its own buffer, and blocks the
+            # device meanwhile.
             if lock_pages(start, len(memory), self._job.accelerator.device):
                 self._registered = start
         for tensor, entry in zip(tensors, entries, strict=True):
@@ -315,11 +321,19 @@ class Snapshots(NoSnapshots):
         self._sources = tensors
 
     def _versions(self) -> list[int]:
-        """Returns torch's version counters of the tensors, which increase with each change."""
+        """Returns each tensor's version counter, which torch increases at each change in place."""
         return [source._version for source in self._sources]
 
     def _copy(self, slot: int, step: int, extra: bytes, event: Any, versions: list[int]) -> None:
-        """Writes a step into a slot; runs on the copying thread."""
+        """Writes the snapshot of a step into a slot; runs on the copying thread.
+
+        Args:
+            slot: Index of the slot in the file.
+            step: Number of the step.
+            extra: State other than tensors.
+            event: CUDA event to wait for before the copy, ``None`` on a CPU.
+            versions: Version counters of the tensors before the copy.
+        """
         if self._failure or self._file is None or self._socket is None:
             return
         file = self._file
@@ -328,7 +342,8 @@ class Snapshots(NoSnapshots):
         file.memory[start : start + len(extra)] = extra
         with torch.no_grad():
             if event is None and self._sources:
-                # A single call: between several, the training thread would wait for the GIL often.
+                # Copy in a single call, without Python's global lock (GIL). With a call per tensor
+                # the training thread would often wait for the lock.
                 torch._foreach_copy_(self._slots[slot], self._sources)
             elif event is not None:
                 with torch.cuda.stream(self._stream):
@@ -345,7 +360,7 @@ class Snapshots(NoSnapshots):
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
 
     def _kept(self) -> str:
-        """Waits until the keeper reports a step as kept; returns an error text or ``""``."""
+        """Waits until the keeper has stored the last step; returns the error's text or ``""``."""
         if self._socket is None:
             return ""
         rank = self._job.rank
@@ -380,12 +395,14 @@ def make_snapshots(
     report: Callable[[str], None],
     say: Callable[[str], None],
 ) -> NoSnapshots:
-    """Returns the object that takes snapshots; it does nothing if the node's agent keeps none.
+    """Returns an object that takes snapshots, or one that does nothing if snapshots are off.
 
     Args:
-        job: This process within the job.
-        state: Function that returns the state; called once, and only if snapshots are taken.
-        report, say: Functions for the lines of :class:`Snapshots`.
+        job: Rank, process groups and environment of this process.
+        state: Function that makes the object to access this rank's state. Called once, and only if
+            snapshots are taken.
+        report: Function that writes a status line to the progress file.
+        say: Function that writes a line to the user's log.
     """
     settings = job.environment.copies
     if settings is None:
@@ -395,16 +412,16 @@ def make_snapshots(
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """Describes the state and node of one rank.
+    """Describes the state and the node of one rank, as input of the plan.
 
     Attributes:
         node: Name of the rank's node.
-        domain: Name of the failure domain, whose ranks are lost together: a node, or a machine of
-            several nodes.
-        buddy: Name of the node that keeps snapshots for this one, ``None`` if there is no other.
+        domain: Name of the failure domain, a set of ranks that are lost together: those of a node,
+            or of a machine with several nodes.
+        buddy: Name of the node that stores this node's snapshots too, ``None`` if there is none.
         machine: Name of the machine that the node is on.
         available_bytes: Free memory of the machine in bytes.
-        extra_bytes: Largest size of a step's extra bytes.
+        extra_bytes: Maximum size in bytes of a step's state other than tensors.
         parts: Size in bytes of each part of the state on this rank.
     """
 
@@ -419,11 +436,11 @@ class RankParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Describes a set of parts that the same ranks copy.
+    """Describes which ranks copy a part of the state. Parts with the same ranks have equal needs.
 
     Attributes:
-        ranks: Ranks that copy the parts; each has all of them.
-        is_sent: Whether the only rank's copy is also sent to its buddy.
+        ranks: Ranks that copy the part, one on each node that has it.
+        is_sent: Whether the copy is also sent to the buddy, because no other node has the part.
     """
 
     ranks: tuple[int, ...]
@@ -435,12 +452,13 @@ class SnapshotPlan:
     """Assigns parts of the state to the ranks that copy them.
 
     Some parts are on ranks of several nodes, such as data-parallel replicas and tied embeddings.
-    One rank on each of these nodes copies such a part, and it is not sent. A part on only one node
-    is copied there by one rank and sent to the node's buddy. All ranks compute the same plan.
+    One rank on each of these nodes copies such a part, and no rank sends it. A part on a single
+    node is copied by one rank and sent to the node's buddy. All ranks compute the same plan.
 
     Attributes:
-        needs: Ranks that copy each part.
-        sent_bytes, tensor_bytes: Bytes that each rank sends, and bytes that it copies in total.
+        needs: Description of the ranks that copy each part, by part.
+        sent_bytes: Size in bytes of the tensors that each rank sends per snapshot, by rank.
+        tensor_bytes: Size in bytes of the tensors that each rank copies per snapshot, by rank.
     """
 
     needs: dict[Part, Need] = field(default_factory=dict)
@@ -448,21 +466,21 @@ class SnapshotPlan:
     tensor_bytes: list[int] = field(default_factory=list)
 
     def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
-        """Returns the parts that a rank copies; those that it sends are first."""
+        """Returns the parts that a rank copies; those that are also sent come first."""
         copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
         return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))
 
 
 def _within_slot(size: int) -> int:
-    """Returns the size of a tensor in a slot, including the gap after it."""
+    """Returns the size of a tensor in a slot in bytes, including the padding after the tensor."""
     return -(-size // ALIGN) * ALIGN
 
 
 def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
-    """Returns a plan that balances the copied bytes among the ranks.
+    """Returns a plan that balances the number of copied bytes among the ranks.
 
     Args:
-        ranks: Description of each rank.
+        ranks: State and node of each rank, in the order of ranks.
     """
     holders: dict[Part, list[int]] = {}
     sizes: dict[Part, int] = {}
@@ -493,12 +511,12 @@ def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
 
 
 def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | None) -> str | None:
-    """Returns the reason why a node's memory does not suffice for a plan, ``None`` if it does.
+    """Returns why the memory of a node is too small for a plan, ``None`` if all fit.
 
     Args:
-        plan: Plan of all ranks.
-        ranks: Description of each rank.
-        limit_bytes: Memory in bytes that snapshots may take on a node, ``None`` for no limit.
+        plan: Assignment of parts of the state to the ranks that copy them.
+        ranks: State and node of each rank, in the order of ranks.
+        limit_bytes: Maximum size in bytes of all snapshots on a node, ``None`` for no limit.
     """
     taken: dict[str, int] = defaultdict(int)
     for rank, parts in enumerate(ranks):

@@ -1,8 +1,9 @@
-"""Saves and loads a training run, completely or not at all, by all ranks together.
+"""Saves and loads checkpoints of a training run, completely or not at all.
 
-A checkpoint has megatron-core's ``torch_dist`` format, which loads into every mesh and partition,
-and a manifest next to it (``checkpoint.folder``). A checkpoint that does not fit a run is rejected
-with an error that lists each difference, both values and a remedy.
+All ranks take part. A checkpoint has megatron-core's ``torch_dist`` format, which can be loaded
+with any parallel sizes and any partition of the layers, and a manifest (``checkpoint.folder``). A
+checkpoint that does not fit a run is rejected with an error that lists each difference, both values
+and a remedy.
 """
 
 from __future__ import annotations
@@ -79,11 +80,11 @@ _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
 _REMEDY = "Free space there or name another folder with --save"
-# Ends the names of the state that Transformer Engine's layers have for 8-bit types. This trainer
-# does not use those types.
+# Suffix of the names under which layers of Transformer Engine save state for 8-bit types. The state
+# may be missing in a checkpoint, because this trainer does not use 8-bit types.
 _SCRATCH = "_extra_state"
 
-# Settings of megatron-core that decide which weights there are.
+# Settings of megatron-core that decide which weights a model has.
 _PARTS = (
     "multi_latent_attention",
     "num_moe_experts",
@@ -98,13 +99,14 @@ _FLAGS = {"query_groups": "--num-query-groups"}
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Counts how far a run has come.
+    """Counts the iterations and samples that a run has done.
 
     Attributes:
         iteration: Number of iterations done.
         consumed_train_samples: Number of training samples used.
         consumed_valid_samples: Number of validation samples used.
-        skipped_iterations: Number of iterations without an update because of an overflow.
+        skipped_iterations: Number of iterations whose update was skipped because gradients
+            overflowed.
     """
 
     iteration: int = 0
@@ -114,16 +116,18 @@ class Progress:
 
 
 class Checkpoints:
-    """Saves and loads one run. Every method is collective over all ranks.
+    """Saves and loads the checkpoints of one run. All ranks must call each method together.
 
     Args:
-        run: Built run. Only its model, optimizer and scheduler are kept.
-        local: Local disk of the node, where checkpoints go first; ``None`` to write to ``--save``.
-        config: Settings, by default the run's. ``config.checkpoint`` decides what is saved and
-            loaded.
+        run: Run with a built model. This object keeps references to the model, optimizer and
+            scheduler only.
+        local: Local disk of the node, to which checkpoints are written first; ``None`` to write to
+            ``--save`` directly.
+        config: Settings to use instead of the run's; ``None`` for the run's.
+            ``config.checkpoint`` decides which state is saved and loaded.
 
     Attributes:
-        saver: Writer of the checkpoints.
+        saver: Object that writes the checkpoints and reads them back.
     """
 
     def __init__(
@@ -142,11 +146,11 @@ class Checkpoints:
         self._standing: tuple[state.StateParts, list[int]] | None = None
 
     def save(self, progress: Progress, *, behind: bool = False) -> Path | None:
-        """Writes a checkpoint and returns its path; see :meth:`CheckpointSaver.save`.
+        """Writes a checkpoint. Returns its path, ``None`` if it is not complete yet.
 
         Args:
-            progress: Progress of the run; its iteration names the checkpoint.
-            behind: Whether training continues while the checkpoint is written.
+            progress: Numbers of iterations and samples done. The iteration names the checkpoint.
+            behind: Whether training continues while a background thread writes the checkpoint.
         """
         return self.saver.save(
             CheckpointFolder(str(self._settings.save)),
@@ -158,14 +162,18 @@ class Checkpoints:
         )
 
     def apart(self, progress: Progress, *, is_whole: bool) -> state.StateParts:
-        """Splits this rank's state for a checkpoint. Collective if optimizers communicate.
+        """Splits this rank's state into the parts of a checkpoint.
+
+        Collective if the optimizer communicates.
 
         Args:
-            progress: Progress of the run.
-            is_whole: Whether to include parts that another rank would write; the same in each call.
+            progress: Numbers of iterations and samples done, which the checkpoint records.
+            is_whole: Whether to include parts that another rank writes too. It must be the same in
+                each call.
 
         Returns:
-            The parts. If no tensor moved since the last call, its result with updated values.
+            The parts. The object of the last call is reused, with updated values, if no tensor has
+            another address since then.
         """
         if self._standing is not None:
             parts, addresses = self._standing
@@ -175,9 +183,9 @@ class Checkpoints:
             self._standing = None
         sharded, common = save_preprocess(
             self._state_to_save(progress),
-            # All checkpoints of a run are split alike, so one check is enough.
+            # All checkpoints of a run have the same parts, so one check of them is enough.
             validate_access_integrity=not (is_whole or self._is_checked),
-            preprocess_common_before_consistancy_check=lambda common: {},  # differs by stage
+            preprocess_common_before_consistancy_check=lambda common: {},  # differs between stages
         )
         self._is_checked = True
         if not is_whole and self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
@@ -209,17 +217,17 @@ class Checkpoints:
     def load(self) -> Progress | None:
         """Loads the checkpoint that the settings name into model, optimizer and scheduler.
 
-        ``--finetune`` loads only the weights and starts counting at 0. ``--no-load-optim``
-        continues counting, and the learning rate continues on the schedule of this run's settings.
-        Random states are restored if the mesh is the same. Other meshes need none, because dropout
-        is drawn from the seed and the position of each microbatch.
+        ``--finetune`` loads only the weights and starts with iteration 0. ``--no-load-optim``
+        continues with the saved iteration, and takes the learning rate from this run's settings.
+        Random states are restored if the parallel sizes are the same. Otherwise they are not
+        needed, because dropout depends only on the seed and the position of each microbatch.
 
         Returns:
-            Progress of the run, ``None`` if there is nothing to load.
+            Progress of the run, ``None`` if there is no checkpoint to load.
 
         Raises:
             CheckpointError: If the checkpoint is missing and required, damaged, of a newer format,
-                or does not fit this run. The model may then be loaded in part.
+                or does not fit this run. Some weights of the model may have changed by then.
         """
         steps: list[int] = []
         if self._settings.load is not None:
@@ -254,7 +262,7 @@ class Checkpoints:
                 raise CheckpointError(f"{settings.save}: {error.strerror}. {_REMEDY}") from None
 
     def _load(self, iteration: int) -> Progress:
-        """Loads the checkpoint of an iteration."""
+        """Loads the checkpoint of one iteration, and returns the run's progress in it."""
         path, manifest = self._all.on_first(lambda: self._find(iteration))
         self._standing = None
         save_id = manifest["save_id"]
@@ -282,7 +290,7 @@ class Checkpoints:
         return progress
 
     def _take(self, progress: Progress) -> TakenState:
-        """Returns the current state."""
+        """Returns this rank's current state, as the saver writes it."""
         parts = self.apart(progress, is_whole=False)
         about = self.manifest(progress)
         return TakenState(
@@ -293,7 +301,10 @@ class Checkpoints:
         )
 
     def _refresh(self, parts: state.StateParts, progress: Progress) -> None:
-        """Updates the values that are copies: counters, parameter groups and random states."""
+        """Updates the parts that do not share memory with the run's state.
+
+        These are counters, the optimizer's parameter groups and random states.
+        """
         parts.common.update(self._counters(progress))
         if "optimizer" in parts.common:
             state.refresh_optimizer(parts.common["optimizer"], self._optimizer)
@@ -323,7 +334,10 @@ class Checkpoints:
         return state.without_local_copies(whole)
 
     def _steps(self) -> list[int]:
-        """Returns the iterations to try, the best first, none to start afresh; only on rank 0."""
+        """Returns the iterations whose checkpoints to try in turn, an empty list to start at 0.
+
+        Called on rank 0 only.
+        """
         folder = CheckpointFolder(str(self._settings.load))
         named = self._settings.ckpt_step
         steps = [*folder.candidates()] if named is None else [named]
@@ -342,7 +356,7 @@ class Checkpoints:
         return []
 
     def _find(self, iteration: int) -> tuple[Path, Manifest]:
-        """Returns path and manifest of an iteration's checkpoint; only on rank 0."""
+        """Returns path and manifest of an iteration's checkpoint. Called on rank 0 only."""
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
         if not manifest["config"]:
@@ -376,7 +390,7 @@ class Checkpoints:
         return bool(manifest["shape"] == state.mesh_shape(self._config))
 
     def _read(self, reader: CheckpointReader, manifest: Manifest) -> _Content:
-        """Returns the content of a checkpoint for this rank."""
+        """Reads the part of a checkpoint that this rank needs. Collective."""
         path, common = reader.path, self._all.together(lambda: _common(reader))
         content = common.get(_CONTENT) or {}  # versions of Megatron-LM before 0.14 have none
         weights = state.sharded_model(self._chunks, content)
@@ -402,7 +416,7 @@ class Checkpoints:
             )
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
-        # Reading shards raises errors that name the ranks already.
+        # The errors of _read_shards name the ranks already.
         loaded = self._all.together(
             lambda: self._read_shards(whole, common, reader), name_ranks=False
         )
@@ -411,7 +425,13 @@ class Checkpoints:
     def _read_shards(
         self, whole: dict[str, Any], common: dict[str, Any], reader: CheckpointReader
     ) -> dict[str, Any]:
-        """Returns the common values with the shards of a state read into them. Collective."""
+        """Reads the shards of a state, and returns them merged with the common values. Collective.
+
+        Args:
+            whole: State with an empty shard for each saved value.
+            common: Values that all ranks share; changed in place.
+            reader: Reader of the checkpoint.
+        """
 
         def read(shards: Any, _: object = None) -> Any:
             return self._all.together(lambda: _read_into(shards, reader))
@@ -421,7 +441,8 @@ class Checkpoints:
             lambda: _present(extract_sharded_base(shards)[0], reader), name_ranks=False
         )
         if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
-            # The wrapper calls only this method of megatron-core's strategy.
+            # The wrapper calls only the method load of megatron-core's strategy, so this object
+            # needs no other.
             strategy = SimpleNamespace(load=read)
             sharing = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
             loaded = sharing.load(shards, reader.path)
@@ -432,20 +453,20 @@ class Checkpoints:
         return state.with_own_storage(apply_factory_merges(common, factories))
 
     def _replicas(self) -> int:
-        """Returns the number of ranks that share the reading and writing of equal state."""
+        """Returns the number of ranks with equal state, which divide its reading and writing."""
         if self._config.parallel.unequal_sizes is not None:
             return 1
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
 
 class _Content(NamedTuple):
-    """Holds the content of a checkpoint for one rank.
+    """Holds the part of a checkpoint that one rank needs.
 
     Attributes:
-        common: Values that all ranks share.
-        loaded: State of this rank.
+        common: Values that all ranks share, by name.
+        loaded: State of this rank, by name.
         has_all: Whether the checkpoint has all weights of the run.
-        has_adapters: Whether it has the adapters' weights.
+        has_adapters: Whether the checkpoint has the weights of adapters (LoRA).
     """
 
     common: dict[str, Any]
@@ -455,7 +476,13 @@ class _Content(NamedTuple):
 
 
 def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> dict[str, Any]:
-    """Returns each chunk's weights of adapters, of the base model, or both."""
+    """Returns the weights of each chunk, without those of adapters or those of the base model.
+
+    Args:
+        weights: Weights of each chunk, by name.
+        adapters: Whether to include the weights of adapters.
+        base: Whether to include all other weights.
+    """
     kept = {True: adapters, False: base}
     return {
         chunk: {name: weight for name, weight in part.items() if kept[MARK in name]}
@@ -468,7 +495,7 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the shards that a checkpoint has; only state for 8-bit types may be missing.
+    """Returns the shards that a checkpoint contains; state for 8-bit types may be missing.
 
     Raises:
         CheckpointError: If other shards are missing.
@@ -480,7 +507,7 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
         return shard.key in reader.tensors
 
     present, others = extract_matching_values(shards, is_there)
-    # Layers of Transformer Engine have scratch state, which other layers do not write.
+    # Only layers of Transformer Engine save state for 8-bit types, so others' checkpoints lack it.
     keys = {shard.key for shard in nested_values(others)}
     absent = sorted(key for key in keys if not key.endswith(_SCRATCH))
     if absent:
@@ -492,7 +519,7 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
 
 
 def _read_into(shards: Any, reader: CheckpointReader) -> Any:
-    """Returns a state with each shard replaced by its saved value."""
+    """Returns a state in which the value from the checkpoint replaces each shard."""
     parts: list[WantedPart] = []
     objects: dict[str, list[Any]] = {}
     padding: list[torch.Tensor] = []
@@ -530,7 +557,7 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
 
     state = dict_list_map_outplace(prepare_target, shards)
     reader.read(parts)
-    for rows in padding:  # the saved vocabulary has fewer padding rows
+    for rows in padding:  # rows that the saved vocabulary does not have, because it is padded less
         rows.zero_()
     return state
 
@@ -540,10 +567,10 @@ def _replica_group() -> dist.ProcessGroup:
 
 
 def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
-    """Prepares ``--save``, if it is set, for this job alone; see :func:`node_local.prepare`.
+    """Reserves the folder ``--save``, if it is set, for this job, and finishes an earlier upload.
 
-    Finishes the upload of a previous run only if this run resumes from the newest checkpoint in
-    ``--save``.
+    The upload of a previous run is finished only if this run resumes from the newest checkpoint in
+    ``--save``. Returns this node's local disk for checkpoints, ``None`` without one.
     """
     settings = config.checkpoint
     if settings.save is None:
@@ -560,13 +587,13 @@ def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
 
 
 def check_model_folder(job: Job, config: TrainerConfig) -> None:
-    """Compares the tensors of ``--load-hf`` with those of the model, before it is built.
+    """Compares the tensors of ``--load-hf`` with those of the model, before the model is built.
 
     Collective over all ranks; rank 0 reads the headers of the files. A run that resumes from a
     checkpoint does not need the folder's weights, so it skips the check.
 
     Raises:
-        AdaptiveError: If the folder does not fit; see :class:`HuggingFaceReader`.
+        AdaptiveError: If names, shapes or types of the folder's tensors do not fit the model.
     """
     settings = config.checkpoint
     if (folder := settings.load_hf) is None:
@@ -582,11 +609,11 @@ def check_model_folder(job: Job, config: TrainerConfig) -> None:
 
 
 class RunState(SnapshotState):
-    """Gives access to one run's state for snapshots in memory; see ``SnapshotState``.
+    """Gives snapshots in memory access to one run's state.
 
     Args:
-        run: Built run.
-        progress: Function that returns the run's progress.
+        run: Run with a built model.
+        progress: Function that returns the numbers of iterations and samples done so far.
     """
 
     def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:
@@ -621,16 +648,16 @@ class RunState(SnapshotState):
 def require_same_model(
     manifest: Manifest, config: TrainerConfig, padded_vocab_size: int, name: str
 ) -> None:
-    """Checks that a checkpoint is of the model that the run's settings describe.
+    """Checks that a checkpoint contains the model that the run's settings describe.
 
     Args:
         manifest: Manifest of the checkpoint.
         config: Settings of the run.
         padded_vocab_size: Number of rows of the run's embedding.
-        name: Name of the checkpoint for the error.
+        name: Name of the checkpoint in the text of the error.
 
     Raises:
-        CheckpointError: If it is of another model; the text lists the settings that differ.
+        CheckpointError: If the model is another one; the text lists the settings that differ.
     """
     saved = _saved_config(manifest, name)
     names = SHAPES if config.checkpoint.finetune else SHAPES + MEANINGS
@@ -661,7 +688,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
     """Checks that the optimizer state in a checkpoint fits the run's optimizer.
 
     Raises:
-        CheckpointError: If there is none, or it is of another kind.
+        CheckpointError: If there is no optimizer state, or it belongs to another kind of optimizer.
     """
     remedy = "load the weights alone with --no-load-optim or --finetune"
     if not manifest["has_optimizer"]:
@@ -676,7 +703,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
 
 
 def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
-    """Returns the settings that decide the form of the optimizer's state, by flag."""
+    """Returns the settings that decide which tensors an optimizer's state has, by flag."""
     settings = config.optimizer
     return {
         "--optimizer": settings.optimizer,
@@ -699,7 +726,7 @@ def _given(value: bool) -> str:
 
 
 def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
-    """Returns a line for each named setting that differs from a checkpoint's."""
+    """Returns a line of text for each named setting that differs from the checkpoint's value."""
     specs = {spec.dest: spec for spec in fields_of(settings.__class__)}
     lines = []
     for name in names:
@@ -718,7 +745,10 @@ def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
 
 
 def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
-    """Returns whether a setting has no effect, or its effect is covered by another setting."""
+    """Returns whether a setting can be ignored in the comparison of two models.
+
+    Such a setting has no effect on these models, or another setting covers its effect.
+    """
     if name == "add_qkv_bias":
         return bool(saved.add_bias_linear or model.add_bias_linear)
     if name == "max_position_embeddings":
@@ -731,9 +761,9 @@ def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
 def _same_vocabulary(
     saved: TrainerConfig, saved_rows: int, config: TrainerConfig, rows: int
 ) -> bool:
-    """Returns whether both numbers of rows can be one vocabulary, padded for each run's mesh.
+    """Returns whether two embeddings can have the same vocabulary and differ only in padding rows.
 
-    The number of padding rows may change with the tensor parallel size; other rows may not change.
+    The number of padding rows may change with the tensor parallel size.
     """
 
     def fewest(config: TrainerConfig, rows: int) -> int:

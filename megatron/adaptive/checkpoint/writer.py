@@ -6,18 +6,18 @@
                          [ head of torch.save | bytes of the tensor | end of torch.save ] ...
                          [ pickled object | the same as plain values ] ...
     .metadata            name, offset in the whole tensor, file and position of each of them
-    index.json           the same, with the position of the bytes alone, and without pickles
+    index.json           the same as JSON, with the positions of the raw bytes and plain values
 
 This module writes every checkpoint: those of the trainer, which megatron-core reads as
 ``torch_dist``, those of a ``Pipeline``, and those made from snapshots in memory. Torch and
-Megatron-LM read a checkpoint by its ``.metadata``, this program by the index
-(``checkpoint.reader``). The process that trains also writes. megatron-core's writer would start
-processes by ``spawn`` and ``fork`` at each save, which takes seconds and copies the sockets and
-mappings of the channels into the children.
+Megatron-LM find the tensors of a checkpoint through ``.metadata``, this program through
+``index.json`` (``checkpoint.reader``). The training process itself writes the files.
+megatron-core's writer would start processes by ``spawn`` and ``fork`` at each save. That takes
+seconds, and copies the sockets and memory mappings of the pipeline's channels into the children.
 
-Ranks agree on the parts that each writes when the layout of some rank's state changes. Until then a
-checkpoint is one write per rank and a few numbers between ranks. This matters in the background,
-where each line of Python delays the training thread.
+Ranks agree on which rank writes which parts only when the layout of some rank's state has changed.
+Otherwise a checkpoint takes one write per rank, and ranks exchange only a few numbers. This matters
+for writes in the background, because each line of Python then delays the training thread.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 COMMON, PICKLED_COMMON = "common.values", "common.pt"
-"""Names of the files with values that all ranks of the trainer share, without and with pickles."""
+"""Names of the files with values that all ranks of the trainer share: plain values and a pickle."""
 _CORE = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -61,23 +61,25 @@ _CORE = {
 }
 
 Part = tuple[str, tuple[int, ...]]
-"""Name of a tensor or object in a checkpoint, and offset in the whole tensor."""
+"""Identifies a part of a tensor in a checkpoint: its name, and its offset in the whole tensor."""
 
 Entry = dict[str, Any]
-"""Describes a part in a checkpoint's index, see :func:`entry_of`; an object has only ``name``.
+"""Describes a part of a tensor, or an object, for a checkpoint's index.
 
-After the write it also has ``path``, the name of the file, and ``place``, a :class:`Place`.
+The entry of a part has the keys that :func:`entry_of` sets, the entry of an object only ``name``.
+The write adds ``path``, the name of the file, and ``place``, a :class:`Place`.
 """
 
 
 class Place(NamedTuple):
-    """Locates a part in a file.
+    """Locates a part of a tensor, or an object, in a file.
 
     Attributes:
-        begin: Offset of the output of ``torch.save`` in bytes.
-        length: Length of it in bytes.
-        content: Offset of a tensor's bytes, or of an object's plain values, 0 if those are empty.
-        content_length: Length of these in bytes, 0 if they are empty.
+        begin: Offset in bytes of the output of ``torch.save``.
+        length: Length in bytes of the output of ``torch.save``.
+        content: Offset in bytes of the tensor's raw bytes, or of the object's plain values.
+        content_length: Length in bytes of the raw bytes or the plain values. If it is 0,
+            ``content`` is 0 too.
     """
 
     begin: int
@@ -87,7 +89,7 @@ class Place(NamedTuple):
 
 
 Heads = dict[tuple[torch.dtype, torch.Size], int]
-"""Number of bytes that ``torch.save`` writes before a tensor's bytes, by type and size."""
+"""Number of bytes that ``torch.save`` writes before a tensor's raw bytes, by type and shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +106,12 @@ class SavedObject:
 
     @classmethod
     def of(cls, value: Any) -> SavedObject:
-        """Serializes a value in both forms; ``[None]``, which most layers have, becomes empty.
+        """Serializes a value as a pickle and as plain values.
+
+        The plain values of ``[None]``, the extra state of most layers, are empty.
 
         Raises:
-            TypeError: If it has no plain form.
+            TypeError: If the value cannot be expressed as plain values.
         """
         plain = b"" if value == [None] else plain_values.dumps(value)
         return cls(pickled=pickled(value) if plain else _nothing(), plain=plain)
@@ -115,11 +119,11 @@ class SavedObject:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of a tensor of the state.
+    """Holds a part of a tensor of the state.
 
     Attributes:
-        tensor: Tensor with the data, valid until the next update.
-        size: Shape of this part.
+        tensor: Tensor with the data, which the optimizer's next update overwrites.
+        size: Shape of this part, with as many axes as the whole tensor.
         whole: Shape of the whole tensor.
     """
 
@@ -133,12 +137,14 @@ class TakenState:
     """Holds the state of a rank at a step, in the form that a checkpoint has.
 
     Attributes:
-        pieces: Tensors. If several ranks have the same part, the first one's is written.
-        objects: Other values by name; the same rule applies.
-        once: Contents of files that a checkpoint has once, by name; those of rank 0 are written.
-        manifest: Function that returns the entries of the program's manifest, except files. It is
-            called with the identifier of the save, empty if all goes to one folder, and all ranks.
-            Collective; rank 0's result is used.
+        pieces: Parts of tensors. If several ranks have the same part, the first rank writes it.
+        objects: Other values by name. If several ranks have the same name, the first rank writes
+            the value.
+        once: Contents of files that exist once per checkpoint instead of once per rank, by file
+            name. Those of rank 0 are written.
+        manifest: Function that returns the entries of the manifest except ``files`` and ``blocks``.
+            Its arguments are the identifier of the save, empty if no local disks are used, and the
+            group of all ranks. Collective; the result on rank 0 is used.
     """
 
     pieces: Mapping[Part, Piece]
@@ -148,7 +154,7 @@ class TakenState:
 
 
 def entry_of(part: Part, piece: Piece) -> Entry:
-    """Returns the description of a part for the index, in types that JSON can express."""
+    """Describes a part of a tensor for the index, in types that JSON can express."""
     name, offset = part
     return {
         "name": name,
@@ -160,7 +166,7 @@ def entry_of(part: Part, piece: Piece) -> Entry:
 
 
 class ShardWriter:
-    """Writes one checkpoint after another, and reuses the layout if it did not change."""
+    """Writes the checkpoints of a run; divides the parts among ranks again only if they changed."""
 
     def __init__(self) -> None:
         self._layout: list[Entry] | None = None
@@ -173,20 +179,20 @@ class ShardWriter:
     def write(
         self, state: TakenState, folder: Path, ranks: RankGroup
     ) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """Writes the parts of all ranks, durably; collective.
+        """Writes the files of all ranks and flushes them to disk. Collective.
 
         Args:
-            state: State of this rank.
-            folder: Folder of the checkpoint, which all ranks see.
-            ranks: All ranks.
+            state: Tensors and other values of this rank to write.
+            folder: Folder of the checkpoint.
+            ranks: Group of all ranks, over which the ranks communicate.
 
         Returns:
-            On rank 0 the files that the checkpoint has once, which the caller must write. On all
-            ranks the entries ``files``, sizes by name, and ``blocks``, checksums by name, of the
-            manifest.
+            Two mappings. The first has the contents of files that exist once per checkpoint, by
+            name. It is empty except on rank 0, and the caller must write these files. The second
+            has the manifest's entries ``files`` and ``blocks``, sizes and checksums by file name.
 
         Raises:
-            CheckpointError: If it could not be written on some rank.
+            CheckpointError: If a file could not be written on some rank.
         """
         pieces = state.pieces
         objects = state.objects
@@ -211,7 +217,7 @@ class ShardWriter:
         return once, {"files": files, "blocks": blocks}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
-        """Updates the index for parts whose place in a file changed. Collective."""
+        """Updates the index for parts whose position in a file changed. Collective."""
         is_new = len(written) != len(self._written)
         changed = {
             number: position
@@ -243,7 +249,7 @@ class ShardWriter:
 
 
 def indices_of(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Returns the index files for these parts of a checkpoint: torch's and this program's."""
+    """Returns the contents of torch's index file and of this program's, by file name."""
     return {METADATA: _torch_index(entries), INDEX: _plain_index(entries)}
 
 
@@ -287,18 +293,19 @@ def _torch_index(entries: Sequence[Entry]) -> bytes:
 def write_file(
     path: Path, data: Iterable[torch.Tensor | SavedObject], heads: Heads
 ) -> tuple[list[Place], FileSum]:
-    """Writes a rank's file of tensors and objects, durably.
+    """Writes a rank's file of tensors and objects, and flushes it to disk.
 
     Args:
         path: Path of the file.
         data: Tensors and objects to write.
-        heads: Known lengths of torch's heads; unknown ones are added.
+        heads: Number of bytes that ``torch.save`` writes before a tensor's raw bytes, as far as
+            known. Missing entries are added.
 
     Returns:
-        Place of each of them in the file, and the file's size and checksums.
+        Position of each tensor and object in the file, and the file's size and checksums.
 
     Raises:
-        OSError: If it could not be written.
+        OSError: If the file could not be written.
     """
     places: list[Place] = []
     sums = Checksums()
@@ -321,7 +328,7 @@ def write_file(
                 with saved.getbuffer() as content:
                     length = write_summed(file, sums, content)
                 places.append(Place(begin, length, begin + heads[form], tensor.nbytes))
-        sync(path)  # only the node that wrote a file can flush it
+        sync(path)  # here, because other nodes cannot flush this node's writes
         sync(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -329,10 +336,12 @@ def write_file(
 
 
 def common_files(common: Any) -> dict[str, bytes]:
-    """Returns the files with values that all ranks share, for megatron-core and for this program.
+    """Returns the contents of the files with values that all ranks share, by file name.
+
+    The values are written as a pickle, for megatron-core, and as plain values, for this program.
 
     Raises:
-        TypeError: If a value has no plain form.
+        TypeError: If a value cannot be expressed as plain values.
     """
     form = json.dumps(_CORE).encode()
     return {
@@ -348,21 +357,24 @@ def _nothing() -> bytes:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor in host memory whose storage has no other elements."""
+    """Returns a copy in host memory, or the tensor itself if it already has its own memory."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
 
 
 def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor over a buffer, from an offset in bytes."""
+    """Returns a tensor that uses the memory of a buffer, from an offset in bytes."""
     if not (count := math.prod(size)):
         return torch.empty(size, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(size)
 
 
 def pickled(value: Any) -> bytes:
-    """Returns the output of ``torch.save``, which hides the cause of errors if it writes a file."""
+    """Returns the output of ``torch.save``.
+
+    ``torch.save`` does not write to the file itself, because it hides the causes of write errors.
+    """
     return _buffered(value).getvalue()
 
 

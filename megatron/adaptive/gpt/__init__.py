@@ -1,5 +1,5 @@
-"""Builds megatron-core's GPT in any placement of stages, and runs its steps.
+"""Builds megatron-core's GPT model for any placement of stages, and runs its steps.
 
-Owns the process groups, model, embedding, optimizer, dropout and forward step of one rank. The
-folder ``training`` decides when to take a step, and what to log and save.
+Contains the process groups, model, embedding, optimizer, dropout and forward step of one rank. The
+package ``training`` decides when to run a step, and what to log and save.
 """

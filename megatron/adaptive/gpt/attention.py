@@ -1,23 +1,24 @@
 """Computes attention of layers that megatron-core builds without Transformer Engine.
 
-megatron-core's own attention computes the scores of all pairs of tokens and keeps them. It does not
-support keys and values of different widths (latent attention), parts of a sequence (context
-parallelism), several documents in a row, or bounded scores.
-:mod:`megatron.adaptive.config.attention` decides when a kernel of torch computes the same instead.
+megatron-core's own attention computes and stores the scores of all pairs of tokens. It does not
+support keys and values of different widths (latent attention) or parts of a sequence (context
+parallelism). Nor does it support several documents in a row, or a soft cap on scores. Where
+possible, this module uses a fused kernel of torch instead.
+:mod:`megatron.adaptive.config.attention` chooses the kernel.
 
 **Context parallelism.** A sequence is divided into two parts per rank. Rank r of n has parts r and
-2n-1-r, so that causal attention is the same work on every rank::
+2n-1-r, so that the compute cost of causal attention is equal on all ranks::
 
     2 ranks     part 0   part 1   part 2   part 3
     rank 0      x                          x
     rank 1               x        x
 
-Keys and values are gathered from all ranks and put in order. A rank's queries attend to earlier
-ones. The results equal those of one rank; a ring would need less memory.
+Keys and values are gathered from all ranks (all-gather) and sorted. The results are the same as on
+a single rank. Ring attention would need less memory.
 
-**Packed documents.** One row has several documents, and tokens attend only within their document.
-This is computed by torch's kernel for packed rows, or one document after the other: only the blocks
-of a block-diagonal mask are computed, not the rest of the square.
+**Packed documents.** One row contains several documents, and tokens attend only to tokens of the
+same document. This is computed by torch's kernel for packed rows (``varlen_attn``), or for one
+document after another. In both cases no scores between different documents are computed.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ except ImportError:  # an older torch
 
 
 def has_packed_kernel() -> bool:
-    """Returns whether torch's kernel for packed rows exists and takes windows and a scale."""
+    """Returns whether torch has a kernel for packed rows, with support for windows and a scale."""
     if varlen_attn is None:
         return False
-    # The first release that had the kernel took neither.
+    # Check the parameters, because the first version of the kernel had neither.
     return {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters)
 
 
@@ -60,7 +61,7 @@ _HAS_PACKED_KERNEL = has_packed_kernel()
 
 @dataclasses.dataclass
 class Documents(PackedSeqParams):  # type: ignore[misc]
-    """Holds megatron-core's parameters of a packed row, with the lengths on the host.
+    """Holds megatron-core's parameters of a packed row, and the documents' lengths in host memory.
 
     Attributes:
         lengths: Number of tokens of each document, in order.
@@ -72,7 +73,7 @@ class Documents(PackedSeqParams):  # type: ignore[misc]
     def of(
         cls, lengths: torch.Tensor, to_device: Callable[[torch.Tensor], torch.Tensor]
     ) -> Documents:
-        """Returns the parameters of documents of ``lengths [n]``, a tensor of the host."""
+        """Returns the parameters for documents with ``lengths [n]``, a tensor in host memory."""
         ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         ends, longest = to_device(ends), int(lengths.max())
         return cls(
@@ -86,15 +87,16 @@ class Documents(PackedSeqParams):  # type: ignore[misc]
 
 
 class LocalAttention(DotProductAttention):  # type: ignore[misc]
-    """Computes attention by a kernel of torch or by megatron-core, also for parts of sequences.
+    """Attention layer that uses a fused kernel of torch where possible, or else megatron-core.
 
     Args:
-        config: Configuration of the model.
-        k_channels: Width of a head's keys; its base class needs only the scale.
-        v_channels: Width of a head's values, by default that of its queries.
+        config: megatron-core's configuration of the model.
+        k_channels: Width of a head's keys. It is ignored, because the tensors have that width.
+        v_channels: Width of a head's values, ``None`` if it equals the width of the queries.
 
     Attributes:
-        case: Settings that decide the kernel; each forward adds the properties of its tensors.
+        case: Settings by which the kernel is chosen. Each forward pass adds the properties of the
+            tensors.
     """
 
     def __init__(
@@ -116,8 +118,8 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
             self.scale_mask_softmax.register_forward_pre_hook(functools.partial(bound_first, cap))
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-        # megatron-core's fused softmax needs another package, and supports neither windows nor
-        # parts of a sequence.
+        # Do not use megatron-core's fused softmax, which needs another package and supports neither
+        # windows nor parts of a sequence.
         self.scale_mask_softmax.scaled_masked_softmax_fusion = False
         self._window: tuple[int, int] | None = self.scale_mask_softmax.window_size
         self.case = AttentionCase(
@@ -137,20 +139,22 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         packed_seq_params: Documents | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Attends to all earlier tokens, or to those that a mask leaves.
+        """Computes causal attention, or attention with a given mask.
 
         Args:
-            query, key, value: ``[s / n, b, heads, width]``, this rank's parts if n ranks share the
-                sequence, or ``[t, heads, width]`` of packed documents.
-            attention_mask: ``[b, 1, s, s] bool``, true where tokens are hidden; None hides the
-                later tokens. Not used with a window or a part of a sequence, whose mask is made
-                here.
+            query: Queries ``[s / n, b, heads, width]`` if n ranks share the sequence (context
+                parallelism), or ``[t, heads, width]`` of packed documents.
+            key: Keys, in the same form as ``query``.
+            value: Values, in the same form as ``query``.
+            attention_mask: Mask ``[b, 1, s, s] bool``, True where a token must not attend. None for
+                causal attention. Ignored with a sliding window or context parallelism, for which
+                this class makes the mask.
             *more: Further arguments of megatron-core's attention.
             packed_seq_params: Documents of a packed row.
             **options: Further arguments of megatron-core's attention.
 
         Returns:
-            ``[s / n, b, heads x width of values]``, of packed documents with b = 1.
+            Output ``[s / n, b, heads x width of values]``; b is 1 for packed documents.
         """
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, *more, **options)
@@ -167,7 +171,8 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         case = self._case_of(query, value, mask)
         kernel = kernel_for(case)
         if kernel is Kernel.SCORES or options.get("attention_bias") is not None:
-            if pattern is not None and self._window is None:  # the base class masks windows itself
+            # The base class already applies the mask of a sliding window.
+            if pattern is not None and self._window is None:
                 attention_mask = _hidden(pattern)
             return super().forward(query, key, value, attention_mask, *more, **options)  # type: ignore[no-any-return]
         if kernel is Kernel.PACKED:
@@ -189,7 +194,7 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Attends within each document of one row."""
+        """Computes attention within each document of a packed row."""
         case = self._case_of(query, value, self._own_mask, is_packed=True)
         if kernel_for(case) is Kernel.PACKED:
             return self._by_rows(
@@ -238,19 +243,19 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
 
     @property
     def _whole_scale(self) -> float:
-        # megatron-core's softmax applies a part of the scale with
+        # Include the part of the scale that megatron-core applies in its softmax with
         # --apply-query-key-layer-scaling.
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """Gathers the parts of all ranks in order; the backward adds up their gradients."""
+        """Gathers the parts of a sequence from all ranks in order; sums their gradients later."""
         parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
         return torch.cat([*parts[::2], *parts[1::2][::-1]])
 
     def _repeated(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies keys and values for each of the query heads that share them."""
+        """Repeats keys and values so that each query head has its own (for grouped queries)."""
         groups = query.shape[2] // key.shape[2]
         if groups == 1:
             return key, value
@@ -259,16 +264,18 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
     def _by_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Computes attention by ``scaled_dot_product_attention``.
+        """Computes attention with torch's ``scaled_dot_product_attention``.
 
         Args:
-            query, key, value: ``[s, b, heads, width]``.
-            mask: Numbers that are added to scores, ``[s of queries, s of keys]`` for all samples
-                or ``[b, 1, s, s]``; None to hide later tokens.
+            query: Queries ``[s, b, heads, width]``.
+            key: Keys ``[s, b, heads, width]``.
+            value: Values ``[s, b, heads, width]``.
+            mask: Numbers to add to the scores: ``[s of queries, s of keys]`` for all samples, or
+                ``[b, 1, s, s]``. None for causal attention.
         """
         length, samples = query.shape[:2]
-        # Treat samples as further heads, so that the output has the memory layout that layers
-        # need. That is not possible if each sample has its own mask.
+        # Treat samples as additional heads, so that the output already has the memory layout that
+        # the next layer needs. That is not possible if each sample has its own mask.
         rows = 1 if mask is None or mask.dim() == 2 else samples
         query, key, value = (
             tensor.reshape(tensor.shape[0], rows, -1, tensor.shape[-1]).permute(1, 2, 0, 3)
@@ -288,7 +295,7 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         return output.permute(2, 0, 1, 3).reshape(length, samples, -1)
 
     def _split_generator(self) -> contextlib.AbstractContextManager[Any]:
-        """Draws dropout from the generator for split tensors, as megatron-core does."""
+        """Selects the random generator for dropout of split tensors, like megatron-core."""
         if self._dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         return get_cuda_rng_tracker().fork()  # type: ignore[no-any-return]
@@ -300,15 +307,17 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         value: torch.Tensor,
         documents: Documents | None = None,
     ) -> torch.Tensor:
-        """Computes attention by the kernel for packed rows.
+        """Computes attention with torch's kernel for packed rows.
 
         Args:
-            query, key, value: ``[s, b, heads, width]``; with documents b is 1.
-            documents: Documents of the row; None if the row is one document.
+            query: Queries ``[s, b, heads, width]``. b is 1 if there are documents.
+            key: Keys, in the same form as ``query``.
+            value: Values, in the same form as ``query``.
+            documents: Lengths of the documents in the row, None if the row is a single document.
         """
         key, value = self._repeated(query, key, value)
         length, samples = query.shape[:2]
-        if documents is None:  # samples count as heads
+        if documents is None:  # treat samples as additional heads
             ends = torch.arange(0, length + 1, length, dtype=torch.int32, device=query.device)
             longest = length
         else:
@@ -329,12 +338,15 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
 
 
 def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Bounds the first input or output of a module between ``-cap`` and ``cap``; a forward hook.
+    """Hook that applies a soft cap: limits a tensor to the range from ``-cap`` to ``cap``.
+
+    As a forward pre-hook it changes the first input of a module, and as a forward hook the first
+    output.
 
     Args:
-        cap: Bound, above 0.
+        cap: Limit, above 0.
         module: Module that calls the hook.
-        *inputs: Inputs of the module, followed by its outputs if it is a hook after the forward.
+        *inputs: Tuple of the module's inputs. In a forward hook, the tuple of outputs follows.
     """
     first, *others = inputs[-1]
     return cap * torch.tanh(first / cap), *others
@@ -342,14 +354,15 @@ def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """Describes the tokens that a window or a part of a sequence hides.
+    """Describes a mask for a sliding window or for context parallelism; a key of the cache.
 
     Attributes:
-        queries: Tokens that attend.
-        keys: Tokens that are attended to.
-        device: Device of the masks.
-        window: Numbers of earlier and later tokens that a token attends to; None for all earlier.
-        rank: Position among the ranks that share a sequence.
+        queries: Number of queries.
+        keys: Number of keys.
+        device: Device on which the mask is stored.
+        window: Numbers of earlier and later tokens that a token attends to, None for all earlier
+            tokens.
+        rank: Index of this rank among those that share a sequence (context parallelism).
     """
 
     queries: int
@@ -360,7 +373,7 @@ class _Pattern:
 
 
 def _make_hidden(pattern: _Pattern) -> torch.Tensor:
-    """Returns ``[queries, keys] bool``, true where tokens are hidden."""
+    """Returns the mask ``[queries, keys] bool``, True where a token must not attend."""
     if pattern.window is not None:
         hidden: torch.Tensor = get_sliding_window_causal_mask(
             pattern.queries, pattern.keys, pattern.window
@@ -375,13 +388,13 @@ def _make_hidden(pattern: _Pattern) -> torch.Tensor:
 
 
 def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a mask that is added to scores: 0, or minus infinity where tokens are hidden."""
+    """Converts a mask to numbers to add to scores: minus infinity where it is True, else 0."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, -torch.inf)
 
 
-# All layers and microbatches share one mask for each pattern, and their backwards keep it. A mask
-# of long sequences is large, so only few are cached.
+# The masks are cached, so that all layers and microbatches share them: each is kept in memory until
+# the backward pass. Only a few are cached, because a mask for long sequences is large.
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,4 +1,7 @@
-"""Builds a rank's chunks of megatron-core's GPT and their optimizer; computes their FLOPs."""
+"""Builds a rank's chunks of megatron-core's GPT model and their optimizer; counts their FLOPs.
+
+A chunk is the model of one pipeline stage. A rank may have several.
+"""
 
 from __future__ import annotations
 
@@ -86,18 +89,19 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class KeyedInit:
-    """Draws initial weights that depend only on the seed and a weight's position in the model.
+    """Initializes weights with random numbers that depend only on seed and position in the model.
 
-    A model then starts from the same weights however it is divided among ranks. It is used if
-    megatron-core builds whole matrices on the CPU and gives each rank its part. A weight is
-    identified by its layer (or "outside" of all layers) and by its order in it.
+    A model then has the same initial weights however it is divided among ranks. This class is used
+    if megatron-core initializes whole matrices on the CPU and gives each rank its part. The seed of
+    a weight is derived from its layer (or "outside" of all layers) and its index within the layer.
 
     Args:
         seed: Seed of the run.
-        first_outside: Number of weights outside of layers that come before those of this chunk.
+        first_outside: Number of the model's weights outside of layers that are initialized before
+            those of this chunk.
 
     Attributes:
-        count: Number of weights of the current layer that were drawn so far.
+        count: Number of weights of the current layer that were initialized so far.
     """
 
     def __init__(self, seed: int, first_outside: int) -> None:
@@ -110,18 +114,21 @@ class KeyedInit:
         return self  # copies of a configuration share one counter
 
     def enter_layer(self, layer: int) -> None:
-        """Counts the following draws as weights of transformer layer ``layer``."""
+        """Treats weights initialized from now on as those of transformer layer ``layer``."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Counts the following draws as weights outside of layers."""
+        """Treats weights initialized from now on as those outside of transformer layers."""
         self._layer = None
 
     @contextlib.contextmanager
     def experts(self, config: TransformerConfig, groups: Any) -> Iterator[None]:
-        """Counts the weights drawn in the block as this rank's part of all experts' weights."""
-        each = 2  # one into the expert, one out of it
+        """Treats weights initialized in the ``with`` block as those of this rank's experts.
+
+        Weights of experts on other ranks are counted too, so that each expert has its own seeds.
+        """
+        each = 2  # matrices per expert: linear_fc1 and linear_fc2
         before = self.count
         here = config.num_moe_experts // groups.ep.size()
         self.count += each * here * groups.ep.rank()
@@ -129,7 +136,7 @@ class KeyedInit:
         self.count = before + each * config.num_moe_experts
 
     def normal(self, std: float) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a function that fills a tensor with draws of ``N(0, std)``."""
+        """Returns a function that fills a tensor with random numbers from ``N(0, std)``."""
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
             generator = torch.Generator(tensor.device).manual_seed(self._next_seed())
@@ -166,11 +173,14 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
 
 
 class KeyedVariedLayer(VariedLayer, KeyedTransformerLayer):
-    """A varied layer that reports its number to :class:`KeyedInit`."""
+    """A :class:`VariedLayer` that reports its number to :class:`KeyedInit`."""
 
 
 class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
-    """Gives each layer's configuration the source of initial weights and additional settings."""
+    """Configuration of a model whose layers have different sizes.
+
+    Copies ``keyed_init`` and this program's additional settings to each layer's configuration.
+    """
 
     def get_config_for_layer(self, layer_number: int) -> TransformerConfig:
         """Returns the configuration of a layer; the first layer is number 1."""
@@ -182,10 +192,11 @@ class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
 
 
 class KeyedExperts(SequentialMLP):  # type: ignore[misc]
-    """Draws the weights of this rank's experts as if one rank had all experts.
+    """Initializes this rank's experts with the weights that they would have on a single rank.
 
-    The linear layers of experts must not communicate, because the dispatcher does. megatron-core's
-    layers communicate if one rank has all experts, and then cannot add a bias.
+    Also keeps the experts' linear layers from communicating, because the token dispatcher does so
+    already. megatron-core's layers communicate if one rank has all experts, and then cannot add a
+    bias.
     """
 
     def __init__(
@@ -201,10 +212,10 @@ class KeyedExperts(SequentialMLP):  # type: ignore[misc]
 
 
 class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
-    """Draws the same weights as :class:`KeyedExperts` would for the same experts.
+    """Initializes experts in grouped matrices with the same weights as :class:`KeyedExperts`.
 
-    megatron-core draws the weights of all local experts as one matrix, so that they depend on the
-    numbers of expert- and tensor-parallel ranks.
+    megatron-core initializes the weights of all local experts as one matrix. They then depend on
+    the expert- and tensor-parallel sizes, so this class replaces them.
     """
 
     def __init__(
@@ -241,7 +252,7 @@ class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
 
 
 def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> TransformerConfig:
-    """Returns megatron-core's configuration for the run's settings."""
+    """Converts the run's settings to megatron-core's configuration of the model."""
     model = config.model
     parallel = config.parallel
     precision = config.precision
@@ -259,15 +270,15 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
         "use_cpu_initialization": model.use_cpu_initialization or not accelerator.is_cuda,
-        # megatron-core sets environment variables of Transformer Engine from this value, and
-        # rejects a second value in the same process.
+        # Use "auto" without Transformer Engine: megatron-core sets environment variables from this
+        # value, and rejects another value later in the same process.
         "attention_backend": AttnBackend[model.attention_backend if has_engine else "auto"],
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        # megatron-core's jit fusions use torch.compile, which costs half a minute on a CPU. Fused
-        # gradient accumulation needs kernels of apex. Without them some of megatron-core's layers
-        # reject the setting, such as the output layer of a model with Transformer Engine.
+        # Disable fusions on a CPU: megatron-core compiles them with torch.compile, which takes half
+        # a minute there. Disable fused gradient accumulation without apex's kernels, because some
+        # layers reject it then, such as the output layer of a model with Transformer Engine.
         "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.is_cuda,
         "gradient_accumulation_fusion": model.gradient_accumulation_fusion
         and fused
@@ -275,7 +286,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "apply_rope_fusion": model.apply_rope_fusion
         and fused
         and rope_utils.fused_apply_rotary_pos_emb is not None,
-        # Local layers and Transformer Engine have their own attention kernels.
+        # Unused, because local layers and Transformer Engine have their own attention kernels.
         "masked_softmax_fusion": False,
         "persist_layer_norm": fused and not model.no_persist_layer_norm,
         "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,
@@ -284,7 +295,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     settings.update(_activation(config, accelerator), **_communication(config))
     if config.data.variable_seq_lengths:
         settings.update(variable_seq_lengths=True, calculate_per_token_loss=True)
-        # megatron-core requires a dispatcher for rows of different lengths, even without experts.
+        # megatron-core requires this token dispatcher for sequences of different lengths, even if
+        # the model has no experts.
         settings.setdefault("moe_token_dispatcher_type", "alltoall")
     if config.recompute.recompute_modules is not None:
         settings["recompute_modules"] = list(config.recompute.recompute_modules)
@@ -296,7 +308,12 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
 
 
 def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
-    """Returns the settings of ``kind``, a class of megatron-core, that differ from its defaults."""
+    """Returns the settings for a configuration class of megatron-core that the user changed.
+
+    Args:
+        config: Settings of the run.
+        kind: Configuration class, a dataclass of megatron-core.
+    """
     chosen = vars(config.core)
     settings = {}
     for field in dataclasses.fields(kind):
@@ -315,10 +332,14 @@ def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
 
 
 def checked(kind: Any, settings: dict[str, Any]) -> Any:
-    """Returns megatron-core's configuration with ``settings``.
+    """Makes a configuration object of megatron-core.
+
+    Args:
+        kind: Configuration class of megatron-core.
+        settings: Values of the class's fields.
 
     Raises:
-        ConfigError: If they break one of megatron-core's rules.
+        ConfigError: If megatron-core rejects the settings.
     """
     try:
         return kind(**settings)
@@ -334,7 +355,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def _by_name(target: type, *sections: Any) -> dict[str, Any]:
-    """Returns the settings in some sections that have the name of a field of ``target``."""
+    """Returns the settings from the given sections whose names match a field of ``target``."""
     names = {field.name for field in dataclasses.fields(target)}
     settings = (pair for section in sections for pair in vars(section).items())
     return {name: value for name, value in settings if name in names}
@@ -347,7 +368,7 @@ _ACTIVATIONS: Mapping[str, tuple[bool, Callable[[torch.Tensor], torch.Tensor]]] 
     "squared_relu": (False, lambda tensor: torch.square(F.relu(tensor))),
     "openai_gelu": (False, openai_gelu),
 }
-"""Whether the feed-forward block has a gate, and its activation function, by setting."""
+"""Whether the feed-forward block is gated, and its activation function, by name of the setting."""
 
 
 def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, Any]:
@@ -367,8 +388,9 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
 def _communication(config: TrainerConfig) -> dict[str, Any]:
     """Returns the settings of megatron-core's own schedule; this program's schedules ignore them.
 
-    With several chunks it must not batch messages: gloo mixes up two messages of one pair of ranks
-    in a batch. It must also not free outputs early, because they are still being sent.
+    With several chunks per rank, megatron-core's schedule must not batch messages, because gloo
+    mixes up two messages between the same ranks in a batch. It must also not free outputs early,
+    because they are still being sent.
     """
     parallel = config.parallel
     is_megatron = config.schedule.pipeline_schedule == "megatron"
@@ -385,12 +407,12 @@ def build_chunks(
     placement: Placement,
     padded_vocab_size: int,
 ) -> list[torch.nn.Module]:
-    """Builds this rank's chunks with megatron-core's data-parallel wrapper around each.
+    """Builds this rank's chunks, each in megatron-core's data-parallel wrapper.
 
     Returns:
-        The chunks in order.
+        The wrapped chunks of this rank, in the order of their indices.
     """
-    # The tracker is global, and still has the number of layers of an earlier model.
+    # Clear the global tracker, which may still have the number of layers of an earlier model.
     get_moe_layer_wise_logging_tracker().clear()
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
@@ -454,7 +476,8 @@ def _build_chunk(
     predictions = _predictions(config, core, vp_stage)
     if core.use_cpu_initialization:
         learned = model.position_embedding_type == "learned_absolute"
-        # Count the embedding, the projections of multi-token prediction and the output matrix.
+        # Count the weights outside of layers on earlier stages: word embedding, position embedding
+        # and the projections of multi-token prediction.
         before = 0 if first or predictions else 1 + learned + (core.mtp_num_layers or 0)
         init = KeyedInit(config.run.seed, first_outside=before)
         core.keyed_init = init
@@ -485,7 +508,8 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if predictions and last and not first and not model.untie_embeddings_and_output_weights:
-        built.output_layer.weight = None  # the prediction layers have a copy
+        # The embedding of the prediction layers on this stage is the output matrix too.
+        built.output_layer.weight = None
     if model.scale_embeddings and (first or predictions):
         scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)
     if model.logit_softcap is not None and last:
@@ -494,7 +518,7 @@ def _build_chunk(
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
-    """Returns the spec of the multi-token prediction layers, ``None`` on stages without them."""
+    """Returns megatron-core's spec of the multi-token prediction layers, ``None`` without them."""
     if core.mtp_num_layers is None:
         return None
     last = TransformerBlockSubmodules(layer_specs=_layer_specs(config, core)[-1:])
@@ -508,7 +532,7 @@ def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int |
 def _block_spec(
     config: TrainerConfig, core: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Returns the spec of a chunk's layers."""
+    """Returns megatron-core's spec of the transformer layers in a chunk."""
     first = get_transformer_layer_offset(core, vp_stage)
     count = get_num_layers_to_build(core, vp_stage)
     specs = _layer_specs(config, core)[first : first + count]
@@ -516,11 +540,11 @@ def _block_spec(
 
 
 def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleSpec]:
-    """Returns the spec of each transformer layer of the model."""
+    """Returns megatron-core's specs of all transformer layers of the model."""
     model = config.model
     has_engine = model.transformer_impl == "transformer_engine"
     if isinstance(core, HeterogeneousTransformerConfig):
-        whole = copy.copy(core)  # describes the model as a single stage
+        whole = copy.copy(core)  # copy that describes the model as a single stage
         whole.pipeline_model_parallel_size = 1
         whole.pipeline_model_parallel_layout = None
         specs = get_gpt_heterogeneous_layer_spec(whole, has_engine).layer_specs
@@ -540,7 +564,7 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     if model.moe_router_group_best is not None:
         kinds[TopKRouter] = GroupRouter
     if has_engine and model.attention_softcap is not None:
-        kinds[TEDotProductAttention] = LocalAttention  # Transformer Engine cannot bound scores
+        kinds[TEDotProductAttention] = LocalAttention  # Transformer Engine has no soft cap
     return [completed(spec, kinds) for spec in specs]
 
 
@@ -560,7 +584,8 @@ def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) ->
             "params_dtype": getattr(torch, precision.dtype_name),
         },
     )
-    # The overrides exempt biases and norms from weight decay, and give the embedding its own rate.
+    # The overrides exempt biases and normalization weights from weight decay, and set the separate
+    # learning rate of the embedding.
     optimizer = get_megatron_optimizer(core, list(chunks), get_standard_config_overrides(core))
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
         fuse_adam(leaf.optimizer)
@@ -568,13 +593,14 @@ def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) ->
 
 
 def fuse_adam(inner: Any) -> None:
-    """Lets torch's own Adam update a GPU's parameters in one kernel.
+    """Makes torch's Adam use its fused kernel, if all parameters are on a GPU.
 
     megatron-core uses torch's Adam if neither Transformer Engine nor apex is installed, but does
-    not ask for the fused kernel.
+    not enable the fused kernel.
 
     Args:
-        inner: Torch optimizer inside one of megatron-core's, before its first step.
+        inner: Torch optimizer inside an optimizer of megatron-core, before its first step. Other
+            optimizers than Adam are not changed.
     """
     if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         return
@@ -585,7 +611,10 @@ def fuse_adam(inner: Any) -> None:
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
-    """Returns megatron-core's schedule of learning rate and weight decay, counted in samples."""
+    """Returns megatron-core's scheduler of learning rate and weight decay.
+
+    Its lengths, such as the warm-up, are numbers of samples.
+    """
     settings = config.optimizer
     batch = config.batch.global_batch_size
 
@@ -620,16 +649,19 @@ def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -
     )
 
 
-_PASSES = 3  # forward, backward by inputs, backward by weights: equal numbers of operations
+_PASSES = 3  # forward, input gradients and weight gradients, with equal numbers of operations
 
 
 def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None) -> float:
-    """Returns the model FLOPs of one token's forward and backward through the whole model.
+    """Returns the model FLOPs per token in forward and backward passes of the whole model.
 
-    Uses the planner's formulas (``planner.model_description``), times 3 for forward, backward by
-    inputs and backward by weights. Counts matrix products only, with the experts that a token is
-    sent to, and only attention scores that are not masked. Recomputation, the optimizer, the lookup
-    of embeddings and adapters are not counted. Weights next to adapters have no gradients.
+    The planner's formula for a forward pass (``planner.model_description``) is multiplied by 3, for
+    the forward pass, the input gradients and the weight gradients. With adapters (LoRA) it is
+    multiplied by 2, because the other weights have no gradients.
+
+    Only matrix products are counted, of the experts that process a token, and of attention scores
+    that are not masked. Recomputation, the optimizer, the lookup of embeddings and the adapters
+    themselves are not counted.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
     in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all of the attention
@@ -637,7 +669,8 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
     Args:
         cfg: Settings of the run.
-        padded_vocab_size: Number of rows of the embedding; by default the tokenizer is loaded.
+        padded_vocab_size: Number of rows of the embedding; ``None`` to load the tokenizer and take
+            the number from it.
 
     Raises:
         DataError: If the tokenizer's files cannot be read.
@@ -650,10 +683,10 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
 
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
-    """Returns the work of each stage, in units of a plain layer's.
+    """Returns the compute cost of each stage, as an equivalent number of layers without experts.
 
-    Counts operations only: a stage's layers, and the logits on the last stage. The embedding and
-    the loss also move data through memory, which is not included.
+    Counts the operations of the stage's layers and, on the last stage, of the logits. Memory
+    traffic of the embedding and the loss is not included.
     """
     flops = _forward_flops(cfg, padded_vocab_size)
     each = iter(flops.layers)
@@ -665,13 +698,13 @@ def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
 
 
 class _ForwardFlops(NamedTuple):
-    """Holds the operations of a sample's forward.
+    """Holds numbers of floating-point operations in the forward pass of one sample.
 
     Attributes:
-        layers: Operations of each layer.
-        plain: Operations of a layer without experts.
-        predictions: Operations of all multi-token prediction layers.
-        logits: Operations of all logits.
+        layers: Number of operations in each layer.
+        plain: Number of operations in a layer without experts and with full attention.
+        predictions: Number of operations in all multi-token prediction layers.
+        logits: Number of operations for all logits.
     """
 
     layers: list[float]
@@ -681,7 +714,7 @@ class _ForwardFlops(NamedTuple):
 
 
 def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
-    """Returns the operations of a sample's forward."""
+    """Counts the floating-point operations in the forward pass of one sample."""
     shape = dataclasses.replace(
         trainer_shape(cfg),
         vocabulary=padded_vocab_size,
@@ -695,7 +728,7 @@ def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
     ).layer(1)
     layers = [whole.layer(1 + number).forward_flops for number in range(shape.layers)]
     unlike = unlike_layers(cfg)
-    each = 2 * shape.sequence  # operations per weight, for a weight that all tokens use
+    each = 2 * shape.sequence  # operations per weight: one multiplication and addition per token
     if unlike is not None:
         inner = (3 if shape.gated else 2) * shape.hidden * each
         layers = [layer.linear * shape.hidden**2 * each + inner * layer.width for layer in unlike]
@@ -709,7 +742,7 @@ def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
 
 
 def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
-    """Returns the run's tokenizer and the number of rows of its embedding.
+    """Returns the run's tokenizer, and the number of rows of the embedding with padding rows.
 
     Raises:
         DataError: If the tokenizer's files cannot be read.

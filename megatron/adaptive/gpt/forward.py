@@ -1,18 +1,20 @@
-"""Runs the forward of GPT training: batch in, loss out, with random numbers keyed by position.
+"""Runs the forward pass of a GPT model, and seeds dropout by step, microbatch and layer.
 
 The seed of dropout encodes the step, the microbatch and the position in the model as one number,
-which an invertible function then mixes::
+to which an invertible hash function is applied::
 
     bits   63 ... 40   39 ... 24    23 ... 12   11 ... 0
            step        microbatch   layer       lane
 
-Layer 0 is the embedding. Transformer layers count from 1 through the whole model, and embeddings of
-multi-token prediction count down from the largest number. Lane 0 is the generator for tensors that
-are equal on tensor-parallel ranks; lane 1 + i is the generator for split tensors on the i-th of
-these ranks. A dense GPT uses no other generator. Mixing is needed because a CPU generator starts
-from the lower half of its seed. Inversion is needed for recomputation: megatron-core restores the
-generators to their state before a layer's forward, while another microbatch is the current one. The
-generator's seed then identifies the microbatch.
+Layer 0 is the embedding. Transformer layers are numbered from 1 through the whole model, and
+embeddings of multi-token prediction downwards from the largest number. The lane is the random
+generator: lane 0 is for tensors that are equal on all tensor-parallel ranks, and lane 1 + i for
+split tensors on the i-th of these ranks. A GPT model without experts uses no other generators.
+
+The hash function is needed because a CPU generator uses only the lower half of its seed. It must be
+invertible for recomputation. megatron-core then restores the generators to their state before the
+layer's forward pass, while another microbatch is the current one. The original microbatch is
+computed from the generator's seed.
 """
 
 from __future__ import annotations
@@ -44,17 +46,17 @@ TOKEN_NAME = "next token"
 
 
 def feed(microbatches: Sequence[Microbatch] | None, count: int) -> Iterator[Microbatch | None]:
-    """Returns the microbatches of a step for a chunk, ``None`` on a rank that needs no data."""
+    """Returns an iterator over a step's microbatches, each ``None`` on a rank without data."""
     if microbatches is None:
         return itertools.repeat(None, count)
     return map(microbatches.__getitem__, range(count))
 
 
 class GptForward:
-    """Provides megatron-core's ``forward_step_func`` for GPT.
+    """Forward step function for a GPT model, in the form of megatron-core's schedules.
 
     Args:
-        accelerator: Device that the batch is moved to.
+        accelerator: Device to which batches are moved.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -65,12 +67,13 @@ class GptForward:
 
         Args:
             batches: Iterator over microbatches with ``tokens``, ``labels`` and ``position_ids``
-                ``[b, s] int64``, ``loss_mask [b, s] float32``, and ``lengths [n]`` of packed
-                documents.
+                ``[b, s] int64``, ``loss_mask [b, s] float32``, and, for packed documents,
+                ``lengths [n]``.
             model: Chunk to run.
 
         Returns:
-            The chunk's output (losses ``[b, s]`` on the last stage) and the loss function.
+            The chunk's output, which is losses ``[b, s]`` on the last stage, and a function that
+            computes the loss of the microbatch from them.
         """
         to_device = self._accelerator.to_device
         batch = dict(next(batches) or {})
@@ -95,10 +98,10 @@ class GptForward:
 
 
 class NextToken:
-    """Provides megatron-core's ``forward_step_func`` for the token that follows a text.
+    """Forward step function that predicts the token after a text.
 
     Args:
-        accelerator: Device that the batch is moved to.
+        accelerator: Device to which batches are moved.
         position: Index of the text's last token.
     """
 
@@ -114,7 +117,12 @@ class NextToken:
         return output, partial(self._likeliest, get_model_config(model).calculate_per_token_loss)
 
     def _likeliest(self, per_token: bool, logits: torch.Tensor) -> tuple[Any, ...]:
-        """Returns no loss, and the likeliest token for ``logits`` ``[b, s, vocabulary / tp]``."""
+        """Returns a loss of 0, and the token with the largest logit after the text.
+
+        Args:
+            per_token: Whether losses are computed per token, which changes the form of the result.
+            logits: Logits ``[b, s, vocabulary / tp]``.
+        """
         row = logits[0, self._position].float().contiguous()
         group = parallel_state.get_tensor_model_parallel_group()
         parts = [torch.empty_like(row) for _ in range(group.size())]
@@ -130,9 +138,10 @@ def masked_loss(
     """Averages the losses of a microbatch over its unmasked tokens.
 
     Args:
-        loss_mask: Mask ``[b, s] float32``, 1 at tokens that count.
+        loss_mask: Mask ``[b, s] float32``, 1 at tokens whose losses are included and 0 elsewhere.
         losses: Losses ``[b, s] float32``.
-        per_token: Whether to sum the losses instead, for a mean over all tokens of the step.
+        per_token: Whether to return the sum of the losses, from which the caller computes the mean
+            over all tokens of the step.
 
     Returns:
         The scalar loss to differentiate, and its detached value by name for the log. With
@@ -154,7 +163,7 @@ def masked_loss(
 
 
 def _add_up_parts(value: torch.Tensor) -> None:
-    """Sums a value over the parts of a sequence, in place. Collective over context parallelism."""
+    """Sums a value over context-parallel ranks, in place. Collective over these ranks."""
     if parallel_state.get_context_parallel_world_size() > 1:
         torch.distributed.all_reduce(value, group=parallel_state.get_context_parallel_group())
 
@@ -169,20 +178,20 @@ _TIME_SHIFT = _LAYER_BITS + _LANE_BITS
 
 
 class DropoutKeys:
-    """Seeds the random generators from step, microbatch and layer alone.
+    """Seeds the random generators from step, microbatch and layer only.
 
-    Random numbers therefore do not depend on the order of work or the partition of the model, and a
-    resumed run needs no generator state. They do not depend on the number of replicas either,
-    because microbatches are counted over all replicas in the order in which samples are assigned.
-    Ranks of one tensor-parallel group share the generator for replicated tensors and differ in the
-    one for split tensors; context-parallel ranks differ in both.
+    Random numbers therefore do not depend on the order of actions or on the partition of the model,
+    and a resumed run needs no generator state. They do not depend on the number of replicas either,
+    because microbatches are numbered over all replicas, in the order of their samples. Ranks of one
+    tensor-parallel group have the same seed for replicated tensors, and different seeds for split
+    tensors. Context-parallel ranks have different seeds for both.
 
-    Make it after megatron-core's parallel state and generators. It is not thread-safe; a backward
-    that recomputes a layer may run in autograd's thread while the caller waits for it.
+    megatron-core's parallel state and generators must exist before this object is made. Not
+    thread-safe, but a layer may be recomputed in autograd's thread while the calling thread waits.
 
     Args:
         seed: Seed of the run.
-        enabled: Whether the model has dropout; if not, all methods do nothing.
+        enabled: Whether the model has dropout. If it has not, all methods do nothing.
     """
 
     def __init__(self, seed: int, *, enabled: bool) -> None:
@@ -201,22 +210,23 @@ class DropoutKeys:
         self._spare = torch.Generator(device=self._generator.device)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Makes every transformer layer of ``chunks`` seed the generators before its forward.
+        """Adds a hook to every transformer layer that seeds the generators before its forward pass.
 
-        Layers of multi-token prediction also do so before their embedding lookup. A layer takes
-        step and microbatch from the last :meth:`apply`, or during recomputation from the restored
-        generators. In evaluation it does nothing.
+        Multi-token prediction layers also get a hook before their embedding lookup. The hook takes
+        step and microbatch from the last call of :meth:`apply`, or, during recomputation, from the
+        restored generators. In evaluation mode it does nothing.
         """
         if not self._enabled:
             return
-        self.detach(chunks)  # a layer kept through a change of partition has a hook already
+        # Layers that stay on this rank after repartitioning already have a hook; remove it first.
+        self.detach(chunks)
         for layer in _layers_of(chunks):
             assert layer.layer_number < 1 << _LAYER_BITS
             setattr(layer, _HOOK, layer.register_forward_pre_hook(self._enter))
 
     @staticmethod
     def detach(chunks: Iterable[torch.nn.Module]) -> None:
-        """Makes the layers of ``chunks`` use the generators without seeding them."""
+        """Removes the hooks that seed the generators from the layers of ``chunks``."""
         for layer in _layers_of(chunks):
             if (handle := layer.__dict__.pop(_HOOK, None)) is not None:
                 handle.remove()
@@ -229,14 +239,15 @@ class DropoutKeys:
         step: int,
         numbers: Sequence[int] | None = None,
     ) -> Callable[..., Any]:
-        """Returns a ``forward_step_func`` of megatron-core that seeds before each forward.
+        """Wraps a forward step function, so that it seeds the generators before each microbatch.
 
         Args:
-            forward_step_func: Function to wrap; it is called with each chunk's microbatches in
-                ascending order.
-            chunks: Chunks of this rank.
-            step: Iteration, part of the key.
-            numbers: Index of each microbatch over all replicas; ``None`` if assigned round-robin.
+            forward_step_func: Forward step function in megatron-core's form. The caller must pass
+                each chunk's microbatches in ascending order.
+            chunks: Model chunks of this rank, one for each of its pipeline stages.
+            step: Number of the iteration, which becomes part of the seed.
+            numbers: Index over all replicas of each microbatch, ``None`` if microbatches are
+                assigned to replicas round-robin.
         """
         if not self._enabled:
             return forward_step_func
@@ -253,13 +264,13 @@ class DropoutKeys:
         return functools.wraps(forward_step_func)(forward_step)
 
     def apply(self, *, step: int, microbatch: int, number: int | None = None) -> None:
-        """Sets the generators for the forward of ``microbatch``, up to the first layer.
+        """Seeds the generators for a microbatch's forward pass up to the first layer.
 
         Args:
-            step: Iteration, from 0. Random numbers repeat after 2**24.
-            microbatch: Index in the step on this replica, from 0. Random numbers repeat after 2**16
-                microbatches of all replicas.
-            number: Index over all replicas; ``None`` if assigned round-robin.
+            step: Number of the iteration, from 0. Random numbers repeat after 2**24 iterations.
+            microbatch: Index of the microbatch on this replica, from 0.
+            number: Index of the microbatch over all replicas, ``None`` if assigned round-robin.
+                Random numbers repeat after 2**16 microbatches.
         """
         if not self._enabled:
             return
@@ -272,8 +283,8 @@ class DropoutKeys:
         if not layer.training:
             return
         key = _settle(self._generator.initial_seed()) ^ self._secret
-        # If ranks split the sequence, megatron-core runs layers on the generator for split tensors.
-        # In a recomputation only the lane shows this.
+        # Keep the lane: with sequence parallelism, megatron-core runs layers with the generator for
+        # split tensors. During recomputation, the lane is the only sign of this.
         number = layer.layer_number
         if isinstance(layer, MultiTokenPredictionLayer):
             number = (1 << _LAYER_BITS) - number
@@ -282,14 +293,18 @@ class DropoutKeys:
         )
 
     def _seed(self, key: int, *, lane: int) -> None:
-        """Seeds both generators for ``key``, which has no lane; ``lane`` is the current one.
+        """Seeds the current generator and the one for split tensors.
 
-        Runs once per layer and forward, so its time matters.
+        Must be fast, because it is called once per layer and forward pass.
+
+        Args:
+            key: Step, microbatch and layer as bits of the seed; the bits of the lane are 0.
+            lane: Lane of the current generator.
         """
         self._generator.manual_seed(_stir((key | lane) ^ self._secret))
         split = self._spare.manual_seed(_stir((key | self._split_lane) ^ self._secret))
         states = self._tracker.get_states()
-        # Activation checkpoints keep the previous tensor, so make a new one each time.
+        # Make a new tensor each time, because recomputation keeps and restores the previous ones.
         states[_MODEL_PARALLEL_RNG_TRACKER_NAME] = split.get_state()
         self._tracker.set_states(states)
 
@@ -301,7 +316,8 @@ def _layers_of(chunks: Iterable[torch.nn.Module]) -> Iterator[Any]:
                 yield module
 
 
-# A bijection of 64-bit numbers in which every bit of the input flips about half of the output.
+# Constants of an invertible hash function of 64-bit numbers: each bit of the input affects about
+# half of the output bits.
 # Source: D. Stafford, "Better Bit Mixing", variant 13; known as the finalizer of SplitMix64.
 _FACTOR_1 = 0xBF58476D1CE4E5B9
 _FACTOR_2 = 0x94D049BB133111EB
@@ -315,21 +331,21 @@ def _stir(key: int) -> int:
 
 
 def _settle(seed: int) -> int:
-    """Returns the key from which :func:`_stir` made ``seed``."""
+    """Inverts :func:`_stir`: returns the key whose hash is ``seed``."""
     seed = (seed ^ seed >> 31 ^ seed >> 62) * _INVERSE_2 & _WORD
     seed = (seed ^ seed >> 27 ^ seed >> 54) * _INVERSE_1 & _WORD
     return seed ^ seed >> 30 ^ seed >> 60
 
 
 class HalfPrecisionChunk(Float16Module):  # type: ignore[misc]
-    """Wraps a chunk with any placement for computation in 16 bits.
+    """Wraps a chunk for computation in 16 bits; supports any placement of stages.
 
-    megatron-core's wrapper takes the first chunk of the first rank for the first stage and the last
-    chunk of the last rank for the last stage. This one uses the chunk's own attributes.
+    megatron-core's wrapper assumes that the first chunk of the first rank is the first stage, and
+    the last chunk of the last rank the last stage. This class uses attributes of the chunk instead.
     """
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """Runs the chunk in 16 bits; converts the model's inputs and outputs."""
+        """Runs the chunk in 16 bits; converts inputs of the first and outputs of the last stage."""
         if self.module.pre_process:
             inputs = fp32_to_float16(inputs, self.float16_convertor)
         output = self.module(*inputs, **kwargs)

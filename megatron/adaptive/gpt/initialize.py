@@ -1,4 +1,7 @@
-"""Connects a process to the job: device, process groups, random seeds."""
+"""Connects a process to the other processes of a training job.
+
+Sets up the device, the process groups and the random seeds.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +35,13 @@ from megatron.adaptive.gpt.model_placement import (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(Job):
-    """Holds the context of a process in a job that trains a GPT.
+    """Holds the context of a process in a job that trains a GPT model.
 
     Attributes:
         config: Settings of the run.
-        stop_group: Gloo group of all ranks for the agreement to stop, which always has a pending
-            operation.
-        mesh_groups: Process groups of megatron-core's parallel state.
+        stop_group: Gloo process group of all ranks, used only to agree on an early stop. An
+            operation is always pending on it, so other code must not use it.
+        mesh_groups: Process groups that megatron-core made for the parallel sizes.
     """
 
     config: TrainerConfig
@@ -47,15 +50,15 @@ class TrainingJob(Job):
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes the log: the last of the ranks that have the loss.
+        """Whether this rank writes the log, as the last of the ranks that have the loss.
 
-        In a looping placement that is the last rank of all, as in Megatron-LM.
+        If stages are placed round-robin, this is the last rank of all, as in Megatron-LM.
         """
         if widths_of(self.config) is not None:
             return self.environment.rank == self.environment.world_size - 1
         placement = placement_of(self.config)
         pp_rank, _ = placement.locate(placement.num_stages - 1)
-        # Pipeline positions are the outermost axis of the mesh.
+        # Ranks are numbered by pipeline rank first, so those of a pipeline rank are consecutive.
         per_position = self.environment.world_size // placement.num_ranks
         return self.environment.rank == (pp_rank + 1) * per_position - 1
 
@@ -63,9 +66,9 @@ class TrainingJob(Job):
 def start_job(
     config: TrainerConfig, environment: Environment, accelerator: Accelerator
 ) -> TrainingJob:
-    """Connects this process with the others and sets up megatron-core's parallel state.
+    """Connects this process to the others and sets up megatron-core's parallel state.
 
-    Collective over all ranks. The caller ends the job with :func:`end_job`.
+    Collective over all ranks. The caller must call :func:`end_job` at the end.
     """
     parallel = config.parallel
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
@@ -85,7 +88,7 @@ def start_job(
     set_up_mesh(config)
     mesh_groups = [group for group in process_groups() if group not in before]
     seed_everything(config.run.seed)
-    # megatron-core requires this object for its checks for NaN; this program has its own errors.
+    # megatron-core requires this object, although this program checks for NaN itself.
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     return TrainingJob(
         config=config,
@@ -104,7 +107,7 @@ _OWN = ("trace_dir", "record_schedule", "replay_schedule", "schedule_file", "dia
 
 
 def _shared_settings(config: TrainerConfig) -> dict[str, str]:
-    """Returns the settings that must be equal on all ranks, in command-line form."""
+    """Returns the settings that must be equal on all ranks, as command-line arguments."""
     return {
         spec.dest: f"{spec.name} {getattr(getattr(config, group), spec.dest)}"
         for group, kind in groups().items()
@@ -114,7 +117,7 @@ def _shared_settings(config: TrainerConfig) -> dict[str, str]:
 
 
 def set_up_mesh(config: TrainerConfig) -> None:
-    """Makes megatron-core's process groups for the run's settings. Collective over all ranks."""
+    """Makes megatron-core's process groups for the run's parallel sizes. Collective."""
     parallel = config.parallel
     widths = widths_of(config)
     if widths is not None:
@@ -135,10 +138,10 @@ def set_up_mesh(config: TrainerConfig) -> None:
 
 
 def remake_mesh(job: TrainingJob) -> None:
-    """Replaces megatron-core's process groups for new settings of ``job``, and seeds again.
+    """Replaces megatron-core's process groups after a change of settings, and seeds again.
 
-    Collective over all ranks, between two steps. Nothing may use the former groups of the mesh any
-    more; other groups stay.
+    Collective over all ranks, between two steps. The former ``mesh_groups`` of ``job`` are
+    destroyed, so no object may use them any more. Other process groups stay.
     """
     parallel_state.destroy_model_parallel()
     destroy_groups(job.mesh_groups)
@@ -149,17 +152,17 @@ def remake_mesh(job: TrainingJob) -> None:
 
 
 def end_job() -> None:
-    """Leaves the job; every rank calls it after its last collective."""
+    """Destroys all process groups. Each rank must call this after its last collective."""
     destroy_rerun_state_machine()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 def seed_everything(seed: int) -> None:
-    """Sets the random generators before the model is built, as Megatron-LM does.
+    """Seeds the random generators before the model is built, like Megatron-LM.
 
-    Ranks of a pipeline get different seeds. Ranks of one tensor-parallel group share the seed for
-    replicated tensors.
+    Pipeline ranks get different seeds. Ranks of one tensor-parallel group have the same seed for
+    replicated tensors, and different seeds for split ones.
     """
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)

@@ -1,8 +1,9 @@
-"""Completes the layers that megatron-core builds without Transformer Engine.
+"""Adds features to the layers that megatron-core builds without Transformer Engine.
 
-Without it, megatron-core's norms support neither sequence parallelism nor weights stored around
-zero, its layers have no norms after their blocks, and they have only one rotary base. Attention is
-in ``attention.py``.
+Without Transformer Engine, megatron-core's normalization layers support neither sequence
+parallelism nor weights that are stored minus one. Its transformer layers cannot normalize the
+outputs of attention and feed-forward blocks, and all have the same rotary base. This module adds
+these features, and ``attention.py`` those of attention.
 """
 
 from __future__ import annotations
@@ -37,30 +38,30 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.attention import LocalAttention, bound_first
 
 if not transformer_engine.HAVE_TE:
-    # megatron-core's module mistakes its import of the extension for the package itself.
+    # Correct a flag of megatron-core, which is True even if Transformer Engine is not installed.
     multi_latent_attention.HAVE_TE = False
-    # The router reads this name, which is only imported if the package is installed.
+    # Define a name that the router reads, but imports only if Transformer Engine is installed.
     moe_utils.te_general_gemm = None
 
 
 def bound_output(layer: torch.nn.Module, cap: float) -> None:
-    """Bounds the output of an output layer by ``cap``, with a hyperbolic tangent."""
+    """Adds a soft cap to an output layer: ``cap * tanh(logits / cap)``."""
     layer.register_forward_hook(functools.partial(bound_first, cap))
 
 
 def scale_output(layer: torch.nn.Module, factor: float, dtype: torch.dtype) -> None:
-    """Multiplies the output of a layer by a factor that is rounded to ``dtype``."""
+    """Adds a hook that multiplies the output of a layer by ``factor``, rounded to ``dtype``."""
     factor = float(torch.tensor(factor, dtype=dtype))
     layer.register_forward_hook(lambda _, inputs, output: output * factor)
 
 
 class NormAroundZero(torch.nn.Module):
-    """Normalizes in 32 bits, with weights that are stored minus one.
+    """Normalization layer that computes in 32 bits and stores its weights minus one.
 
     Args:
         width: Length of the last axis.
-        eps: Number that is added to the variance.
-        has_mean: Whether to subtract the mean and add a bias, as LayerNorm does; else RMSNorm.
+        eps: Number that is added to the variance, to avoid a division by 0.
+        has_mean: Whether to compute LayerNorm, with mean and bias, instead of RMSNorm.
     """
 
     def __init__(self, width: int, eps: float, *, has_mean: bool) -> None:
@@ -70,7 +71,7 @@ class NormAroundZero(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(width)) if has_mean else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns ``hidden [..., width]`` normalized, with its type."""
+        """Normalizes ``hidden [..., width]``; the result has the same element type."""
         weight = 1.0 + self.weight.float()
         shape = self.weight.shape
         if self.bias is None:
@@ -81,11 +82,11 @@ class NormAroundZero(torch.nn.Module):
 
 
 class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """Corrects the gradient of the keys that all heads share in megatron-core's latent attention.
+    """Latent attention of megatron-core, with a corrected gradient of the keys' rotary part.
 
     Each tensor-parallel rank computes a part of the latent vector of keys and values, and gathers
-    the rest. The rotated part of keys is shared by all heads, so its gradient is the sum over the
-    heads of all ranks. megatron-core only sums it if each rank computes the whole vector.
+    the rest. All heads share the rotary part of the keys, so its gradient must be summed over the
+    heads of all ranks. megatron-core does so only if each rank computes the whole vector.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -95,7 +96,7 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
 
     def _gathered(self, _module: Any, _inputs: Any, output: Any) -> Any:
         whole = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)
-        if self.config.sequence_parallel:  # megatron-core then gathers the sequence and sums
+        if self.config.sequence_parallel:  # later, megatron-core gathers and sums the gradients
             return scatter_to_sequence_parallel_region(whole, group=self.tp_group), output[1]
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, rotated = whole.split(widths, dim=-1)
@@ -104,10 +105,10 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 
 def norm_of(config: TransformerConfig) -> Any:
-    """Returns the class of norms that no layer specification names, such as the last norm.
+    """Returns the class of normalization layers outside of transformer layers, such as the last.
 
-    If apex is installed, megatron-core uses apex's norm for every model, but that norm rejects
-    RMSNorm.
+    If apex is installed, megatron-core uses the class from apex for every model, but that class
+    does not support RMSNorm.
     """
     is_apex = LayerNormImpl.__name__ == "FusedLayerNorm"
     return (
@@ -116,12 +117,15 @@ def norm_of(config: TransformerConfig) -> Any:
 
 
 class LocalNorm:
-    """Makes torch's norms, with gradients that megatron-core sums over parts of a sequence."""
+    """Makes normalization layers that support sequence parallelism.
+
+    Marks their parameters, so that megatron-core sums the gradients over the parts of a sequence.
+    """
 
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
     ) -> Any:
-        """Returns the norm that megatron-core would make if it supported sequence parallelism."""
+        """Returns a normalization layer of torch, or one with weights stored minus one."""
         split = config.sequence_parallel
         if config.layernorm_zero_centered_gamma:
             has_mean = config.normalization == "LayerNorm"
@@ -146,11 +150,14 @@ LAYER_SETTINGS = (
     "moe_router_group_best",
     "local_attention",
 )
-"""Settings that layers read from megatron-core's configuration, which itself lacks them."""
+"""Names of settings that this program adds to megatron-core's configuration for its layers."""
 
 
 class GroupRouter(TopKRouter):  # type: ignore[misc]
-    """Chooses groups of experts by the sum of their best scores, as many as the settings name."""
+    """Router that chooses groups of experts by the sum of their best scores.
+
+    ``--moe-router-group-best`` is the number of scores in a group that are summed.
+    """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -162,7 +169,7 @@ class GroupRouter(TopKRouter):  # type: ignore[misc]
 
 
 class _GroupChoice:
-    """Chooses experts in the place of megatron-core's record of earlier choices."""
+    """Chooses experts; has the interface of megatron-core's class that replays earlier choices."""
 
     def __init__(self, best: int) -> None:
         self._best = best
@@ -170,10 +177,10 @@ class _GroupChoice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the best ``topk`` of ``scores [tokens, experts]`` in the best groups.
+        """Chooses the ``topk`` experts with the best scores in the best ``group_topk`` groups.
 
         Returns:
-            The scores and the indices of the experts, ``[tokens, topk]`` each.
+            The scores and the indices of the chosen experts, ``[tokens, topk]`` each.
         """
         of_groups = scores.unflatten(-1, (num_groups, -1)).topk(self._best)[0].sum(-1)
         is_out = torch.ones_like(of_groups, dtype=torch.bool)
@@ -184,12 +191,12 @@ class _GroupChoice:
 
 
 class VariedLayer(TransformerLayer):  # type: ignore[misc]
-    """A transformer layer with variations that megatron-core's lacks.
+    """A transformer layer with three optional features that megatron-core does not have.
 
-    ``parallel_residual`` feeds the layer's input to the feed-forward block as well as to attention.
-    The outputs of both are added to the residual as in other layers. ``norm_block_outputs``
-    normalizes the output of both before it is added. ``window_rotary_base`` is the rotary base of
-    layers with a sliding window.
+    With ``parallel_residual``, the input of the layer is the input of both attention and
+    feed-forward block, whose outputs are added to the residual as usual. With
+    ``norm_block_outputs``, the outputs of both are normalized before they are added.
+    ``window_rotary_base`` is a separate rotary base for layers with a sliding window.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -232,7 +239,7 @@ class VariedLayer(TransformerLayer):  # type: ignore[misc]
 
 
 def _normalize(norm: torch.nn.Module, block: Any, inputs: Any, output: Any) -> tuple[Any, None]:
-    """Normalizes the output of a block: a tensor, and a bias that is not added yet or None."""
+    """Hook that normalizes a block's output, after adding the bias that the block left out."""
     hidden, bias = output
     return norm(hidden if bias is None else hidden + bias), None
 
@@ -249,7 +256,7 @@ def completed(part: Any, replacements: Mapping[type, type] = _REPLACEMENTS) -> A
 
     Args:
         part: Class, or specification of megatron-core that contains classes.
-        replacements: Classes by the ones that they replace, by default those of this module.
+        replacements: New class for each class to replace, by default the classes of this module.
     """
     if isinstance(part, ModuleSpec) or type(part).__name__.endswith("Submodules"):
         names = [field.name for field in dataclasses.fields(part)]

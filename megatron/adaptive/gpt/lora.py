@@ -1,18 +1,19 @@
-"""Trains adapters of the frozen linear layers of megatron-core's GPT.
+"""Trains adapters (LoRA) of the frozen linear layers of megatron-core's GPT model.
 
-An adapter adds ``scale * B A x`` to the output of a layer for input ``x`` (LoRA). A layer here may
-stack several layers of the Hugging Face model. Each of these has its own pair of matrices, and all
-pairs are stored in two::
+An adapter adds ``scale * B A x`` to the output of a layer for input ``x``. A layer of megatron-core
+may combine several layers of the Hugging Face model, its parts, such as query, key and value. Each
+part has its own pair of matrices, and all pairs are stored in two tensors::
 
     a  [n * rank, in]   matrices A of n parts, stacked
-    b  [out, rank]      rows as in the layer's weight; each multiplies the rows of a of its part
+    b  [out, rank]      rows as in the layer's weight; each row uses the rows of a of its own part
 
     column-parallel     x --a, whole--> z --gathered--> b, rows of this rank
     row-parallel        x --a, columns of this rank--> z --summed--> b, whole
 
-Between the two only ``z`` goes over the network, ``rank`` wide. Weight gradients of both are
-deferred like those of other layers; a frozen layer has none, so W actions have no other work. No
-tensor before the first adapter requires a gradient, so a backward ends there.
+Tensor-parallel ranks exchange only ``z``, which has ``n * rank`` columns. If the backward pass is
+split, the computation of weight gradients is deferred to the W actions, as for other layers. These
+actions compute no others, because frozen layers have no weight gradients. No tensor before the
+first adapter requires a gradient, so the backward pass ends there.
 
 Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; dropout and scale are applied as in PEFT.
 """
@@ -46,9 +47,10 @@ from megatron.adaptive.engine.deferred_layers import Deferring
 from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defer, is_deferring
 
 MARK = ".lora."
-"""Part of the names of adapters in checkpoints, and of no other names."""
+"""Text in the names of adapters in checkpoints, which no other names contain."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
-# Communication between both matrices, by whether the layer is row-parallel and sequences are split.
+# Functions that communicate between the two matrices. The keys say whether the layer is
+# row-parallel, and whether sequences are split (sequence parallelism).
 _JOINS = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
@@ -59,12 +61,12 @@ _JOINS = {
 
 @dataclass(frozen=True, slots=True)
 class _PartsCall(LayerCall):
-    """Multiplies each row of ``b`` with the part of ``z`` that the row belongs to.
+    """Multiplies each row of ``b`` by the columns of ``z`` that come from the same part.
 
     Attributes:
-        weight: Parameter ``[out, rank]``.
-        row_parts: Mask ``[out, n]``, 1 at the part that a row belongs to. A row of a part without
-            adapter is all 0.
+        weight: Parameter ``b [out, rank]``.
+        row_parts: Mask ``[out, n]``, 1 in the column of the part that a row belongs to. Rows of a
+            part without adapter contain only 0.
     """
 
     weight: torch.nn.Parameter
@@ -93,13 +95,14 @@ class _PartsCall(LayerCall):
 class Adapter(Deferring, torch.nn.Module):
     """Holds the adapters of one linear layer.
 
+    Initial weights depend only on the seed of the run, ``number``, ``name`` and the part.
+
     Args:
-        layer: Layer of megatron-core.
-        name: Name of it in a transformer layer.
+        layer: Linear layer of megatron-core.
+        name: Name of the linear layer in a transformer layer.
         marks: Whether each part of the layer has an adapter.
         config: Settings of the run.
-        number: Number of the transformer layer, from 1. Initial weights depend on it, the name, the
-            part and the seed.
+        number: Number of the transformer layer, from 1.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Adapter(Deferring, torch.nn.Module):
         for part in (part for part, has in enumerate(marks) if has):
             digest = hashlib.sha256(f"{config.run.seed} {number} {name} {part}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            # Kaiming's bound with the slope that PEFT and torch use for linear layers.
+            # Same as Kaiming initialization with the slope that PEFT and torch use.
             bound = whole**-0.5
             matrix = torch.empty(rank, whole).uniform_(-bound, bound, generator=generator)
             first.append(matrix.chunk(ranks, dim=1)[tp_rank] if is_row else matrix)
@@ -132,7 +135,7 @@ class Adapter(Deferring, torch.nn.Module):
         for weight, dim in ((self.a, 1), (self.b, 0)):
             is_divided = is_row == (dim == 1)
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
-            # A rank's gradient covers its part of the sequence; megatron-core sums over ranks.
+            # Makes megatron-core sum gradients over ranks, which each cover a part of a sequence.
             weight.sequence_parallel = self.is_split and not is_divided  # type: ignore[attr-defined]
         indices = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
         rows = torch.zeros(out, dtype=torch.long)
@@ -143,9 +146,9 @@ class Adapter(Deferring, torch.nn.Module):
         self.register_buffer("row_parts", row_parts, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the term to add to the layer's output, from the layer's (normalized) input."""
+        """Returns the term to add to the layer's output for an input after normalization."""
         if self.dropout and self.training:
-            # Ranks that have different columns of a row drop differently, as in attention.
+            # Ranks with different columns of the input need different random numbers.
             is_divided = self.is_row and not self.is_split
             with get_cuda_rng_tracker().fork() if is_divided else contextlib.nullcontext():
                 hidden = F.dropout(hidden, self.dropout)
@@ -161,7 +164,7 @@ class Adapter(Deferring, torch.nn.Module):
         return call.output(hidden)
 
     def sharded(self, prefix: str, offsets: Any, metadata: Any) -> dict[str, Any]:
-        """Returns the weights with their offsets in the whole model."""
+        """Returns the weights, with offsets in the tensors of the whole model, for a checkpoint."""
         weights: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
@@ -178,7 +181,10 @@ class Adapter(Deferring, torch.nn.Module):
 def _parts_of_rows(
     config: TrainerConfig, rows: int, ranks: int, tp_rank: int, is_gated: bool
 ) -> torch.Tensor:
-    """Returns the part of each row of a rank: 0, 1, 2 for query, key, value; 0, 1 for gate, up."""
+    """Returns the index of the part that each row of a layer's weight on this rank belongs to.
+
+    Parts 0, 1 and 2 are query, key and value. In a gated layer, parts 0 and 1 are gate and up.
+    """
     if is_gated:
         return torch.arange(2).repeat_interleave(rows // 2)
     model = config.model
@@ -188,17 +194,17 @@ def _parts_of_rows(
 
 
 class _Adapted:
-    """A linear layer of megatron-core or Transformer Engine with adapters; a mix-in."""
+    """Mix-in that adds adapters to a linear layer of megatron-core or Transformer Engine."""
 
     lora: Adapter
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns output and bias, as the layer without adapters does."""
+        """Returns the output including the adapters' term, and the bias."""
         output, bias = super().forward(hidden, *args, **kwargs)  # type: ignore[misc]
         return output + self.lora(self._normalized(hidden)), bias
 
     def _normalized(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Repeats the norm that some layers of Transformer Engine begin with."""
+        """Returns the input of the matrix product, which Transformer Engine may normalize first."""
         layer: Any = self
         if (weight := getattr(layer, "layer_norm_weight", None)) is None:
             return hidden
@@ -210,7 +216,7 @@ class _Adapted:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Returns the weights of the layer and its adapters, with their offsets."""
+        """Returns the weights of the layer and its adapters for a checkpoint, with offsets."""
         arguments = (prefix, sharded_offsets, metadata)
         weights = super().sharded_state_dict(*arguments)  # type: ignore[misc]
         base = {name: weight for name, weight in weights.items() if MARK not in name}
@@ -223,7 +229,7 @@ def _adapted(layer: type) -> type:
 
 
 def freeze(model: Any, config: TrainerConfig) -> Any:
-    """Freezes a stage of a model and gives its linear layers adapters, if they are trained."""
+    """Freezes the weights of a stage and adds adapters, if the run trains adapters."""
     if not config.lora.is_on:
         return model
     model.requires_grad_(False)
@@ -234,7 +240,8 @@ def freeze(model: Any, config: TrainerConfig) -> Any:
             linear.lora = Adapter(linear, name, marks, config, layer.layer_number)
             linear.__class__ = _adapted(type(linear))  # type: ignore[arg-type]
     if config.recompute.recompute_granularity is not None and model.pre_process:
-        # A recomputed layer only computes gradients if its input requires one.
+        # Make the embedding's output require a gradient: without it, megatron-core's recomputation
+        # of a layer computes no gradients for the adapters.
         model.embedding.register_forward_hook(
             lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled())
         )

@@ -1,40 +1,41 @@
-"""Places megatron-core's GPT on ranks: layers, tied embeddings, stages of unequal width.
+"""Assigns the layers of megatron-core's GPT model to ranks, for placements it does not support.
 
-megatron-core has one placement, the loop. Layer numbers, and with them names in checkpoints and
-initial weights, follow from the layout in its configuration, so a V needs only another layout. The
-code that builds the model marks the first and last stage.
+**Placements.** megatron-core places stages round-robin (loop). It takes layer numbers, which decide
+names in checkpoints and initial weights, from the layout in its configuration. A V-shaped placement
+therefore needs only another layout. The code that builds the model marks the first and last stage.
 
-**Tied embeddings.** The first stage looks tokens up in the embedding, and the last one multiplies
-with it. If these stages are on different ranks, megatron-core makes a copy for the last stage. It
-adds the gradients of both over an embedding group of two ranks, and leaves the copy out of norms.
-In a V with an even number of chunks both stages are on the first rank::
+**Tied embeddings.** The first stage looks tokens up in the embedding, and the last stage uses the
+embedding as output matrix. If these stages are on different ranks, megatron-core makes a copy for
+the last stage. It sums the gradients of both over a process group of these ranks, and does not
+count the copy in the gradient norm. In a V with an even number of chunks, both stages are on the
+first rank::
 
     2 ranks, 2 chunks     loop               v
     rank 0                E: 0   2           E: 0   3 :E'      both copies
     rank 1                   1   3 :E'          1   2
 
 The group then has one rank, and this module does between the chunks what megatron-core does between
-ranks: it copies the initial weights and gives both copies the sum of their gradients. They remain
-two parameters, each in the gradient buffer of its chunk, so that a chunk's reduction over
-data-parallel ranks does not wait for another chunk.
+ranks: it copies the initial weights, and sums the gradients of both copies. The copies remain two
+parameters, each in the gradient buffer of its own chunk. The reduction of one chunk over
+data-parallel ranks therefore does not wait for the other chunk.
 
-**Unequal stages.** megatron-core's parallel state is a grid. If stages have unequal numbers of
-ranks, its groups are set by hand, as if every rank were in a grid of its own width::
+**Unequal stages.** megatron-core requires equal numbers of ranks per stage. If the numbers (widths)
+differ, this module sets megatron-core's process groups itself::
 
     widths 2-1             pipeline     replicas     norm
     stage 0, rank 0        0, 2         0, 1         all ranks
              rank 1        1, 2         0, 1         all ranks
     stage 1, rank 2        0, 2         2            all ranks
 
-- The pipeline group only gives positions: rank 2 is in the pipelines of ranks 0 and 1, and has the
-  group of one of them. No communication may use it.
-- Gradients are summed over a stage's ranks, not averaged: the loss is already divided by the number
-  of microbatches of the whole step.
-- Gradient norm and zeros are counted over all ranks. Parameters of a stage's further replicas are
-  marked as shared, so that each counts once.
-- There is no embedding group. Both copies of a tied embedding are summed after their stages'
-  gradients: the first rank of each stage contributes the sum, the others zeros, and all receive the
-  total.
+- The pipeline group only gives the index of a rank's stage. Rank 2 is in the pipelines of ranks 0
+  and 1, but has the group of only one of them, so no communication may use the group.
+- Gradients are summed over a stage's ranks, not averaged, because the loss is already divided by
+  the number of microbatches in the whole step.
+- The gradient norm and the number of zeros are computed over all ranks. Parameters on all replicas
+  of a stage but the first are marked as shared, so that each parameter is counted once.
+- There is no embedding group. The gradients of a tied embedding's copies are summed after those of
+  their stages: the first rank of each stage contributes its sum, the other ranks zeros, and all
+  receive the total.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from megatron.adaptive.schedule.unequal_widths import Widths, chosen
 
 
 def placement_of(config: TrainerConfig) -> Placement:
-    """Returns the placement of a run's stages."""
+    """Returns the assignment of stages to pipeline ranks for a run's settings."""
     return Placement(
         num_ranks=config.parallel.pipeline_model_parallel_size,
         num_chunks=config.parallel.num_chunks,
@@ -66,15 +67,14 @@ def placement_of(config: TrainerConfig) -> Placement:
 
 
 def widths_of(config: TrainerConfig) -> Widths | None:
-    """Returns the number of ranks of each stage if stages are unequal, else ``None``."""
+    """Returns the number of ranks of each stage if the numbers differ, else ``None``."""
     return chosen(config.parallel.stage_data_parallel_sizes)
 
 
 class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
-    """Gives megatron-core the layers of each stage, by pipeline rank and chunk.
+    """Layout for megatron-core's configuration: the layers of each pipeline rank and chunk.
 
-    It has the methods of megatron-core's layout: ``get_num_layers_to_build``, ``get_layer_offset``,
-    ``get_layer_id_list``.
+    In this example, E is the embedding and L the loss.
 
     ::
 
@@ -83,12 +83,12 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         rank 1                         2     | 3 4 5 L           2     | (none)
 
     Args:
-        placement: Placement of the stages.
-        stages: Kinds of the layers of each stage in pipeline order, see :func:`stages_of`.
+        placement: Assignment of stages to pipeline ranks.
+        stages: Kinds of the layers of each stage in pipeline order, from :func:`stages_of`.
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]]) -> None:
-        # megatron-core places the stages in a loop; self._stages has them in pipeline order.
+        # Restore the pipeline order: megatron-core's class assigns the stages round-robin.
         super().__init__(list(stages), placement.num_ranks)
         in_loop = Placement(num_ranks=placement.num_ranks, num_chunks=placement.num_chunks)
         places = [in_loop.locate(stage) for stage in range(placement.num_stages)]
@@ -105,7 +105,13 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Returns the number of layers of a kind in a chunk; see :meth:`get_layer_offset`."""
+        """Returns the number of layers of a kind in a chunk.
+
+        Args:
+            layer_type: Kind of layer to count.
+            vp_stage: Index of the chunk, ``None`` if ranks have one chunk.
+            pp_rank: Pipeline rank, ``None`` for the rank of this process.
+        """
         return self._stages[self._stage_of(pp_rank, vp_stage)].count(layer_type)
 
     def get_layer_offset(
@@ -114,12 +120,12 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Returns the number of layers of a kind that come before those of a chunk.
+        """Returns the number of layers of a kind on the stages before a chunk.
 
         Args:
             layer_type: Kind of layer to count.
-            vp_stage: Index of the chunk, ``None`` if ranks have one.
-            pp_rank: Pipeline rank, by default this process's.
+            vp_stage: Index of the chunk, ``None`` if ranks have one chunk.
+            pp_rank: Pipeline rank, ``None`` for the rank of this process.
         """
         before = self._stages[: self._stage_of(pp_rank, vp_stage)]
         return sum(layers.count(layer_type) for layers in before)
@@ -136,12 +142,14 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
 def stages_of(
     layers_per_stage: Sequence[int], mtp_layers: int = 0, mtp_stage: int | None = None
 ) -> list[list[str]]:
-    """Returns the layers of each stage, with the embedding in the first and the loss in the last.
+    """Returns the kinds of the layers of each stage, in megatron-core's notation.
+
+    The first stage includes the embedding and the last stage the loss.
 
     Args:
         layers_per_stage: Number of transformer layers of each stage in pipeline order, from 0.
-        mtp_layers: Number of layers of multi-token prediction, which come before the loss.
-        mtp_stage: Stage that has them, by default the last.
+        mtp_layers: Number of multi-token prediction layers, which come before the loss.
+        mtp_stage: Stage with the multi-token prediction layers, ``None`` for the last.
     """
     stages = [["decoder"] * layers for layers in layers_per_stage]
     stages[0].insert(0, "embedding")
@@ -151,21 +159,22 @@ def stages_of(
 
 
 def layout_of(config: TrainerConfig) -> PlacedLayout:
-    """Returns the layers of each stage of a run, with their placement."""
+    """Returns the layout of a run's model for megatron-core's configuration."""
     stages = stages_of(config.layers_per_stage, config.model.mtp_num_layers or 0, config.mtp_stage)
     return PlacedLayout(placement_of(config), stages)
 
 
 def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
-    """Returns the function by which megatron-core finds the embedding group of a pipeline.
+    """Returns a function with which megatron-core makes the embedding group of a pipeline.
 
-    The function takes the global ranks of a pipeline. It returns those with the first or last
-    stage, or with multi-token prediction, which looks tokens up as well.
+    The function takes the global ranks of a pipeline. It returns those with the
+    first stage, the last stage or multi-token prediction, which have copies of the embedding.
     """
     placement = placement_of(config)
     stages = {0, placement.num_stages - 1}
     if config.mtp_stage is not None:
-        # A separate output matrix is no copy, but megatron-core would sum its gradient too.
+        # Leave out the last stage if its output matrix is separate: megatron-core would sum the
+        # gradient of that matrix too.
         stages = {0, config.mtp_stage} | (
             set() if config.model.untie_embeddings_and_output_weights else stages
         )
@@ -177,14 +186,14 @@ def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
     """Returns both copies of a tied embedding, ``None`` on a rank without two copies.
 
     Args:
-        chunks: Model chunks of this rank, wrapped or not.
+        chunks: Model chunks of this rank, with or without the data-parallel wrapper.
     """
     models = unwrap_model(list(chunks))
     first = next((model for model in models if model.pre_process), None)
     last = next((model for model in models if model.post_process), None)
     if first is None or last is None or first is last:
         return None
-    # A layer of multi-token prediction looks tokens up as well.
+    # A multi-token prediction layer has a copy of the embedding, to look tokens up.
     if not (
         first.share_embeddings_and_output_weights or getattr(first.config, "mtp_num_layers", None)
     ):
@@ -201,14 +210,14 @@ def start_equal(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def add_up_copies(chunks: Sequence[torch.nn.Module]) -> None:
-    """Gives both copies of an embedding the sum of their gradients, if this rank has both.
+    """Sets the gradients of both copies of an embedding to their sum, if this rank has both.
 
-    Call it after the data-parallel reduction. With the distributed optimizer only a rank's share of
-    the gradients is valid then. It is the same share in both copies, because megatron-core puts
-    each copy in a separate bucket.
+    Must be called after the data-parallel reduction. With the distributed optimizer, only a part of
+    the gradients is valid on a rank then. It is the same part of both copies, because megatron-core
+    puts each copy in a separate bucket.
 
     Args:
-        chunks: Model chunks of this rank, wrapped for data parallelism.
+        chunks: Model chunks of this rank, in the data-parallel wrapper.
     """
     copies = local_copies(chunks)
     if copies is not None and copies[0].requires_grad:
@@ -225,16 +234,19 @@ def finalize_gradients(
     *,
     widths: Widths | None = None,
 ) -> None:
-    """Does the work of megatron-core's ``finalize_model_grads`` for every placement.
+    """Reduces gradients after the backward passes of a step, for any placement of stages.
+
+    Extends megatron-core's ``finalize_model_grads``. Collective over all ranks.
 
     Args:
-        chunks: Model chunks of this rank, wrapped for data parallelism.
-        num_tokens: Number of tokens of the loss on the rank of the last stage, 0 on others, if
-            gradients are to be divided by it. megatron-core would ask the last rank of the
-            pipeline, which need not have the last stage.
-        pg_collection: Process groups, by default megatron-core's global ones.
-        force_all_reduce: Whether to all-reduce instead of reduce-scatter, as in megatron-core.
-        widths: Widths of the stages if they are unequal.
+        chunks: Model chunks of this rank, in the data-parallel wrapper.
+        num_tokens: Number of tokens in the loss on the rank of the last stage, 0 on others.
+            Gradients are divided by the sum over all ranks. ``None`` to not divide them.
+            megatron-core would take the number from the last pipeline rank, which need not have the
+            last stage.
+        pg_collection: Process groups, ``None`` for megatron-core's global ones.
+        force_all_reduce: Whether to use all-reduce instead of reduce-scatter, as in megatron-core.
+        widths: Number of ranks of each stage if the numbers differ, else ``None``.
     """
     finalize_model_grads(
         list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce
@@ -272,13 +284,13 @@ _REPLICA_GROUPS_GLOO = (
     "_EXPERT_DATA_PARALLEL_GROUP_GLOO",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
 )
-# Process group of the ranks that may have a copy of the embedding. It lives as long as the groups
-# of parallel_state, which are global too.
+# Process group of the first and last stage's ranks, which have copies of a tied embedding. It is a
+# global variable, like the process groups of parallel_state.
 _ends_group: Any = None
 
 
 def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
-    """Makes megatron-core's groups for stages of unequal widths. Collective over all ranks."""
+    """Sets megatron-core's process groups for stages with unequal numbers of ranks. Collective."""
     # Start with one stage over all ranks, and replace its groups below.
     parallel_state.initialize_model_parallel(1, 1, distributed_timeout_minutes=timeout_minutes)
     everybody = parallel_state.get_data_parallel_group()
@@ -308,19 +320,20 @@ def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
 
 def _set(names: Sequence[str], value: Any) -> None:
     for name in names:
-        # Other versions of megatron-core may have other names for a group.
+        # Fail if another version of megatron-core has other names for its process groups.
         assert hasattr(parallel_state, name), f"megatron-core has no {name}"
         setattr(parallel_state, name, value)
 
 
 def start_unequal(chunks: Sequence[torch.nn.Module], widths: Widths) -> None:
-    """Copies the first stage's tied embedding to the last stage. Collective.
+    """Prepares a model whose stages have unequal numbers of ranks. Collective over all ranks.
 
-    Also marks the parameters of a stage's further replicas as shared.
+    Copies the first stage's tied embedding to the last stage. Marks parameters on all replicas of a
+    stage but the first as shared.
 
     Args:
-        chunks: The one chunk of this rank, not wrapped.
-        widths: Widths of the stages.
+        chunks: The only chunk of this rank, without the data-parallel wrapper.
+        widths: Number of ranks of each stage.
     """
     weight = _tied_weight(chunks)
     if weight is not None:

@@ -1,4 +1,7 @@
-"""Builds all parts of a training run, in the one order that works on all ranks."""
+"""Builds all parts of a training run: model, optimizer, data, executor and trace.
+
+All ranks build the parts in the same order, because many of the steps are collective.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,11 @@ from megatron.adaptive.profiling.free_memory import total_host_bytes
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _SHORT = 0.5
-"""Assumed size of the shortest microbatches, which fill the pipeline, relative to the mean."""
+"""Assumed length of the shortest microbatches relative to the mean, for the size of buffers."""
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
-    """Returns the orders of work of the schedule. Collective over all ranks."""
+    """Returns the object that provides the order of each rank's actions. Collective."""
     config = job.config
     settings = job.config.schedule
     orders = Orders(
@@ -77,26 +80,29 @@ def _record_shape(config: TrainerConfig, orders: Orders) -> RecordShape:
 
 
 def _record_index(config: TrainerConfig) -> int:
-    """Returns the index of this rank's orders among those of a recorded step."""
+    """Returns the index of this rank's order of actions among those of a recorded step."""
     pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
     if config.balance == "off":
-        return pp_rank  # all replicas have the same orders
+        return pp_rank  # all replicas run actions in the same order
     ranks = config.parallel.pipeline_model_parallel_size
     return int(parallel_state.get_data_parallel_rank()) * ranks + pp_rank
 
 
 def make_recording(run: Run, after_step: int) -> Recording | None:
-    """Returns the writer of orders to ``--record-schedule``, ``None`` without that flag.
+    """Returns the object that records orders of actions for ``--record-schedule``.
 
     Args:
-        run: Built run.
-        after_step: Last step of an earlier start of the job, 0 at the first start.
+        run: Run with a built model.
+        after_step: Number of steps that earlier starts of the job did, 0 at the first start.
+
+    Returns:
+        The object, ``None`` without ``--record-schedule``.
     """
     job = run.job
     path = job.config.schedule.record_schedule
     if path is None:
         return None
-    assert isinstance(run.forward_backward, ForwardBackward)  # a rule between flags ensures it
+    assert isinstance(run.forward_backward, ForwardBackward)  # ensured by the checks of flags
     recorded = (
         (job.config.balance != "off" or parallel_state.get_data_parallel_rank() == 0)
         and parallel_state.get_context_parallel_rank() == 0
@@ -113,13 +119,15 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Holds the number of samples of the whole run, and its datasets.
+    """Holds the datasets of a run, and the numbers of samples that it uses.
 
     Attributes:
-        iterations: Number of iterations of the whole training.
-        train_samples: Number of training samples from the first to the last iteration.
-        valid_samples: Number of samples of all validations together.
-        train, valid, test: Datasets, ``None`` on a rank that does not need them.
+        iterations: Number of iterations of the whole training run.
+        train_samples: Number of training samples in all iterations.
+        valid_samples: Number of samples in all validations.
+        train: Dataset for training, ``None`` on a rank that needs no data.
+        valid: Dataset for validation, ``None`` on a rank that needs no data.
+        test: Dataset for the test after training, ``None`` on a rank that needs no data.
     """
 
     iterations: int
@@ -132,20 +140,22 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Holds a run that is built and ready for its first step.
+    """Holds all parts of a run that is ready for its first step.
 
     Attributes:
-        job: This process within the job.
-        placement: Placement of the stages.
-        chunks: Model chunks of this rank, wrapped for data parallelism.
-        core: megatron-core's configuration, shared by the chunks.
-        optimizer, scheduler: megatron-core's optimizer and learning rate scheduler.
-        samples: Samples of the run.
-        forward_backward: Function that runs one step, on the executor or by megatron-core.
-        wiring: Executor and its channels, ``None`` with megatron-core's schedule.
-        tracing: Trace of the run.
-        replay: Source of recorded orders, ``None`` if none are replayed.
-        padded_vocab_size: Number of rows of the embedding.
+        job: Settings of the run, and rank and process groups of this process.
+        placement: Assignment of stages to pipeline ranks.
+        chunks: Models of this rank's stages, each in megatron-core's data-parallel wrapper.
+        core: megatron-core's configuration of the model, shared by the chunks.
+        optimizer: megatron-core's optimizer.
+        scheduler: megatron-core's scheduler of learning rate and weight decay.
+        samples: Datasets and numbers of samples.
+        forward_backward: Function that runs the forward and backward passes of a step, with this
+            program's executor or with megatron-core's schedule.
+        wiring: Executor and its channels to other ranks, ``None`` with megatron-core's schedule.
+        tracing: Object that records the trace of the run.
+        replay: Source of recorded orders of actions, ``None`` if no record is replayed.
+        padded_vocab_size: Number of rows of the embedding, including padding rows.
     """
 
     job: TrainingJob
@@ -163,7 +173,7 @@ class Run:
 
 
 class KeptParts(NamedTuple):
-    """Holds parts of a run that the next one reuses if the placement stays; see ``Run``."""
+    """Holds parts of a :class:`Run` that can be reused after a change of the layer partition."""
 
     samples: Samples
     padded_vocab_size: int
@@ -174,8 +184,8 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
     """Builds model, optimizer, data, executor and trace. Collective over all ranks.
 
     Args:
-        job: This process within the job.
-        kept: Parts of an earlier run to reuse, ``None`` to build all.
+        job: Settings of the run, and rank and process groups of this process.
+        kept: Parts of an earlier run to reuse, ``None`` to build all parts.
     """
     config = job.config
     placement = placement_of(config)
@@ -227,7 +237,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
 def _start_trace(
     job: TrainingJob, placement: Placement, chunks: Sequence[torch.nn.Module], rows: int
 ) -> Tracing:
-    """Opens the trace of a run whose embedding has ``rows`` rows."""
+    """Opens the trace of a run; ``rows`` is the number of rows of the embedding."""
     config = job.config
     schedule = job.config.schedule
     tracing = open_trace(
@@ -264,8 +274,9 @@ def _wire(
         timeout_s=config.schedule.pipeline_timeout_s,
         tracing=tracing,
         transport=config.transport,
-        # Assume the worst case. If stages are unequal, a stage may get all microbatches of the
-        # job. If microbatches are assigned per step, a replica may get twice its share.
+        # Assume the worst case. If stages have unequal numbers of ranks, a stage may get all
+        # microbatches of the job. If microbatches are assigned to replicas at each step, a replica
+        # may get twice the average.
         in_flight=orders.inputs_in_flight(
             config.num_microbatches
             * (1 if widths is None else widths.round_size)
@@ -280,7 +291,17 @@ def _wire(
 def make_loader(
     run: Run, dataset: Any, consumed_samples: int, *, on_read: OnRead | None = None
 ) -> MicrobatchLoader | None:
-    """Returns a loader over ``dataset`` from sample ``consumed_samples``, ``None`` without data."""
+    """Returns a loader of this rank's microbatches.
+
+    Args:
+        run: Run with a built model.
+        dataset: Dataset to read, ``None`` on a rank that needs no data.
+        consumed_samples: Number of samples to skip, because they were used before.
+        on_read: Function that is called after each read.
+
+    Returns:
+        The loader, ``None`` on a rank that needs no data.
+    """
     if dataset is None:
         return None
     config = run.job.config
@@ -288,7 +309,7 @@ def make_loader(
     return MicrobatchLoader(
         dataset,
         consumed_samples=consumed_samples,
-        # If stages are unequal, these are the replicas of this rank's stage.
+        # Use the replicas of this rank's stage: if stages are unequal, others have other numbers.
         batching=replace(
             batching_of(config), replicas=parallel_state.get_data_parallel_world_size()
         ),
@@ -301,20 +322,20 @@ def make_loader(
 
 
 def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
-    """Returns the number of processes that read data for a rank that needs it.
+    """Returns the number of processes that read data for a rank.
 
     Args:
-        config: Settings of the run; ``--num-workers``, if given, decides.
+        config: Settings of the run. ``--num-workers`` overrides the default.
         is_cuda: Whether the rank computes on a GPU.
     """
     if config.data.num_workers is not None:
         return config.data.num_workers
-    # Without a spare processor, a reader process only takes time from the ranks.
+    # Ranks on CPUs leave no processor free, so reader processes would only slow them down.
     return 2 if is_cuda else 0
 
 
 def batching_of(config: TrainerConfig) -> Batching:
-    """Returns the settings by which samples become microbatches."""
+    """Returns the settings that decide how samples are combined to microbatches."""
     parallel = config.parallel
     context = parallel.context_parallel_size
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -330,7 +351,7 @@ def batching_of(config: TrainerConfig) -> Batching:
 
 
 def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
-    """Returns the shape ``[s, b, h]`` of the largest tensor between stages."""
+    """Returns the shape ``[s, b, h]`` of the largest tensor that a stage sends to the next."""
     length = config.model.seq_length // config.parallel.context_parallel_size
     if config.data.pack_to is not None:
         length = batching_of(config).row_tokens(config.data.pack_to)
@@ -342,7 +363,10 @@ def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
 
 
 def passes_predictions(config: TrainerConfig) -> bool:
-    """Returns whether hidden states of multi-token prediction are passed on to the last stage."""
+    """Returns whether multi-token prediction is on an earlier stage than the last.
+
+    Its hidden states are then sent on to the last stage.
+    """
     return config.mtp_stage not in (None, config.num_stages - 1)
 
 
@@ -356,14 +380,14 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
     config = job.config
     run = config.run
     data = config.data
-    # Every rank needs the lengths of documents if they vary, because they decide the microbatches.
+    # All ranks need the documents if lengths vary, because lengths decide the microbatches.
     needs_data = data.variable_seq_lengths or _needs_data(config, placement)
     sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
     if run.train_iters is not None:
         iterations = run.train_iters
         train_samples = iterations * config.batch.global_batch_size
     else:
-        assert run.train_samples is not None  # a rule between flags ensures it
+        assert run.train_samples is not None  # ensured by the checks of flags
         train_samples = run.train_samples
         iterations = sizes.iterations_for(train_samples)
     per_validation = run.eval_iters * config.batch.global_batch_size
@@ -399,7 +423,11 @@ def _connect_chunks(
     chunks: Sequence[torch.nn.Module],
     optimizer: Any,
 ) -> None:
-    """Sets in megatron-core's configuration how gradients are scaled, delayed and reduced."""
+    """Adds functions of the chunks and the optimizer to megatron-core's configuration.
+
+    megatron-core's schedule and the executor call them to scale losses and to start or delay the
+    communication of gradients and parameters. Also enables megatron-core's timers.
+    """
     parallel = config.parallel
     timing = config.logging
     if timing.timing_log_level:
@@ -422,13 +450,13 @@ _GIB = 1 << 30
 
 
 def require_room(config: TrainerConfig, accelerator: Accelerator) -> None:
-    """Checks, before anything is built, that a rank has memory for its part of the weights.
+    """Checks, before the model is built, that the weights of a rank fit in memory.
 
-    Gradients, the optimizer's state and activations are not counted, so a model that passes may
-    still not fit. Each pipeline rank is assumed to have an average part.
+    Gradients, optimizer state and activations are not counted, so a model that passes may still not
+    fit. All ranks are assumed to have equal parts of the weights.
 
     Raises:
-        ConfigError: If the weights alone are larger than the memory.
+        ConfigError: If the weights alone are larger than the device's memory.
     """
     parallel = config.parallel
     shape = trainer_shape(config)

@@ -1,4 +1,4 @@
-"""Runs one training or evaluation step: forward, backward, optimizer, reported losses."""
+"""Runs training and evaluation steps: forward and backward passes, optimizer, mean losses."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ class StepResult:
     """Holds the results of a training step.
 
     Attributes:
-        losses: Mean losses by name, on ranks of the last stage; empty elsewhere.
-        updated: Whether the parameters changed; False after an overflow in fp16.
-        grad_norm: Norm of all gradients before clipping, ``None`` if it is not computed.
+        losses: Mean losses by name, on ranks of the last stage; empty on other ranks.
+        updated: Whether the parameters were updated. False if gradients overflowed in fp16.
+        grad_norm: L2 norm of all gradients before clipping, ``None`` if it is not computed.
         num_zeros: Number of zeros in the gradients, ``None`` if they are not counted.
-        bubble_fraction: Idle part of the pipeline's step, ``None`` at iterations without a log.
-        curves: Values for TensorBoard alone by tag, on the ranks that have losses.
+        bubble_fraction: Fraction of the step in which the pipeline's ranks were idle, ``None`` at
+            iterations that are not logged.
+        curves: Values only for TensorBoard, by tag, on ranks of the last stage.
     """
 
     losses: dict[str, float]
@@ -53,7 +54,7 @@ class StepResult:
 
 
 class Step:
-    """Runs the steps of a built run."""
+    """Runs training steps, evaluation and text generation with a built model."""
 
     def __init__(self, run: Run) -> None:
         config = run.job.config
@@ -69,7 +70,8 @@ class Step:
         self._forward = GptForward(run.job.accelerator)
         self._balancing = _balancing_losses(config.core)
         self._eval_steps = 0
-        self.times: RankTimes | None = None  # times of the last training step on the executor
+        # Times in the last training step; they stay None with megatron-core's schedule.
+        self.times: RankTimes | None = None
 
     def train(
         self,
@@ -83,13 +85,13 @@ class Step:
 
         Args:
             microbatches: Microbatches of this rank, ``None`` on a rank that needs no data.
-            num_microbatches: Number of microbatches.
-            iteration: Number of the step, part of the key of its random numbers.
-            before_update: Function that is called when the state is about to change.
+            num_microbatches: Number of microbatches of this rank.
+            iteration: Number of the step, from which random numbers for dropout are derived.
+            before_update: Function that is called before the optimizer changes the parameters.
             dealt: Assignment of microbatches to replicas, ``None`` if assigned round-robin.
 
         Raises:
-            AdaptiveError: If a gradient is not a finite number.
+            AdaptiveError: If a gradient is infinite or NaN.
             DeviceMemoryError: If the device ran out of memory.
         """
         run = self._run
@@ -136,17 +138,17 @@ class Step:
         *,
         until: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Runs the forward over batches of ``loader``.
+        """Computes the mean losses over batches of ``loader``, without gradients.
 
         Args:
             loader: Loader of the batches, ``None`` on a rank that needs no data.
-            iterations: Largest number of batches.
-            num_microbatches: Number of microbatches per batch.
-            until: Function that is called after each batch; True ends early. It must return the
-                same value on all ranks.
+            iterations: Maximum number of batches.
+            num_microbatches: Number of microbatches of this rank per batch.
+            until: Function that is called after each batch. If it returns True, no more batches are
+                evaluated. It must return the same value on all ranks.
 
         Returns:
-            The mean losses, on ranks of the last stage.
+            The mean losses by name, on ranks of the last stage; empty on other ranks.
         """
         steps = []
         for _ in range(iterations):
@@ -157,19 +159,19 @@ class Step:
         return self._mean_losses(steps)
 
     def generate(self, tokens: Sequence[int], count: int, num_microbatches: int) -> list[int]:
-        """Continues a text with the likeliest token each time. Collective.
+        """Continues a text by greedy decoding, with the most probable token each time. Collective.
 
-        The whole text runs through the pipeline for each token, in every replica. This is meant to
-        look at a model, not to serve it.
+        This is slow, and meant for a look at the model: for each new token, all replicas process
+        the whole text again.
 
         Args:
             tokens: Tokens of the text, at least one.
-            count: Number of tokens to add, limited by the sequence length.
-            num_microbatches: Number of equal microbatches per step, for schedules that need
-                several.
+            count: Number of tokens to add. The sequence length limits it.
+            num_microbatches: Number of copies of the text per step, as some schedules need several
+                microbatches.
 
         Returns:
-            The tokens that follow, on all ranks.
+            The new tokens, on all ranks.
         """
         job = self._run.job
         length = self._config.model.seq_length
@@ -180,7 +182,7 @@ class Step:
             batch = {"tokens": rows, "position_ids": torch.arange(length).expand_as(rows)}
             forward = NextToken(job.accelerator, len(text) - 1)
             reduced = self._forward_only([batch] * num_microbatches, num_microbatches, forward)
-            # Only ranks of the last stage have the token; the others contribute -1.
+            # Send the token to all ranks: those of the last stage have it, others contribute -1.
             last = torch.tensor(int(reduced[0][TOKEN_NAME]) if reduced else -1)
             dist.all_reduce(last, op=dist.ReduceOp.MAX, group=job.control_group)
             text.append(int(last))
@@ -190,7 +192,7 @@ class Step:
     def _forward_only(
         self, microbatches: Any, num_microbatches: int, forward: NextToken | None = None
     ) -> list[Any]:
-        """Runs the forward in evaluation mode."""
+        """Runs forward passes in evaluation mode; returns the losses of each microbatch."""
         run = self._run
         for chunk in run.chunks:
             chunk.eval()
@@ -219,9 +221,9 @@ class Step:
         run = self._run
         model = self._config.model
         if microbatches is not None:
-            num_microbatches = len(microbatches)  # packing may make fewer
+            num_microbatches = len(microbatches)  # packing may make fewer microbatches
         more: dict[str, Any] = {}
-        if run.wiring is not None:  # megatron-core's loop does not take sizes
+        if run.wiring is not None:  # megatron-core's loop has no argument for sizes
             more["sizes"] = getattr(microbatches, "sizes", None)
         if dealt is not None:
             more["loss_parts"] = dealt.total
@@ -243,9 +245,10 @@ class Step:
         )
 
     def _finish_step(self, iteration: int) -> float | None:
-        """Closes the step's trace; returns the bubble fraction over all ranks.
+        """Ends the step's trace, and returns the fraction of the step in which ranks were idle.
 
-        The average is computed at logged iterations only, because it needs an all-reduce.
+        The fraction is computed only at logged iterations, because it needs an all-reduce. At
+        others, ``None`` is returned.
         """
         run = self._run
         if run.wiring is None:
@@ -265,23 +268,23 @@ class Step:
     def _mean_losses(
         self, steps: Sequence[list[Any]], dealt: Dealt | None = None
     ) -> dict[str, float]:
-        """Averages the reported losses over microbatches, steps and data-parallel ranks.
+        """Averages losses over microbatches, steps and data-parallel ranks.
 
-        With a loss per token, averages over all of their tokens.
+        If losses are computed per token, the mean is over all tokens.
 
         Args:
-            steps: Losses of each microbatch, for each of some steps.
+            steps: Losses of each microbatch in each step.
             dealt: Assignment of microbatches to replicas, ``None`` if assigned round-robin. It
                 requires a single step.
 
         Returns:
-            Names and values on ranks of the last stage, nothing elsewhere.
+            Mean losses by name on ranks of the last stage, empty on other ranks.
         """
         reported = [losses for step in steps for losses in step]
         if not reported:
             return {}
         total = torch.stack([losses[LOSS_NAME] for losses in reported])
-        # Each entry has a sum and a number of tokens with a loss per token, else a mean.
+        # Each entry is a sum and a number of tokens if losses are computed per token, else a mean.
         replicas = parallel_state.get_data_parallel_world_size()
         if total.dim() > 1:
             mean = total.sum(dim=0)
@@ -295,11 +298,12 @@ class Step:
         return {LOSS_NAME: float(mean[0] / mean[1] if mean.dim() else mean)}
 
     def _further_losses(self, num_microbatches: int, dealt: Dealt | None) -> dict[str, float]:
-        """Averages the losses of multi-token prediction, under Megatron-LM's names.
+        """Returns the mean losses of multi-token prediction, under Megatron-LM's names.
 
-        The average weighs microbatches equally, even with a loss per token, as in Megatron-LM.
+        All microbatches have equal weights, even if they have different numbers of tokens, as in
+        Megatron-LM.
         """
-        # The tracker is global, so its values may be of an earlier model.
+        # Remove the values even if they are not used: they may be those of an earlier model.
         sums = MTPLossLoggingHelper.tracker.pop("values", None)
         if sums is None or not num_microbatches or self._config.model.mtp_num_layers is None:
             return {}
@@ -314,16 +318,17 @@ class Step:
     def _mean_balancing_losses(
         self, num_microbatches: int, dealt: Dealt | None
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Averages the losses that balance experts, under Megatron-LM's names. Collective.
+        """Returns the mean auxiliary losses that balance experts. Collective.
 
-        The average is over microbatches and layers with experts. As in megatron-core, losses of the
-        load are summed over tensor- and context-parallel ranks, where each has its part of them,
-        and averaged over replicas. The z-loss is averaged over all ranks; megatron-core takes that
-        of one rank.
+        Names are Megatron-LM's. The mean is over microbatches and layers with experts. As in
+        megatron-core, load-balancing losses are summed over tensor- and context-parallel ranks,
+        which each have a part of the sum, and averaged over replicas. The z-loss is averaged over
+        all ranks, while megatron-core takes the value of one rank.
 
         Returns:
-            Values by name, and each layer's by TensorBoard's tag if they are asked for. Both are
-            empty on other stages than the last.
+            Two mappings: mean losses by name, and losses per layer by TensorBoard's tag. The latter
+            is empty without ``--moe-per-layer-logging``. Both are empty on other stages than the
+            last.
         """
         run = self._run
         names = self._balancing
@@ -332,7 +337,7 @@ class Step:
         sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
         tracker = get_moe_layer_wise_logging_tracker()
         for row, name in enumerate(names):
-            if name in tracker:  # missing on stages without experts
+            if name in tracker:  # not in the tracker on stages without experts
                 sums[row] = tracker[name]["values"]
         clear_aux_losses_tracker()
         dist.all_reduce(sums, group=run.job.control_group)
@@ -366,7 +371,7 @@ _LOSS_OF_KIND = {
 
 
 def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
-    """Returns megatron-core's names of the losses that balance experts."""
+    """Returns megatron-core's names of the enabled auxiliary losses that balance experts."""
     if core.num_moe_experts is None:
         return ()
     kinds = zip(core.moe_router_load_balancing_type, core.moe_aux_loss_coeff, strict=True)
@@ -375,7 +380,10 @@ def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
 
 
 def gather_parameters(run: Run) -> None:
-    """Completes the parameters that the next forward would gather. Collective over all ranks."""
+    """Gathers the updated parameters now, instead of in the next forward pass.
+
+    Needed before parameters are read, with ``--overlap-param-gather``. Collective over all ranks.
+    """
     if run.job.config.parallel.overlap_param_gather:
         for chunk in run.chunks:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
@@ -384,24 +392,24 @@ def gather_parameters(run: Run) -> None:
 def counted_parameters(
     run: Run, chunk: torch.nn.Module
 ) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
-    """Yields the parameters of a chunk that this rank contributes to sums over all ranks.
+    """Yields the parameters of a chunk that this rank contributes to a sum over all ranks.
 
-    If each rank adds ``value / copies``, the sum counts each parameter of the model once.
+    If each rank adds ``value / copies``, each parameter of the model is counted once in the sum.
 
     Args:
         run: Run that the chunk belongs to.
         chunk: Model chunk of this rank.
 
     Yields:
-        Name, parameter, and the number of ranks that count the same part of it.
+        Name, parameter, and the number of ranks with the same values (``copies``).
     """
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if run.job.config.parallel.unequal_sizes is not None:
-        replicas = 1  # further replicas of a stage have only shared parameters
+        replicas = 1  # parameters of all replicas but the first are marked as shared
     for name, parameter in chunk.named_parameters():
         if getattr(parameter, "shared", False):
             continue
-        if not getattr(parameter, "allreduce", True):  # experts are shared by fewer ranks
+        if not getattr(parameter, "allreduce", True):  # an expert, of which fewer ranks have a copy
             yield name, parameter, parallel_state.get_expert_data_parallel_world_size()
         elif (
             getattr(parameter, "tensor_model_parallel", False)
@@ -422,13 +430,13 @@ def params_norm(run: Run) -> float:
 
 
 _NOT_FINITE = re.compile(r"\bfound (NaN|Inf) in local grad norm\b")
-"""Text of megatron-core's error about a gradient, which has no class of its own."""
+"""Pattern of megatron-core's error for a gradient that is not finite, a plain RuntimeError."""
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""Text of torch's error on a CPU, which has no class of its own."""
+"""Text of torch's error if a CPU has no memory left, a plain RuntimeError."""
 
 
 def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
-    """Returns the one-line error for a device that ran out of memory."""
+    """Returns an error that describes on one line that this rank's device ran out of memory."""
     accelerator = run.job.accelerator
     gib = 1024**3
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()

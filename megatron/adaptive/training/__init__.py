@@ -1,1 +1,1 @@
-"""Trains a model: process, loop, hooks, logging, measurement of layers."""
+"""Training loop with its hooks, the process around it, logging, and measurement of layers."""

@@ -1,11 +1,14 @@
 """Reports a run: Megatron-LM's log lines, curves in loggers, progress.jsonl, a progress bar.
 
-Owns wording, averages and frequency. The training loop measures, and passes one
-:class:`IterationReport` per iteration. This module turns it into a list of figures, which it shows
-as a line, as curves and as an entry of ``progress.jsonl``. TensorBoard, Weights & Biases and MLflow
-receive curves, the picture of a step and findings through one interface, :class:`_Logger`. One rank
-writes everything: the last of the ranks that have the loss. In a looping placement that is the last
-rank of all, as in Megatron-LM.
+The training loop measures each iteration and passes an :class:`IterationReport`. This module
+decides how often and in which words to report it, and computes averages. It converts the report to
+a list of values (figures), which it writes as a line, as curves and as an entry of
+``progress.jsonl``.
+TensorBoard, Weights & Biases and MLflow receive curves, the picture of a step and the diagnosis's
+findings through one interface, :class:`_Logger`.
+
+A single rank writes everything: the last of the ranks that have the loss. If stages are placed
+round-robin, this is the last rank of all, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -42,21 +45,21 @@ from megatron.adaptive.trace.files import BestEffortFile
 from megatron.adaptive.trace.trace_format import SLICES
 
 _MAIN_LOSS = "lm loss"
-_SIZES = (  # parallel sizes in progress.jsonl, see ``startup_line``
+_SIZES = (  # names of the parallel sizes that progress.jsonl contains
     "world_size",
     "data_parallel_size",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
 )
-_MAX_EXPONENT = 20.0  # Megatron-LM's bound: a perplexity above exp(20) is not informative
-_CURVES_S = 5.0  # longest time between writes, unless --tensorboard-queue-size points come first
+_MAX_EXPONENT = 20.0  # limit of Megatron-LM: a perplexity above exp(20) is shown as exp(20)
+_CURVES_S = 5.0  # maximum time between writes in seconds; a full queue is written earlier
 
 
 def startup_line(cfg: TrainerConfig) -> str:
     """Returns Megatron-LM's line about the parallel sizes.
 
-    Unequal stages and a context parallel size above 1 are at the end, so that the beginning always
-    has the same form.
+    Numbers of ranks of unequal stages, and a context-parallel size above 1, are appended, so that
+    the beginning of the line always has the same format.
     """
     parallel = cfg.parallel
     line = (
@@ -74,14 +77,15 @@ def startup_line(cfg: TrainerConfig) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep(StepResult):
-    """Describes a training step that is done, for the hooks.
+    """Describes a completed training step, for the hooks.
 
     Attributes:
-        iteration: Number of the iteration in the whole training, from 1.
-        global_batch_size: Number of samples over all ranks.
-        num_microbatches: Number of microbatches of this rank.
-        load: Tokens and padding of all microbatches, ``None`` if samples have equal lengths.
-        begin_s: Begin of the step in seconds, on :func:`time.perf_counter`.
+        iteration: Number of the iteration in the whole training run, from 1.
+        global_batch_size: Number of samples in the step over all ranks.
+        num_microbatches: Number of microbatches that this rank processed in the step.
+        load: Number of tokens and fraction of padding over all microbatches, ``None`` if samples
+            have equal lengths.
+        begin_s: Time at which the step began in seconds, by :func:`time.perf_counter`.
     """
 
     iteration: int
@@ -93,16 +97,18 @@ class TrainedStep(StepResult):
 
 @dataclass(frozen=True, kw_only=True)
 class IterationReport(TrainedStep):
-    """Holds the measurements of one iteration, besides its results.
+    """Describes a completed training step together with measurements, for the log.
 
     Attributes:
-        consumed_samples: Number of samples of the whole training so far, including this iteration.
+        consumed_samples: Number of training samples used so far, including this iteration.
         elapsed_s: Wall time of the iteration in seconds.
-        learning_rate: Learning rate in the optimizer after the iteration.
-        loss_scale: Loss scale in the optimizer after the iteration, 1 without one.
-        params_norm: Norm of all parameters, with ``--log-params-norm``.
-        memory_bytes: Memory in use on the device, or of the process on a CPU, after the iteration.
-        peak_memory_bytes: Largest value of ``memory_bytes`` so far.
+        learning_rate: Learning rate after the iteration.
+        loss_scale: Factor by which the loss is multiplied (loss scaling), after the iteration. It
+            is 1 without loss scaling.
+        params_norm: L2 norm of all parameters, ``None`` without ``--log-params-norm``.
+        memory_bytes: Size in bytes of the memory in use on the GPU, or by the process on a CPU,
+            after the iteration.
+        peak_memory_bytes: Maximum of ``memory_bytes`` so far.
     """
 
     consumed_samples: int
@@ -115,23 +121,24 @@ class IterationReport(TrainedStep):
 
     @property
     def is_nan(self) -> bool:
-        """Whether a loss is infinite or not a number."""
+        """Whether any loss is infinite or NaN."""
         return not all(math.isfinite(loss) for loss in self.losses.values())
 
 
 class TrainingLog:
     """Writes the log of a run: lines on ``stream``, curves in loggers, a bar on a terminal.
 
-    Every rank has one and makes the same calls; only the writer writes. Not thread-safe.
+    Every rank makes the same calls on its own object, but only one rank writes. Not thread-safe.
 
     Args:
         cfg: Settings of the run.
         is_writer: Whether this rank writes; it must be True on exactly one rank.
-        accelerator: Device whose peak the utilization is relative to.
-        total_iterations: Number of iterations of the whole training.
+        accelerator: Device of this rank. Its peak FLOP/s is the basis of the utilization (MFU).
+        total_iterations: Number of iterations of the whole training run.
         start_iteration: Number of iterations done before this process began, 0 for a new run.
-        stream: Stream for the lines, standard output by default.
-        padded_vocab_size: Number of rows of the embedding; by default the tokenizer is loaded.
+        stream: Stream to which lines are printed, ``None`` for standard output.
+        padded_vocab_size: Number of rows of the embedding, for the FLOPs; ``None`` to load the
+            tokenizer and take the number from it.
 
     Raises:
         ConfigError: If TensorBoard's folder cannot be written.
@@ -159,7 +166,7 @@ class TrainingLog:
         self._begun_at = start_iteration
         self._stream = sys.stdout if stream is None else stream
         self._flops_per_token: float | None = None
-        self._reports: list[IterationReport] = []  # since the last line
+        self._reports: list[IterationReport] = []  # reports since the last line
         self._iteration = start_iteration
         self._gains: tuple[str, ...] = ()
         self._bar: tqdm[Any] | None = None
@@ -191,17 +198,19 @@ class TrainingLog:
     def hand_over(
         self, iteration: int, *, is_writer: bool, gather: Callable[[object], Sequence[Any]]
     ) -> None:
-        """Makes another rank the writer, which continues the current averages; all ranks call it.
+        """Makes another rank write the log, and sends it the reports since the last line.
+
+        All ranks must call this method together.
 
         Args:
             iteration: Number of iterations done.
-            is_writer: Whether this rank writes from now on; True on one rank.
+            is_writer: Whether this rank writes from now on; it must be True on exactly one rank.
             gather: Function that gathers an object from every rank.
         """
         was_writer, self._is_writer = self._is_writer, is_writer
         gathered = gather(self._reports if was_writer else None)
         if was_writer and is_writer:
-            self._open_progress(iteration)  # the earlier file was put aside with the traces
+            self._open_progress(iteration)  # the earlier file was moved away with the traces
         elif is_writer:
             (self._reports,) = (reports for reports in gathered if reports is not None)
             self._open(iteration)
@@ -210,14 +219,14 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """Object with ``add_scalar`` on the writer rank; ``None`` elsewhere and without loggers."""
+        """Object with TensorBoard's ``add_scalar``; ``None`` if this rank writes no curves."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
-        """Adds an iteration; prints a line at each ``--log-interval``.
+        """Logs an iteration; prints a line at each ``--log-interval``.
 
-        The line has the means since the last line of time, losses (of iterations that were not
-        skipped) and bubble, and the latest value of everything else.
+        The line has means of time, losses and bubble over the iterations since the last line, and
+        the latest value of everything else. Losses of skipped iterations are not included.
         """
         if not self._is_writer:
             return
@@ -245,8 +254,8 @@ class TrainingLog:
 
         Args:
             iteration: Iteration after which the losses were computed.
-            prefix: Subject of the line. If it contains the word ``test``, the curves have test
-                names.
+            prefix: Beginning of the line. If it contains the word ``test``, the losses are added to
+                the curves for test, and otherwise for validation.
             losses: Mean of each loss, by name.
         """
         if not self._is_writer:
@@ -266,7 +275,7 @@ class TrainingLog:
                 self._curves.add_scalar(tag, value, iteration)
 
     def ends(self, reason: str) -> None:
-        """Prints why the training ended, and reports it to ``progress.jsonl``."""
+        """Prints why training ended, and writes the reason to ``progress.jsonl``."""
         self.message(f"training ends: {reason}")
         folder = self._cfg.schedule.trace_dir
         if self._curves is not None and folder is not None:
@@ -274,12 +283,15 @@ class TrainingLog:
         self._progress.report({"ended": reason})
 
     def report(self, **values: Value) -> None:
-        """Reports values to ``progress.jsonl``, and the gain from each finding to the loggers."""
+        """Writes values to ``progress.jsonl``.
+
+        If they include findings of the diagnosis, the possible gain from each goes to the loggers.
+        """
         self._progress.report(values)
         findings = values.get("findings")
         if self._curves is None or not isinstance(findings, list):
             return
-        # Findings that are no longer reported are fixed, and their gain is 0.
+        # A finding that is not reported any more has been fixed, so set its gain to 0.
         gains = dict.fromkeys(self._gains, 0.0)
         entries = [finding for finding in findings if isinstance(finding, dict)]
         gains |= {f"gain/{entry['name']}": entry["gain"] for entry in entries}
@@ -289,7 +301,7 @@ class TrainingLog:
         self._curves.note("findings", findings)
 
     def message(self, text: str) -> None:
-        """Prints a text at once, above the progress bar."""
+        """Prints a text immediately, above the progress bar if there is one."""
         if not self._is_writer:
             return
         if self._bar is None:
@@ -299,7 +311,7 @@ class TrainingLog:
             self._stream.flush()
 
     def close(self) -> None:
-        """Removes the bar and writes the points that TensorBoard still has to write. Idempotent."""
+        """Removes the progress bar, and writes pending points of curves. Idempotent."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -316,7 +328,7 @@ class TrainingLog:
         bar.update(report.iteration - bar.n)
 
     def _throughput(self, reports: Sequence[IterationReport]) -> _Throughput:
-        """Returns the throughput of one rank over some iterations."""
+        """Returns the mean throughput per rank over some iterations."""
         length = self._cfg.model.seq_length
         each = [
             report.load.tokens if report.load else report.global_batch_size * length
@@ -324,7 +336,7 @@ class TrainingLog:
         ]
         elapsed_s = sum(report.elapsed_s for report in reports)
         tokens = sum(each) / self._cfg.world_size
-        # The elapsed time may be 0, with a tiny model and a coarse clock.
+        # Avoid a division by 0: a tiny model may take no measurable time.
         tokens_per_s = tokens / elapsed_s if elapsed_s > 0 else 0.0
         if self._flops_per_token is None:
             return _Throughput(tokens_per_s)
@@ -337,11 +349,11 @@ class TrainingLog:
         )
 
     def _figures(self, report: IterationReport, now: _Throughput) -> list[_Figure]:
-        """Lists all figures of an iteration, in the order of the log's line.
+        """Lists all values to report for an iteration, in the order of the log's line.
 
-        Source: ``training_log`` of Megatron-LM, for names, order and widths of the line up to the
-        number of NaN iterations, and for TensorBoard's tags if it has one. Further figures are
-        this program's.
+        Source: ``training_log`` of Megatron-LM, for names, order and widths in the line up to the
+        number of NaN iterations, and for TensorBoard's tags. Other values do not exist in
+        Megatron-LM.
         """
         reports = self._reports
         mean = self._throughput(self._reports)
@@ -399,12 +411,14 @@ class TrainingLog:
 
 
 class _Throughput(NamedTuple):
-    """Holds the throughput of one rank.
+    """Holds the throughput per rank.
 
     Attributes:
-        tokens_per_s: Tokens of the whole batch per second, divided by the number of ranks.
-        teraflops: Model TFLOP/s, ``None`` if it is not shown.
-        utilization: Model FLOP/s over the device's 16-bit peak, ``None`` without a peak.
+        tokens_per_s: Number of tokens in the whole batch per second, divided by the number of
+            ranks.
+        teraflops: Model TFLOP/s, ``None`` if they are not reported.
+        utilization: Model FLOP/s divided by the device's 16-bit peak FLOP/s (MFU), ``None`` if the
+            peak is unknown.
     """
 
     tokens_per_s: float
@@ -413,13 +427,13 @@ class _Throughput(NamedTuple):
 
 
 class _Figure(NamedTuple):
-    """Holds one figure of an iteration, and the places that show it.
+    """Holds one value of an iteration, and where it is reported.
 
     Attributes:
-        form: Format of its text in the log's line, empty to leave it out.
-        value: Value, ``None`` if it is unknown.
-        curve: Tag of its curve in the loggers, empty for none; flags may leave it out.
-        entry: Name of its entry in ``progress.jsonl``, empty to leave it out.
+        form: Format string for the log's line, empty if the line does not contain the value.
+        value: Value to report, ``None`` if it is unknown.
+        curve: Tag of the curve in the loggers, empty for none. Flags may turn the curve off.
+        entry: Name of the entry in ``progress.jsonl``, empty for none.
     """
 
     form: str = ""
@@ -429,37 +443,38 @@ class _Figure(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Text of the figure in the log's line."""
+        """Formatted value for the log's line, empty if the value is unknown."""
         return "" if self.value is None else self.form.format(self.value)
 
 
 def _perplexity(loss: float) -> float:
-    # min() returns a NaN only if it is the first argument.
+    # Keep this order of arguments: min() returns a NaN only if it is the first one.
     return math.exp(min(loss, _MAX_EXPONENT))
 
 
 class _Logger:
-    """Receives the output of a run; the interface of TensorBoard, Weights & Biases and MLflow."""
+    """Interface to an experiment tracker: TensorBoard, Weights & Biases or MLflow."""
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Adds a point to a curve."""
 
     def picture(self, path: Path, step: int) -> None:
-        """Adds the picture of a step."""
+        """Adds an image file that shows a step of the pipeline."""
 
     def note(self, name: str, content: Any) -> None:
-        """Replaces a document of JSON values."""
+        """Stores a named document of JSON values; replaces an earlier one."""
 
     def close(self) -> None:
-        """Writes all points that are not written yet."""
+        """Writes all pending points and disconnects."""
 
 
 class _Curves:
-    """Chooses the values that loggers receive, under Megatron-LM's names if they exist.
+    """Passes values to all loggers, except those that flags turn off.
 
-    Speed, bubble and peak memory have names of this program and are always included. Flags such as
-    ``--log-timers-to-tensorboard`` and ``--log-memory-to-tensorboard`` add Megatron-LM's. If a
-    logger fails, a warning is printed and the logger gets no more values; training continues.
+    Flags such as ``--log-timers-to-tensorboard`` and ``--log-memory-to-tensorboard`` turn on values
+    that Megatron-LM logs too, under its names. Speed, bubble and peak memory are always included.
+    If a logger fails, a warning is printed and the logger receives no more values. Training
+    continues.
     """
 
     def __init__(self, cfg: TrainerConfig) -> None:
@@ -482,20 +497,29 @@ class _Curves:
         self._loggers = [kind(cfg) for kind, name in kinds.items() if name]
 
     def add(self, figure: _Figure, iteration: int) -> None:
-        """Adds a point to the curve of a figure, if flags allow it and the value is known."""
+        """Adds a value to its curve, if flags do not turn the curve off."""
         if figure.curve and figure.value is not None and figure.curve not in self._left_out:
             self.add_scalar(figure.curve, figure.value, iteration)
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Adds a point; megatron-core's timers call this like PyTorch's ``SummaryWriter``."""
+        """Adds a point to the curve ``tag``.
+
+        The arguments are those of PyTorch's ``SummaryWriter``, because megatron-core's timers call
+        this method.
+        """
         self._each(lambda logger: logger.scalar(tag, float(value), step))
 
     def note(self, name: str, content: Any) -> None:
-        """Passes on a document of JSON values, such as the findings of the diagnosis."""
+        """Passes a document of JSON values, such as the diagnosis's findings, to the loggers."""
         self._each(lambda logger: logger.note(name, content))
 
     def draw(self, traces: Path, iteration: int) -> None:
-        """Passes on the picture of the last step that the traces contain completely."""
+        """Passes an image of the last step in the traces to the loggers.
+
+        Args:
+            traces: Folder of the traces.
+            iteration: Iteration under which the loggers store the image.
+        """
         if all(isinstance(logger, _TensorBoard) for logger in self._loggers):
             return
         from megatron.adaptive.trace.read import read_run
@@ -519,7 +543,7 @@ class _Curves:
         for logger in list(self._loggers):
             try:
                 act(logger)
-            except Exception as error:  # other packages and their servers may raise anything
+            except Exception as error:  # the packages may raise errors of any type
                 self._loggers.remove(logger)
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 name = type(logger).__name__.strip("_")
@@ -527,7 +551,7 @@ class _Curves:
 
 
 class _WeightsAndBiases(_Logger):
-    """Writes to a run of Weights & Biases, on its server or, with its WANDB_MODE, offline."""
+    """Logs to Weights & Biases, online or, with ``WANDB_MODE=offline``, to files."""
 
     def __init__(self, cfg: TrainerConfig) -> None:
         self._package = need_package("wandb", "--wandb-project", "trace")
@@ -566,7 +590,7 @@ class _WeightsAndBiases(_Logger):
 
 
 class _MLflow(_Logger):
-    """Writes to a run of MLflow."""
+    """Logs to an MLflow tracking server or folder."""
 
     def __init__(self, cfg: TrainerConfig) -> None:
         self._package = need_package("mlflow", "--mlflow-experiment", "trace")
@@ -599,14 +623,14 @@ class _MLflow(_Logger):
 
 
 class _TensorBoard(_Logger):
-    """Writes scalars to TensorBoard.
+    """Writes scalars to an event file for TensorBoard.
 
-    Events go to a file that tolerates errors: TensorBoard's own writer stops forever at a full
-    disk.
+    Uses a file that tolerates write errors, because TensorBoard's own writer never writes again
+    after a full disk.
     """
 
     def __init__(self, cfg: TrainerConfig) -> None:
-        # This import is slow, and only one rank needs it.
+        # Import here, because these imports are slow and only one rank needs them.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -621,7 +645,7 @@ class _TensorBoard(_Logger):
         folder = settings.tensorboard_dir
         assert folder is not None
         begin_s = time.time()
-        # TensorBoard reads the files of a folder in the order of their names.
+        # Begin the name with the time, because TensorBoard reads a folder's files by name.
         name = f"events.out.tfevents.{begin_s:017.6f}.{socket.gethostname()}.{os.getpid()}"
         try:
             self._file = BestEffortFile(Path(folder, name), "points", self._head)
@@ -639,14 +663,14 @@ class _TensorBoard(_Logger):
             self.flush()
 
     def flush(self) -> None:
-        """Writes the points that are not written yet, or drops them if they cannot be written."""
+        """Writes the pending points, or drops them if they cannot be written."""
         self._due_s = time.monotonic() + _CURVES_S
         if self._events:
             self._file.append(b"".join(self._events), len(self._events))
             self._events.clear()
 
     def close(self) -> None:
-        """Writes all points that are not written yet and closes the file."""
+        """Writes the pending points and closes the file."""
         self.flush()
         self._file.close()
 
@@ -663,7 +687,7 @@ class _TensorBoard(_Logger):
 
 
 def _load_figures(load: Load | None) -> list[_Figure]:
-    """Lists the figures of documents of different lengths."""
+    """Lists the values to report if documents have different lengths, else nothing."""
     if load is None:
         return []
     return [
@@ -678,14 +702,14 @@ def _load_figures(load: Load | None) -> list[_Figure]:
 
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
-    """Returns a bar on standard error."""
+    """Returns a progress bar on standard error."""
     return tqdm(
         total=total_iterations,
         initial=start_iteration,
         file=sys.stderr,
         leave=False,
         dynamic_ncols=True,
-        # Iterations differ too much in time for tqdm to adapt how often it draws the bar.
+        # Draw after every iteration: tqdm's own interval assumes that iterations take equal times.
         miniters=1,
         desc="training",
         unit="it",

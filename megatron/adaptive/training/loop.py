@@ -1,7 +1,7 @@
-"""Runs the training loop: one step after another, with hooks around each.
+"""Runs the training loop: one step after another, with hooks before and after each.
 
-A hook is one concern of a training besides its steps. The loop lists the hooks in the order in
-which they act around every step; they share the run.
+A hook handles one concern of a training run besides its steps, such as checkpoints. The loop calls
+all hooks in a fixed order. They share access to the run.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from megatron.adaptive.training.logging import IterationReport, TrainedStep, Tra
 
 
 class Trainer:
-    """Trains a built run to its end.
+    """Trains a model until its last iteration or a request to stop.
 
     Args:
-        live: Run to train.
-        profiler: Hook that profiles some of the iterations.
-        stop: Request for an early end.
+        live: Run to train, with its checkpoints, snapshots and data loader.
+        profiler: Hook that profiles the iterations that the flags name.
+        stop: Object that receives requests to stop early, such as signals.
     """
 
     def __init__(self, live: TrainingRun, profiler: Hook, stop: StopRequest) -> None:
@@ -76,7 +76,7 @@ class Trainer:
         ]
 
     def train(self) -> None:
-        """Trains until iterations, samples or time run out; then validates and tests.
+        """Trains until the last iteration, or until a time limit or signal; validates at the end.
 
         Raises:
             DeviceMemoryError: If the device ran out of memory.
@@ -122,7 +122,7 @@ class Trainer:
             num_microbatches = len(dealt.numbers)
         elif live.loader is not None:
             microbatches = live.loader.step(num_microbatches)
-            num_microbatches = len(microbatches)  # packing may make fewer
+            num_microbatches = len(microbatches)  # packing may make fewer microbatches
         lengths = getattr(microbatches, "contents", ())
         run.tracing.begin_iteration(
             iteration, num_microbatches, is_traced=is_traced, lengths=lengths
@@ -150,7 +150,7 @@ class Trainer:
         )
 
     def _early_end(self) -> str | None:
-        """Returns the reason to end early, ``None`` to continue; all ranks agree."""
+        """Returns the reason to end early, ``None`` to continue; the same on all ranks."""
         if self._stop.agreed(self._live.run.job.stop_group):
             return self._stop.reason
         interval = self._live.config.run.exit_interval
@@ -160,16 +160,19 @@ class Trainer:
 
 
 class Hook:
-    """Handles one concern of a training; every rank has the same hooks and makes the same calls."""
+    """Handles one concern of the training loop.
+
+    Every rank must have the same hooks, called in the same order.
+    """
 
     def before_step(self, iteration: int) -> None:
-        """Prepares for the step after ``iteration`` iterations of the whole training."""
+        """Called before each step; ``iteration`` is the number of iterations done so far."""
 
     def after_step(self, step: TrainedStep) -> None:
-        """Acts on a step that is done and counted; it may be the last one."""
+        """Called after each step, when the run's progress includes the step."""
 
     def at_end(self) -> None:
-        """Completes the work after a training that ended without an error."""
+        """Called once at the end, if training ended without an error."""
 
     def close(self) -> None:
         """Frees the hook's resources, also after an error. Idempotent."""
@@ -183,27 +186,30 @@ class RunHook(Hook):
 
 
 class TrainingRun:
-    """Holds the run that is trained and its companions; another run may replace it.
+    """Holds the current run, with its checkpoints, snapshots and data loader.
 
-    The caller must not keep a reference to the run: if stages move, it is destroyed before another
-    one is built.
+    If stages move to other ranks, another run replaces the current one. The current one is
+    destroyed first, so the caller must not keep a reference to it.
 
     Args:
-        run: Built run.
+        run: Run with a built model.
         log: Log for steps, messages and validations.
-        progress: Progress of a loaded checkpoint, ``None`` at a fresh start.
-        report_position: Function that receives the current position, for errors about lost peers.
-        connect: Function that receives the run whose channels must learn of a lost rank, ``None``
-            while there are no channels.
-        local: Local disks, where checkpoints are written first; ``None`` for none.
+        progress: Numbers of iterations and samples in a loaded checkpoint, ``None`` if none was
+            loaded.
+        report_position: Function that receives a description of what the rank is doing, for errors
+            about lost peers.
+        connect: Function that receives the run whose channels are notified of a lost rank, or
+            ``None`` while there are no channels.
+        local: Local disk of this node, to which checkpoints are written first; ``None`` without
+            one.
 
     Attributes:
-        run: Run that is trained.
+        run: Run that is being trained.
         log: Log for steps, messages and validations.
         config: Settings of the run.
-        progress: Progress of the training.
-        is_loaded: Whether the training began with a checkpoint.
-        step: Object that runs the steps.
+        progress: Numbers of iterations and samples done so far.
+        is_loaded: Whether training began with a checkpoint.
+        step: Object that runs training and validation steps.
         dealing: Object that assigns microbatches to replicas, ``None`` if they are assigned
             round-robin.
         checkpoints: Object that saves and loads checkpoints.
@@ -231,7 +237,7 @@ class TrainingRun:
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Continues with another built run."""
+        """Makes ``run`` the current run, and creates the objects that belong to it."""
         self.run = run
         self.config = run.job.config
         self.checkpoints = Checkpoints(run, self._local)
@@ -247,7 +253,7 @@ class TrainingRun:
         )
 
     def release(self) -> None:
-        """Drops the run and its companions, so that their memory can be freed."""
+        """Drops all references to the current run, so that its memory can be freed."""
         self.close_loader()
         self.snapshots.close()
         self.connect(None)
@@ -261,11 +267,15 @@ class TrainingRun:
         return self.config.run.skip_train or self.progress.iteration >= self.run.samples.iterations
 
     def advance(self, **changes: int) -> None:
-        """Replaces some counters of the progress."""
+        """Sets counters of the progress to new values, by name."""
         self.progress = dataclasses.replace(self.progress, **changes)
 
     def own_microbatches(self, num_microbatches: int) -> int:
-        """Returns the number of microbatches of this rank, given that of a copy of the model."""
+        """Returns the number of microbatches that this rank processes per step.
+
+        Args:
+            num_microbatches: Number of microbatches per step on each replica of the model.
+        """
         parallel = self.config.parallel
         if parallel.unequal_sizes is None:
             return num_microbatches
@@ -273,7 +283,7 @@ class TrainingRun:
         return parallel.microbatches_of(pp_rank, num_microbatches)
 
     def open_loader(self) -> None:
-        """Starts to read training samples from the current progress."""
+        """Makes a loader that starts at the first training sample not used yet."""
         run = self.run
         self.loader = make_loader(
             run,
@@ -283,14 +293,14 @@ class TrainingRun:
         )
 
     def close_loader(self) -> None:
-        """Stops reading. Idempotent."""
+        """Closes the loader, which stops its processes. Idempotent."""
         if self.loader is not None:
             self.loader.close()
         self.loader = None
 
 
 class OrderRecorder(RunHook):
-    """Writes the order of every step for ``--record-schedule``."""
+    """Records the order of actions in every step, for ``--record-schedule``."""
 
     def __init__(self, live: TrainingRun) -> None:
         super().__init__(live)
@@ -304,7 +314,7 @@ class OrderRecorder(RunHook):
             self._recording.append(step.iteration, wiring.executor.last_codes, shares)
 
     def write(self) -> None:
-        """Writes the orders recorded so far. Collective over all ranks."""
+        """Writes the orders recorded so far to the file. Collective over all ranks."""
         if self._recording is not None:
             self._recording.write(self._live.run.job.control_group)
 
@@ -318,11 +328,12 @@ def shares_gpus(job: Job) -> bool:
 
 
 class Rebalancing(RunHook):
-    """Measures the steps; changes schedule, placement or partition before the next one.
+    """Measures steps, and changes schedule, stage placement or layer partition if this is faster.
 
-    ``--pipeline-schedule auto`` decides once, after its first steps. It also decides the layers of
-    each stage, unless ``--partition`` sets them. ``--repartition auto`` decides again after each
-    interval. All ranks make the same decisions and changes.
+    With ``--pipeline-schedule auto``, one decision is made after the first steps. It includes the
+    layers of each stage, unless ``--partition`` sets them. With ``--repartition auto``, the layers
+    of each stage are decided again after each interval. All ranks make the same decisions. A
+    decision takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -399,14 +410,14 @@ class Rebalancing(RunHook):
         self._live.release()
 
     def _stay(self, due: Decision | Move, error: DeviceMemoryError) -> None:
-        """Continues with the current stages, because memory does not suffice for others."""
+        """Keeps the current stages after a move failed because memory was too small."""
         change = due.move if isinstance(due, Decision) else format_partition(due.partition)
         self._log.message(f"  the stages stay as they are, without {change}: {error}")
         if isinstance(due, Decision) and due.stay is not None:
             _engine_of(self._live.run).use(due.stay)
 
     def _continue_in_new_files(self) -> None:
-        """Connects the loader to the new trace, and passes the log to its new writer."""
+        """Connects the loader to the new trace, and makes the rank with the loss write the log."""
         live = self._live
         job = self._live.run.job
         live.close_loader()
@@ -442,9 +453,9 @@ def _tuner_of(run: Run, layers: Repartitioner | None, say: Callable[[str], None]
 
 
 class Reporting(RunHook):
-    """Passes every step to the log, and megatron-core's timers at its intervals.
+    """Logs every step, and megatron-core's timers at each ``--log-interval``.
 
-    It first waits until the previous step's snapshot is kept on all nodes.
+    Before a step is logged, the snapshot of the previous step must be stored on all nodes.
     """
 
     def after_step(self, step: TrainedStep) -> None:
@@ -468,7 +479,7 @@ class Reporting(RunHook):
             self._report_timers(step.iteration)
 
     def _report_timers(self, iteration: int) -> None:
-        """Reports megatron-core's timers, with ``--timing-log-level``. Collective."""
+        """Logs megatron-core's timers if ``--timing-log-level`` is set. Collective."""
         timers = self._live.run.core.timers
         settings = self._live.config.logging
         if timers is None:
@@ -483,7 +494,7 @@ class Reporting(RunHook):
 
 
 class Diagnosing(Hook):
-    """Diagnoses the run from its traces, on the rank that writes the log."""
+    """Analyzes the traces for causes of lost time, on the rank that writes the log."""
 
     def __init__(self, live: TrainingRun) -> None:
         run = live.run
@@ -506,7 +517,10 @@ class Diagnosing(Hook):
 
 
 class GarbageCollection(Hook):
-    """Collects Python's garbage only at ``--manual-gc-interval``, with ``--manual-gc``."""
+    """Runs Python's garbage collector at fixed intervals, if ``--manual-gc`` is set.
+
+    All ranks then collect garbage at the same time, at ``--manual-gc-interval``.
+    """
 
     def __init__(self, live: TrainingRun) -> None:
         settings = live.config.run
@@ -520,7 +534,7 @@ class GarbageCollection(Hook):
 
 
 class Validation(RunHook):
-    """Runs the forward over validation and test samples, and reports the losses."""
+    """Computes and reports the losses of validation and test samples."""
 
     def __init__(self, live: TrainingRun, stop: StopRequest) -> None:
         super().__init__(live)
@@ -532,7 +546,7 @@ class Validation(RunHook):
             self._validate(f"iteration {step.iteration}")
 
     def after_training(self) -> None:
-        """Validates and tests at the end, as Megatron-LM does after the last iteration."""
+        """Reports validation and test losses after the last iteration, like Megatron-LM."""
         settings = self._live.config.run
         data = self._live.config.data
         if settings.eval_iters:
@@ -545,7 +559,7 @@ class Validation(RunHook):
             self._continue(settings.sample_prompt, settings.sample_tokens)
 
     def _continue(self, prompt: str, count: int) -> None:
-        """Prints a text and the model's continuation of it."""
+        """Prints ``prompt`` and up to ``count`` tokens that the model generates after it."""
         live = self._live
         tokenizer = build_tokenizer(live.config.data)
         tokens = tokenizer.tokenize(prompt) or [tokenizer.eod]
@@ -566,7 +580,7 @@ class Validation(RunHook):
         self._live.log.validation(self._live.progress.iteration, prefix, losses)
 
     def _evaluate(self, dataset: Any, consumed_samples: int) -> dict[str, float]:
-        """Runs the forward over ``--eval-iters`` batches; returns the mean losses."""
+        """Returns the mean losses over ``--eval-iters`` batches, on ranks of the last stage."""
         run = self._live.run
         config = self._live.config
         loader = make_loader(run, dataset, consumed_samples)
@@ -576,7 +590,8 @@ class Validation(RunHook):
                     loader,
                     config.run.eval_iters,
                     self._live.own_microbatches(config.num_microbatches),
-                    # This call also keeps the first stage from running ahead of the others.
+                    # The all-reduce in this call also keeps the first stage from running ahead of
+                    # the others.
                     until=lambda: self._stop.agreed(run.job.stop_group),
                 )
         finally:
@@ -585,13 +600,13 @@ class Validation(RunHook):
 
 
 class Saving(RunHook):
-    """Takes a snapshot after each step; saves at ``--save-interval`` and at the end."""
+    """Takes snapshots in memory, and saves checkpoints at ``--save-interval`` and at the end."""
 
     def __init__(self, live: TrainingRun, recorder: OrderRecorder) -> None:
         super().__init__(live)
         self._recorder = recorder
         self._saved_at = live.progress.iteration if live.is_loaded else -1
-        self._waited_s = 0.0  # time that training waited for the last checkpoint
+        self._waited_s = 0.0  # time in seconds that training waited for the last save
 
     def after_step(self, step: TrainedStep) -> None:
         self._live.snapshots.take(step.iteration)
@@ -623,7 +638,7 @@ class Saving(RunHook):
             self._report_saved(self._saved_at, path)
 
     def _report_completed(self) -> None:
-        """Reports checkpoints that were completed in the background."""
+        """Logs the checkpoints that the background thread has completed since the last call."""
         while (done := self._live.checkpoints.saver.completed()) is not None:
             self._report_saved(*done)
 
@@ -634,20 +649,20 @@ class Saving(RunHook):
 
 
 def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) -> Hook:
-    """Returns the hook that profiles on this rank, as the flags ask.
+    """Returns the hook that profiles this rank as the flags say.
 
-    ``--profile-execution True`` and ``--profile --use-pytorch-profiler`` trace with PyTorch's
-    profiler; the first writes into a folder ``--profile-name``. ``--profile`` alone marks a range
-    for ``nsys profile --capture-range=cudaProfilerApi``. If no GPU can be observed, nsys would
-    record nothing, so PyTorch's profiler is used instead.
+    ``--profile-execution True`` and ``--profile --use-pytorch-profiler`` use PyTorch's profiler.
+    The former writes to a subfolder ``--profile-name``. ``--profile`` alone marks the range to
+    record for ``nsys profile --capture-range=cudaProfilerApi``. Without a GPU nsys would record
+    nothing, so PyTorch's profiler is used instead.
 
     Args:
         cfg: Settings of the run.
         rank: Global rank of this process.
-        output_dir: TensorBoard's folder.
+        output_dir: Folder of TensorBoard, to which PyTorch's profiler writes.
 
     Raises:
-        ConfigError: If a trace has no folder to go to; on all ranks.
+        ConfigError: On all ranks, if PyTorch's profiler has no folder to write to.
     """
     run = cfg.run
     if not (run.profile or run.profile_execution):
@@ -655,7 +670,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     for_nsys = not (run.use_pytorch_profiler or run.profile_execution) and (
         torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
     )
-    # Check on all ranks, so that no rank continues and waits for one that stopped here.
+    # Check on all ranks: otherwise only some would stop here, and the others would wait for them.
     if output_dir is None and not for_nsys:
         flag = "--profile-execution True" if run.profile_execution else "--profile"
         raise ConfigError(f"{flag} writes into TensorBoard's folder: add --tensorboard-dir")
@@ -667,7 +682,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     if run.profile_execution:
         folder /= run.profile_name
     profile = torch.profiler.profile(
-        # A schedule, even a constant one, makes the profiler mark each step in the trace.
+        # Pass a schedule, even a constant one, so that the profiler marks each step in the trace.
         schedule=lambda _: torch.profiler.ProfilerAction.RECORD,
         on_trace_ready=torch.profiler.tensorboard_trace_handler(
             str(folder), worker_name=f"rank_{rank:05d}"
@@ -678,11 +693,11 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
 
 
 class ProfiledWindow(Hook):
-    """Runs a recording once, from the first to the last profiled iteration."""
+    """Records the iterations from ``--profile-step-start`` to ``--profile-step-end``."""
 
     def __init__(self, run: RunConfig, recording: Any) -> None:
         self._iterations = range(run.profile_step_start, run.profile_step_end)
-        self._recording = recording  # has the methods of torch.profiler.profile; None after the end
+        self._recording = recording  # like torch.profiler.profile; None once it has ended
         self._is_running = False
 
     def before_step(self, iteration: int) -> None:
@@ -703,12 +718,12 @@ class ProfiledWindow(Hook):
             self._is_running = False
             try:
                 recording.stop()
-            except (OSError, RuntimeError) as error:  # torch raises either if it cannot write
+            except (OSError, RuntimeError) as error:  # raised by torch if it cannot write
                 Outage("the profile", "profiles").begins(error)
 
 
 class _NsysRange:
-    """Marks the range between CUDA's profiler start and stop, with a name for each operation."""
+    """Starts and stops CUDA's profiler, and marks each operation with its name (NVTX)."""
 
     def __init__(self) -> None:
         self._names = ExitStack()

@@ -1,4 +1,4 @@
-"""Runs one process of a training from its start to its end."""
+"""Runs one process of a training run, and ends all processes if one fails."""
 
 from __future__ import annotations
 
@@ -42,25 +42,26 @@ EXIT_BUG = 1
 _TOO_MUCH = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]*)")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-# Time that a rank with a broken connection waits for the watcher to name the rank that failed.
+# Time in seconds that a rank with a broken connection waits for the watcher to find the rank that
+# failed.
 _VERDICT_S = 2.0
-# Time in which a waiting rank may end by itself and print its messages.
+# Time in seconds in which other ranks may end by themselves and print their messages.
 _GRACE_S = 2.0
 _SILENCE = "--transport-silence-s"
-# Time of two polls of the store by the watchers.
+# Time in seconds to wait for other ranks to read the store: two polling intervals of the watchers.
 _PART_S = 4.0
 _POLL_S = 0.05
 
 
 def pretrain(config: TrainerConfig, environment: Environment) -> None:
-    """Trains with the settings ``config``.
+    """Runs a training run with the settings ``config``.
 
-    Does not return after an error in a job of several processes: the process reports the error and
-    exits, because its other threads may be blocked by peers that are gone.
+    After an error in a job with several processes, this function does not return: it reports the
+    error and ends the process, because other threads may be blocked by peers that have ended.
 
     Raises:
-        TransportError: If the job's processes cannot meet.
-        AdaptiveError: If an expected error occurs in a job of one process.
+        TransportError: If the job's processes cannot connect to each other.
+        AdaptiveError: If an expected error occurs in a job with a single process.
     """
     accelerator = _prepare_process(config, environment)
     from megatron.adaptive.gpt.initialize import end_job, start_job
@@ -108,7 +109,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 
 def _prepare_process(config: TrainerConfig, environment: Environment) -> device.Accelerator:
-    """Chooses the device and configures libraries; megatron-core may be imported afterwards."""
+    """Chooses the device and configures libraries. Must run before megatron-core is imported."""
     accelerator = device.detect(environment.local_rank, backend=config.parallel.distributed_backend)
     require_hardware_queues(config, environment, accelerator)
     device.install()
@@ -118,7 +119,8 @@ def _prepare_process(config: TrainerConfig, environment: Environment) -> device.
     if config.logging.logging_level is not None:
         python_logging.getLogger("megatron.core").setLevel(config.logging.logging_level)
     if environment.omp_num_threads is None:
-        # torchrun does the same for several ranks, because more threads slow each other down.
+        # Use one thread per rank, like torchrun: threads of several ranks would slow each other
+        # down.
         torch.set_num_threads(1)
     return accelerator
 
@@ -126,10 +128,11 @@ def _prepare_process(config: TrainerConfig, environment: Environment) -> device.
 def require_hardware_queues(
     config: TrainerConfig, environment: Environment, accelerator: device.Accelerator
 ) -> None:
-    """Checks that expert-parallel messages can overlap with work on the GPU.
+    """Checks that expert-parallel communication can overlap with computation on the GPU.
 
     Raises:
-        SetupError: If the settings ask for overlap, but the GPU has one hardware queue for both.
+        SetupError: If overlap is enabled, but CUDA uses a single hardware queue
+            (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
     """
     overlaps = config.schedule.overlap_moe_expert_parallel_comm
     if accelerator.is_cuda and overlaps and environment.cuda_device_max_connections == 1:
@@ -141,7 +144,7 @@ def require_hardware_queues(
 
 
 def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list[str]:
-    """Returns notes for the user about running on these devices, one line each."""
+    """Returns notes to print about effects of this device on training, one line each."""
     lines = []
     if (
         accelerator.is_cuda
@@ -181,7 +184,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer, TrainingRun, make_profiler
 
-    gc.freeze()  # imported objects stay, so later collections need not look through them
+    gc.freeze()  # excludes imported objects, which are never freed, from later collections
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
@@ -196,7 +199,8 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
         connect = _connector(watcher, lost)
         connect(run)
         begin_s = time.perf_counter()
-        # Keep no reference: the object refers to the run, which the trainer may replace.
+        # Do not keep the Checkpoints object: it refers to the run, whose memory must be freed when
+        # the trainer replaces the run.
         progress = Checkpoints(run, local).load()
         log = TrainingLog(
             config,
@@ -214,7 +218,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
             live = TrainingRun(
                 run, log, progress, report_position=report_position, connect=connect, local=local
             )
-            del run  # another one may take its place
+            del run  # the trainer may replace the run
             guard.snapshot = partial(_evidence, live)
             Trainer(live, profiler, stop).train()
         finally:
@@ -225,16 +229,16 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
 
 
 def _evidence(live: Any) -> dict[str, Any]:
-    """Returns the state of this rank for a hang report; runs on the hang guard's thread."""
+    """Returns what this rank is doing, for a report about a hang. Called by the hang guard."""
     run = live.run
     inner = run.forward_backward.snapshot if run.wiring is None else run.wiring.executor.evidence
     return {**run.tracing.now(), **inner()}
 
 
 def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], None]:
-    """Returns a function that makes the watcher report lost ranks to a run's channels.
+    """Returns a function that makes the watcher notify a run's channels of lost ranks.
 
-    Ranks that were lost before are reported at once.
+    The function also notifies them of ranks that were lost earlier.
     """
 
     def connect(run: Any) -> None:
@@ -250,7 +254,11 @@ def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], N
 
 
 def _expected(error: BaseException, rank: int) -> BaseException:
-    """Returns failures of the system as expected errors, and any other error as it is."""
+    """Converts errors with a cause outside of the program to expected errors.
+
+    These are full disks, missing memory, killed data loaders and lost peers. Other errors are
+    returned unchanged.
+    """
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         where = f" {error.filename}" if error.filename else ""
         return SetupError(
@@ -262,7 +270,7 @@ def _expected(error: BaseException, rank: int) -> BaseException:
             f"rank {rank} ran out of memory as it asked for {int(asked[1]) / (1 << 30):,.0f} GiB:"
             " make the model, its sequences or --micro-batch-size smaller"
         )
-    # torch raises this error in a signal handler, so it may come at any point of the rank's code.
+    # torch raises this error in a signal handler, so it may occur anywhere in the rank's code.
     if isinstance(error, RuntimeError) and (worker := _WORKER.search(str(error))) is not None:
         return DataError(
             f"rank {rank}: the process that loads its data (pid {worker[1]}) was killed "
@@ -273,7 +281,7 @@ def _expected(error: BaseException, rank: int) -> BaseException:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Reports a thread's error, except a full disk, which the main thread reports."""
+    """Prints a thread's error, except for a full disk, which the main thread reports."""
     if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in _FULL_DISK):
         threading.__excepthook__(failure)
 
@@ -284,10 +292,10 @@ def _fail(
     """Reports ``error`` once for the whole job and ends this process."""
     expected = isinstance(error, AdaptiveError)
     follows = False
-    # If the error reports a silent peer, do not wait for the watcher: it will know no more.
+    # Do not wait for the watcher if the error reports a silent peer: it has no more information.
     verdict_s = 0.0 if _SILENCE in str(error) else _VERDICT_S
     if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(verdict_s) is not None:
-        # A connection broke because another rank ended; the watcher has named it.
+        # The connection broke because another rank ended, and the watcher has reported that rank.
         expected = follows = True
     elif expected:
         if _is_first(store):
@@ -303,9 +311,10 @@ def _fail(
 
 
 def _part(store: dist.Store, environment: Environment) -> None:
-    """Marks that this rank has read the store; the rank that serves it waits for the others.
+    """Waits, on the rank that serves the store, until all other ranks have read the error in it.
 
-    If it did not wait, the others would repeat the error and report that the store is gone.
+    Other ranks only report that they have read it. Without this wait they would repeat the error,
+    and report that they lost the connection to the store.
     """
     if environment.has_agent_store:
         return
@@ -321,8 +330,8 @@ def _part(store: dist.Store, environment: Environment) -> None:
 
 
 def _is_first(store: dist.Store) -> bool:
-    """Returns whether this rank is the first of the job to report an error."""
+    """Returns whether this rank is the first one in the job to report an error."""
     try:
         return store.add("error", 1) == 1
     except RuntimeError:
-        return True  # the store is gone; printing the error twice is better than not at all
+        return True  # the store has ended; print the error twice rather than not at all

@@ -1,15 +1,15 @@
-"""Measures each kind of layer of a GPT by itself, and the links between the job's ranks.
+"""Measures each kind of layer of a GPT model, and the links between the job's ranks.
 
-A model of few layers is divided into three stages, so that each kind has a stage to itself::
+A model with few layers is divided into three stages, so that each kind has a stage of its own::
 
     stage 0     embedding
-    stage 1     layers of one kind: once 1 of them, once 3; the difference is 2 layers
-    stage 2     last normalization, logits and loss, after layers that predict further tokens
+    stage 1     layers of one kind: first 1 layer, then 3; the difference is the cost of 2 layers
+    stage 2     multi-token prediction layers, last normalization, logits and loss
 
-One process runs each stage in turn, without a pipeline. Ranks of a tensor-parallel group work
-together, and all ranks of the job measure at the same time, because they would also train at the
-same time. Owns the order of measurements and the building of stages; timing and links are in
-``profiling``.
+Each rank runs one stage after another, without a pipeline. Ranks of a tensor-parallel group
+measure a stage together. All ranks of the job measure at the same time, because they would also
+train at the same time. This module builds the stages and calls the measurements in order. Timing
+and the measurement of links are in ``profiling``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator as device
 
-# These calls must precede the import of megatron-core by the modules below.
+# Call these before the modules below import megatron-core.
 device.install()
 with device.quiet_imports():
     from megatron.core import parallel_state
@@ -67,36 +67,41 @@ with device.quiet_imports():
 
 STAGES = 3
 FEW, MANY = 1, 3
-"""Numbers of transformer layers of the middle stage; the difference gives the cost of a layer."""
-_LEAST_SHARE = 0.5  # least cost of a layer, relative to the mean over the stage's layers
+"""Numbers of layers in the middle stage, whose difference in time gives the cost of a layer."""
+_LEAST_SHARE = 0.5  # minimum cost of a layer, relative to the mean over the stage's layers
 _FIGURES = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "parameters")
 
 Figures = dict[str, float]
-"""Figures of a stage or layer on this rank, named as in a row of the profile.
+"""Measured values of a stage or layer on this rank, named as in a row of the profile.
 
-``forward_s``, ``backward_input_s`` (the whole backward if it is not split) and
-``backward_weight_s`` are medians over microbatches. ``kept_bytes`` are kept from forward to
-backward.
+Times in seconds are medians over microbatches: ``forward_s`` of the forward pass,
+``backward_input_s`` of the backward pass for input gradients, and ``backward_weight_s`` of that for
+weight gradients. If the backward pass is not split, ``backward_input_s`` includes both.
+``kept_bytes`` is the size in bytes of the activations kept from the forward to the backward pass.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Chooses what is measured.
+    """Selects the measurements.
 
     Attributes:
-        name: Name of the model.
-        arguments: Arguments of the trainer that decide the model's shape, including vocabulary.
-        kinds: Kinds of layers as ``planner.model_description`` names them, including embedding and
-            head.
-        last: Kind of the last layer; layers that predict further tokens are of the same kind.
-        widths: Tensor-parallel sizes; empty for every power of two that nodes and model allow.
-        widest: Number that every tensor-parallel size must divide, from the model's shape.
-        micro_batches: Numbers of samples per microbatch.
-        repeats: Number of microbatches that are timed.
-        node: Name of this node's type; empty to use its GPU's name.
-        links: Whether to measure links and all-reduces.
-        backend: Backend ``nccl`` or ``gloo``, ``None`` for the one that a run would use.
+        name: Name of the model in the profile.
+        arguments: Command-line arguments of the trainer for the model's dimensions, including the
+            vocabulary size.
+        kinds: Kinds of layers to measure, named as in ``planner.model_description``. ``embedding``
+            and ``head`` are kinds too.
+        last: Kind of the last layer, which multi-token prediction layers have too.
+        widths: Tensor-parallel sizes to measure; empty for all powers of two that nodes and model
+            allow.
+        widest: Number that every tensor-parallel size must divide, computed from the model's
+            dimensions.
+        micro_batches: Numbers of samples per microbatch to measure.
+        repeats: Number of microbatches to time for each measurement.
+        node: Name of this node's type, empty to use the name of its GPU.
+        links: Whether to measure links between ranks and all-reduces.
+        backend: Communication backend ``nccl`` or ``gloo``, ``None`` for the one that training
+            would use.
     """
 
     name: str
@@ -116,15 +121,15 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
     """Measures layers and links, and returns the profile. Collective over all processes of the job.
 
     Args:
-        options: Options, the same on all processes except ``node``.
-        environment: Environment of this process.
+        options: Measurements to make; equal on all processes except for ``node``.
+        environment: Rank and job of this process, from its environment variables.
 
     Returns:
         Content of the profile file on rank 0, ``None`` on other ranks.
 
     Raises:
-        ConfigError: If a tensor-parallel size does not fit the nodes.
-        TransportError: If the processes cannot meet.
+        ConfigError: If a tensor-parallel size does not divide the number of processes per node.
+        TransportError: If the processes cannot connect to each other.
     """
     widths = _widths(options, environment)
     world = environment.world_size
@@ -169,7 +174,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
 
 
 def _start(options: ProfileOptions, environment: Environment) -> TrainingJob:
-    """Prepares this process and connects it to the job. Collective over all processes."""
+    """Configures this process and connects it to the job. Collective over all processes."""
     accelerator = device.detect(environment.local_rank, backend=options.backend)
     device.quiet_libraries()
     device.keep_freed_memory()
@@ -188,7 +193,8 @@ def _measure_layers(
     """Measures layers for each tensor-parallel size. Collective over all ranks.
 
     Returns:
-        The job with the mesh of the last size, and the samples of all ranks by GPU.
+        The job, set up for the last tensor-parallel size, and the measurements of all ranks by the
+        name of their GPU.
     """
     samples: list[dict[str, Any]] = []
     for tp in widths:
@@ -203,7 +209,7 @@ def _measure_layers(
 
 
 def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, float]:
-    """Returns the median of a figure over all samples that have it, by GPU."""
+    """Returns the median of the value ``name`` over all measurements, by name of the GPU."""
     values = {
         gpu: [sample[name] for sample in samples if name in sample]
         for gpu, samples in measured.items()
@@ -212,7 +218,10 @@ def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, 
 
 
 def _rows(gpu: str, samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields the mean over ranks with a GPU, for each kind, tensor-parallel size and microbatch."""
+    """Yields the rows of the profile for a GPU, with means over the ranks that have it.
+
+    There is a row for each kind of layer, tensor-parallel size and microbatch size.
+    """
     alike: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for sample in samples:
         alike.setdefault((sample["kind"], sample["tp"], sample["micro_batch"]), []).append(sample)
@@ -223,7 +232,7 @@ def _rows(gpu: str, samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any
 
 
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
-    """Returns the tensor-parallel sizes that fit into a node."""
+    """Returns the tensor-parallel sizes to measure, which must divide the processes of a node."""
     local = environment.local_world_size
     world = environment.world_size
     if not options.widths:
@@ -251,11 +260,11 @@ def _config(
 
 
 def _alone(kind: str, layers: int, core: CoreConfig) -> str:
-    """Returns arguments that make a number of layers of one kind.
+    """Returns command-line arguments for a model with some layers of one kind.
 
-    ``experts/4`` is a rank of experts that are spread over 4 ranks. It computes as many tokens with
-    as many experts as a model with a quarter of the experts on one rank. Messages between the ranks
-    are not measured.
+    The kind ``experts/4`` means a layer whose experts are divided among 4 ranks. Each rank does the
+    same work as for a layer with a quarter of the experts on a single rank, so the latter is
+    measured. Communication between the ranks is not measured.
     """
     name, _, spread = kind.partition("/")
     more = f" --num-layers {layers}"
@@ -270,12 +279,20 @@ def _alone(kind: str, layers: int, core: CoreConfig) -> str:
 def _measure(
     options: ProfileOptions, job: Any, tp: int, size: int, *, optimizer: bool
 ) -> list[dict[str, Any]]:
-    """Measures all kinds for one size and microbatch on this rank, as far as memory suffices."""
+    """Measures all kinds of layers on this rank, except those that do not fit in memory.
+
+    Args:
+        options: Measurements to make.
+        job: Settings of the run, and rank and process groups of this process.
+        tp: Tensor-parallel size.
+        size: Number of samples per microbatch.
+        optimizer: Whether to measure the optimizer too, with the first kind of transformer layer.
+    """
     core = job.config.core
 
     def stage(number: int, kind: str, layers: int = FEW, *, optimizer: bool = False) -> Figures:
-        # The middle one of three stages has the layers. A head with separate weights costs as much
-        # as one that copies the embedding.
+        # Put all layers on the middle stage. Untie the output matrix, which makes no difference in
+        # time.
         more = f"--pipeline-model-parallel-size {STAGES} --partition 0-{layers}-0"
         more += f" --untie-embeddings-and-output-weights{_alone(kind, layers, core)}"
         config = _config(options, tp, size, STAGES * job.environment.world_size, more)
@@ -303,19 +320,25 @@ def _measure(
 
 
 def _report(job: Any, text: str) -> None:
-    """Prints what is being measured, because it takes minutes."""
+    """Prints what is being measured, as a sign of progress during minutes."""
     if job.is_first:
         say(f"profile: {text}")
 
 
 def layer_sample(few: Figures, many: Figures) -> Figures:
-    """Derives the cost of a layer from those of stages with ``FEW`` and ``MANY`` layers.
+    """Computes the cost of a layer from measurements of two stages.
+
+    Args:
+        few: Measured values of a stage with :data:`FEW` layers.
+        many: Measured values of a stage with :data:`MANY` layers.
 
     Returns:
-        Figures of one layer, and ``launch_s``, the seconds of a forward that no layer causes.
+        Values of one layer, and ``launch_s``, the time in seconds of a forward pass that does not
+        depend on the number of layers.
     """
     layer = {
-        # Noise may make the difference too small; a layer's cost is never far from the mean.
+        # Use a lower limit, because noise may make the difference too small. The cost of a layer is
+        # never far from the mean over the stage's layers.
         name: max((many[name] - few[name]) / (MANY - FEW), _LEAST_SHARE * many[name] / MANY)
         for name in _FIGURES
     }
@@ -327,16 +350,18 @@ def layer_sample(few: Figures, many: Figures) -> Figures:
 def _measure_stage(
     config: TrainerConfig, accelerator: Accelerator, stage: int, repeats: int, *, optimizer: bool
 ) -> Figures:
-    """Builds one of the three stages and runs microbatches through it.
+    """Builds one of the three stages and measures microbatches on it.
 
-    Collective over the tensor-parallel group. The mesh has pipeline size 1; ``config`` has 3.
+    Collective over the tensor-parallel group. Process groups are those of pipeline size 1, although
+    the pipeline size in ``config`` is 3.
 
     Args:
         config: Settings of a run with three stages.
         accelerator: Device of this rank.
         stage: Number of the stage, 0 to 2.
-        repeats: Number of microbatches that are timed.
-        optimizer: Whether to measure a step of the optimizer too: ``optimizer_s`` per parameter.
+        repeats: Number of microbatches to time.
+        optimizer: Whether to measure an optimizer step too. ``optimizer_s`` is the time of the step
+            in seconds, divided by the number of parameters.
     """
     placement = Placement(num_ranks=STAGES, num_chunks=1)
     groups = default_process_groups()
@@ -393,7 +418,7 @@ def _free_memory(accelerator: Accelerator) -> None:
 def _build_chunks(
     config: TrainerConfig, core: TransformerConfig, accelerator: Accelerator, placement: Placement
 ) -> list[Any]:
-    """Builds the chunks of a stage, ready for the forward of a training step."""
+    """Builds the model of a stage, ready for a forward pass in training mode."""
     assert config.data.vocab_size is not None
     divisor = config.model.make_vocab_size_divisible_by
     ranks = config.parallel.tensor_model_parallel_size
@@ -407,11 +432,11 @@ def _build_chunks(
 
 @contextlib.contextmanager
 def _on_stage(stage: int) -> Iterator[None]:
-    """Makes megatron-core build modules for one of the three stages within the block."""
+    """Makes megatron-core build modules for the given stage within the ``with`` block."""
     parallel_state.set_pipeline_model_parallel_rank(stage)
     parallel_state.set_pipeline_model_parallel_world_size(STAGES)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    # Modules read their stage only from the pipeline's group, so replace the group.
+    # Replace the pipeline's process group, because modules read their stage only from it.
     stage_group = SimpleNamespace(rank=lambda: stage, size=lambda: STAGES)
     parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = stage_group
     try:
@@ -425,7 +450,7 @@ def _on_stage(stage: int) -> Iterator[None]:
 def _keyed_forward(
     config: TrainerConfig, accelerator: Accelerator, chunks: Sequence[torch.nn.Module]
 ) -> Callable[..., Any]:
-    """Returns the forward function of a step, with dropout that is keyed as in training."""
+    """Returns the forward function of a step, with the same dropout as in training."""
     dropout = DropoutKeys(
         config.run.seed,
         enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
