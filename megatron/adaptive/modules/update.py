@@ -165,7 +165,7 @@ class Update:
             )
 
     def reduce(self) -> None:
-        """Sums gradients of shared weights over stages and averages all over replicas. Collective."""
+        """Sums gradients of shared weights and averages all over replicas. Collective."""
         # All ranks must take part in the sums, so a rank without a gradient adds zeros.
         for parameter in self.parameters.values():
             if parameter.grad is None and parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Estimates what a run would gain from repairs, by simulating its recorded steps with other times.
+"""Estimates how much faster a run would be without some cause of delay, by simulating its steps.
 
 - ``operations``  the operations of each rank, their dependencies, and the simulation
 - ``replay``      recorded times under other schedules, and with microbatches dealt over replicas
