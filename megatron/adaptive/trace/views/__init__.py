@@ -1,4 +1,4 @@
-"""Draws a trace: one file per view.
+"""Draws a trace in several forms, each written by one module of this package.
 
 - ``palette``   the colours shared by the views
 - ``workbook``  ``.xlsx``: the order, the time, figures, native charts
