@@ -91,15 +91,15 @@ class PipelineSettings(SampledModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Contains a rank's part of the model.
+    """Contains the part of the model that a rank trains.
 
     Attributes:
-        cut_points: Names of all cut points.
+        cut_points: Names of all cut points in the order in which the forward pass reaches them.
         partition: Number of segments in each stage.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
         programs: For each stage of this rank, the calls to run in training.
         eval_programs: For each stage of this rank, the calls to run in evaluation.
-        held: Parameters and buffers of this rank, by name.
+        held: Parameters and buffers that this rank keeps, by name in the model.
         largest_message: Size of the largest message between two stages, in bytes.
         update: Combines gradients and updates the parameters at the end of a step.
     """
@@ -120,9 +120,9 @@ def assemble(
     """Cuts the model into stages and keeps those of this rank. Collective.
 
     Args:
-        request: Settings of the pipeline.
+        request: Settings of the pipeline, with all sizes filled in.
         shape: Entries, shapes and types that every batch must have.
-        mesh: Position of this process in the job.
+        mesh: Replica and pipeline position of this process, and its process groups.
         placement: Assignment of stages to ranks.
 
     Raises:

@@ -78,7 +78,7 @@ class BatchShape:
         Args:
             batch: Batch that contains the microbatch.
             number: Number of the microbatch, from 0.
-            device: Device of the result.
+            device: Device on which the microbatch is needed.
             names: Names of the batch entries to return, ``None`` for all.
         """
         start = number * self.micro_batch_size
@@ -136,7 +136,7 @@ def require_whole(least: int, **values: Any) -> None:
     """Checks that settings are whole numbers of at least ``least``.
 
     Args:
-        least: Smallest valid number.
+        least: Smallest valid value of each setting.
         **values: Settings to check, by name.
 
     Raises:

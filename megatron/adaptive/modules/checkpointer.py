@@ -44,9 +44,9 @@ class Checkpointer:
     """Saves and loads a rank's state. Its methods are collective over all ranks.
 
     Args:
-        mesh: Position of this process in the job.
-        model: Model of the user.
-        held: Parameters and buffers of this rank, by name.
+        mesh: Replica and pipeline position of this process, and its process groups.
+        model: The user's whole model, whose non-persistent buffers are not saved.
+        held: Parameters and buffers that this rank keeps, by name in the model.
         update: Object that owns the optimizer and the loss scale.
 
     Attributes:
@@ -90,7 +90,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: If the checkpoint could not be written.
-            ConfigError: If ``keep`` is invalid.
+            ConfigError: If ``keep`` is no valid number of checkpoints.
         """
         return self.saver.save(
             PipelineFolder(folder),
@@ -234,7 +234,7 @@ class Checkpointer:
         """Reads parameters and buffers of this rank in place, and returns the optimizer's state.
 
         Args:
-            reader: Reader of the checkpoint.
+            reader: Opened checkpoint from which tensors are read.
             manifest: Manifest of the checkpoint, ``None`` to leave the optimizer's state out.
 
         Returns:
@@ -350,7 +350,7 @@ class Checkpointer:
     def _empty_states(
         self, saved_tensors: Mapping[str, SavedTensor], manifest: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Returns the optimizer's state of this rank's parameters, with empty tensors to fill.
+        """Returns an optimizer state for this rank's parameters, with empty tensors to read into.
 
         Values that are no tensors are taken from the manifest.
         """
@@ -391,9 +391,9 @@ class PipelineState(SnapshotState):
     """Provides a rank's state for snapshots, copies in memory that survive a crash of the rank.
 
     Args:
-        checkpointer: Checkpointer of the rank.
+        checkpointer: Object that reads and writes the rank's state.
         head: Function that returns the result of :meth:`Checkpointer.head`.
-        state: Objects of the user that are also saved, by name.
+        state: Objects of the user whose ``state_dict`` is saved too, by name.
     """
 
     def __init__(

@@ -6,7 +6,7 @@
     stage          0   |  1      1   |  2
                        |             |
     x ─────────────────> used here   |             x crosses the first border
-    mask ──────────────────────────────> used      mask crosses both, stage 1 forwards it
+    mask ──────────────────────────────> used      mask crosses both borders, through stage 1
 
 A tensor that is computed before a border and used after it is sent across the border in a message.
 Tensors that a few calls compute from inputs and buffers, such as positions and masks, are not sent:
@@ -66,7 +66,7 @@ def given_partition(
 
     Args:
         text: Number of segments in each stage, as a string such as ``3-4-5`` or as numbers.
-        num_segments: Number of segments of the model.
+        num_segments: Number of segments into which the cut points divide the model.
         num_stages: Number of stages of the pipeline.
 
     Raises:
@@ -95,7 +95,7 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
 
 
 def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Divides segments among stages so that the most expensive stage is as cheap as possible.
+    """Divides segments among stages so that the most expensive stage costs as little as possible.
 
     Of several such partitions, the one with the smallest sum of squared stage costs is chosen.
 
@@ -233,7 +233,7 @@ class _Slicer:
         self._last_use: dict[int, int] = {}
 
     def run(self) -> list[StagePlan]:
-        """Returns the plans of the stages."""
+        """Returns the plan of each stage, in order."""
         tape = self._tape
         self._check_changes()
         members: list[set[int]] = [set() for _ in self._plans]
@@ -338,7 +338,7 @@ class _Slicer:
             old: Number of the changed tensor before the change.
             new: Number of the changed tensor after the change.
             number: Number of the call that changes the tensor.
-            stage: Stage of that call.
+            stage: Number of the stage that runs this call.
             readers: Numbers of the calls that read the view.
 
         Raises:
@@ -373,11 +373,11 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
     """Checks that each group of ``shared_weights`` names a single parameter of the model.
 
     Args:
-        model: Model of the user.
+        model: The user's whole model.
         groups: For each shared parameter, its names.
 
     Raises:
-        ConfigError: If a name is unknown, or the names of a group are different parameters.
+        ConfigError: If a name is unknown, or the names in a group belong to different parameters.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     for group in groups:
@@ -406,9 +406,9 @@ def keep_only(
     same shape on the ``meta`` device.
 
     Args:
-        model: Model of the user.
+        model: The user's whole model.
         names: Names of the parameters and buffers to keep.
-        device: Device of this rank.
+        device: Device to which the kept tensors are moved.
 
     Returns:
         The kept parameters and buffers, by name.

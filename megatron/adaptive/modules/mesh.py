@@ -26,14 +26,14 @@ _JOBS = "megatron-adaptive-jobs"
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Job):
-    """Contains the position of this process in its pipeline.
+    """Contains the position of this process in its pipeline, and the job's process groups.
 
     Attributes:
         pipeline_size: Number of ranks per pipeline.
         pp_rank: Position of this rank in its pipeline.
         dp_size: Number of replicas (pipelines) in the job.
         dp_rank: Number of this rank's replica, from 0.
-        pp_ranks: Global ranks of this replica's pipeline, by position.
+        pp_ranks: Global ranks in this replica's pipeline, in the order of their positions.
         dp_group: Process group of the ranks that have the same position in their pipelines.
     """
 
@@ -71,7 +71,7 @@ class Mesh(Job):
 
 
 _store_of_process = functools.cache(meet)
-"""Returns the rendezvous store of this process, the same for all its jobs."""
+"""Returns the key-value store through which processes meet, the same for all jobs of a process."""
 
 
 def join_job(timeout_s: float) -> Job:
@@ -140,7 +140,7 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
     """Divides the ranks of the job into pipelines. Collective over all ranks.
 
     Args:
-        job: Job of all ranks.
+        job: Job that all ranks have joined.
         pipeline_size: Number of ranks per pipeline, ``None`` for one pipeline of all ranks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Defines ``Pipeline``, which a user's training loop calls to train a model with cut points."""
+"""Defines ``Pipeline``, with which a user's training loop trains a model with cut points."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Pipeline:
 
     Args:
         model: Model whose forward pass contains :class:`CutPoint` modules.
-        sample_batch: Dictionary of tensors whose first axis is the axis of samples.
+        sample_batch: Dictionary of tensors whose first axis counts the samples.
         **more: Other attributes of :class:`~megatron.adaptive.modules.recording.SampledModel`
             and :class:`~megatron.adaptive.modules.assembly.PipelineSettings`.
 
     Attributes:
-        model: Model of the user.
+        model: The user's model, as passed to the constructor.
         plan: Layout that the planner chose and its reasons, ``None`` if the planner was not used.
         device: Device on which this process computes.
         pipeline_size: Number of processes per pipeline.
@@ -65,7 +65,7 @@ class Pipeline:
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
         steps: Number of training steps so far, including those before a loaded checkpoint.
-        loss: Loss of the last step.
+        loss: Mean loss of the last step over all microbatches and replicas.
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
         times: Times of this process in the last step: computing, waiting and so on.
 
@@ -221,7 +221,7 @@ class Pipeline:
                 one from a list of parameters; ``None`` on a process without parameters.
             clip_norm: Maximum norm of the whole model's gradient, to which larger gradients are
                 scaled down; ``None`` for no limit.
-            initial_loss_scale: First loss scale in fp16.
+            initial_loss_scale: Loss scale of the first step in fp16.
             loss_scale_interval: Number of steps without an overflow after which the loss scale
                 doubles.
 
@@ -234,7 +234,8 @@ class Pipeline:
     def step(self, batch: Mapping[str, torch.Tensor]) -> tuple[float, bool]:
         """Trains on a batch: forward and backward passes, sums over replicas, optimizer step.
 
-        Without an optimizer the gradients stay in ``grad`` until the next step.
+        If no optimizer is set, the gradients stay in ``grad`` of the parameters until the next
+        step.
 
         Args:
             batch: Batch of this replica, the same on all processes of its pipeline. The number of
@@ -274,7 +275,7 @@ class Pipeline:
 
     @naming_lost_peers()
     def eval(self, batch: Mapping[str, torch.Tensor]) -> float:
-        """Returns the mean loss of a batch in evaluation mode; the same on all processes.
+        """Returns the mean loss of a batch in evaluation mode, the same value on all processes.
 
         Args:
             batch: Batch of this replica, in the form that :meth:`step` takes.
@@ -297,8 +298,8 @@ class Pipeline:
         """Runs a batch and returns its microbatches' losses, an empty list before the last stage.
 
         Args:
-            batch: Batch of this replica.
-            count: Number of its microbatches.
+            batch: Batch of this replica, as the user passed it.
+            count: Number of microbatches in the batch.
             step: Number of the training step, which seeds the random numbers.
             scale: Factor by which the loss is multiplied. ``None`` runs only forward passes, in
                 evaluation mode.
@@ -346,8 +347,9 @@ class Pipeline:
     ) -> Path:
         """Saves parameters, buffers, optimizer, loss scale, step and seed. Collective.
 
-        Pipelines of the same model with other sizes, partitions and numbers of replicas can load
-        the checkpoint. The checkpoint gets its final name only when it is complete.
+        The checkpoint can be loaded by any pipeline of the same model, also with another pipeline
+        size, partition or number of replicas. The checkpoint gets its final name only when it is
+        complete.
 
         Args:
             folder: Folder of checkpoints, visible to all nodes; the checkpoint is
@@ -355,8 +357,8 @@ class Pipeline:
             extra: Numbers, strings, lists and dictionaries to save, such as the state of a
                 learning-rate scheduler.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
-            state: Objects with ``state_dict`` and ``load_state_dict`` to save, by name. The names
-                are the same on all processes; the states of the first process are saved.
+            state: Objects with ``state_dict`` and ``load_state_dict`` to save, by name. All
+                processes must pass the same names. The states of the first process are saved.
 
         Returns:
             Path of the checkpoint.
@@ -389,13 +391,14 @@ class Pipeline:
         Args:
             folder: Folder of checkpoints.
             step: Training step of the checkpoint; ``None`` loads the newest undamaged checkpoint.
-            optimizer: Whether to load the state of the optimizer.
+            optimizer: Whether to load the optimizer's state too.
             state: Objects whose states were saved, by the same names; ``load_state_dict`` is called
                 on each.
-            trust_checkpoint: Whether to load checkpoints of old versions too, which are pickles.
+            trust_checkpoint: Whether to load checkpoints of old versions too, which are pickles and
+                could run foreign code.
 
         Returns:
-            The ``extra`` that was saved.
+            The value of ``extra`` that was saved.
 
         Raises:
             CheckpointError: If there is no checkpoint, or it is damaged, not trusted, or of another
@@ -424,7 +427,7 @@ class Pipeline:
 
         Raises:
             CheckpointError: If the newest checkpoint cannot be loaded, or has another batch size.
-            ConfigError: If a setting is invalid, or there is a loop already.
+            ConfigError: If a setting is invalid, or this pipeline already has a loop.
         """
         if self._loop is not None:
             raise ConfigError("Pipeline.loop was already called: run all steps in one loop")
@@ -440,7 +443,7 @@ class Pipeline:
 
     @naming_lost_peers()
     def close(self) -> None:
-        """Closes channels and traces, and ends the pipeline's process groups.
+        """Closes channels and the trace, and destroys the pipeline's process groups.
 
         Collective; idempotent.
         """

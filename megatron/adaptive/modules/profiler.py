@@ -132,7 +132,7 @@ class Profiler(SampledModel):
         """Measures like :meth:`run`, but in a job that the processes have joined already.
 
         Args:
-            job: Job of all ranks.
+            job: Job that all ranks have joined.
             most: Maximum number of samples per microbatch if ``micro_batch_sizes`` is not set;
                 ``None`` takes the size of the sample batch.
         """
@@ -318,7 +318,7 @@ class ModuleProfile:
         names: For each rank, the name of its type of node.
         links: Measured messages between ranks, as rows of a profile file; empty if not measured.
         reductions: Measured all-reduces, as rows of a profile file; empty if not measured.
-        seconds: Duration of the measurement, in seconds.
+        seconds: Time that measuring took, in seconds.
     """
 
     name: str

@@ -81,7 +81,7 @@ class _Step:
 
     Args:
         call: Recorded call.
-        number: Number of the call on the tape.
+        number: Index of the call on the tape.
         drops: Numbers of the tensors that no later call needs.
         tape: Recorded forward pass.
     """
@@ -169,7 +169,7 @@ class StageProgram:
         tape: Recorded forward pass.
         plan: Calls of this stage, and the tensors that it receives and sends.
         held: Parameters and buffers of this rank by name, at least those that the stage uses.
-        device: Device of the stage.
+        device: Device on which the stage runs.
 
     Attributes:
         plan: Calls of this stage, and the tensors that it receives and sends.
@@ -250,8 +250,8 @@ class StageProgram:
             inputs: Tensors of the microbatch, by the name of their batch entry.
             received: Tensors from the previous stage, which are leaves of this stage's autograd
                 graph.
-            random: Function that is called with the number of a call before it draws random
-                numbers.
+            random: Function that seeds the random generator. It gets the number of the call that is
+                about to draw random numbers.
             store: Queue of deferred weight-gradient work, ``None`` if the backward pass is not
                 split.
 
@@ -301,8 +301,8 @@ class ProgramStages(SplitStages):
         programs: Program of each chunk (stage) of this rank.
         microbatches: For each microbatch, the batch entries that the programs use, by name.
         random: Seeds the random generator before each call that draws random numbers.
-        held: Parameters and buffers of the rank, by name.
-        device: Device of the stages.
+        held: Parameters and buffers that this rank keeps, by name in the model.
+        device: Device on which the stages run.
         meter: Measures how many bytes of activations each chunk keeps.
         stores: Queue of deferred weight-gradient work for each chunk, ``None`` if the backward pass
             is not split.
@@ -360,7 +360,7 @@ class ProgramStages(SplitStages):
         )
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Does nothing, because no output is kept after its send."""
+        """Does nothing, because a stage's output is not kept after it is sent."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         return self.meter.bytes_of(chunk)
@@ -385,7 +385,7 @@ class ProgramStages(SplitStages):
         return program.backward_layout.pack(gradients, self.device)
 
     def finish(self) -> None:
-        """Ends the step, normally or after an error."""
+        """Releases what the step kept, after its normal end or an error."""
         self._pending.clear()
         super().finish()
 
@@ -483,7 +483,7 @@ class _Deferred:
         bias: :class:`Ref` to the bias, ``None`` if the layer has none.
         kind: Kind of layer, ``linear``, ``addmm`` or ``embedding``.
         padding: Row of the embedding that gets no gradient (``padding_idx``), -1 for none.
-        by_frequency: Option ``scale_grad_by_freq`` of an embedding.
+        by_frequency: Option ``scale_grad_by_freq`` of torch's embedding.
         is_unsupported: Whether an option of the call makes it impossible to defer its weight
             gradient.
     """

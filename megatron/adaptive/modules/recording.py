@@ -59,7 +59,8 @@ def _exported_mark(tensor: torch.Tensor, cut_point: int, passing: int) -> torch.
 
 
 _exported_mark.register_fake(lambda tensor, cut_point, passing: torch.empty_like(tensor))
-# has_torch_function() is true for this tensor while a recorder is active.
+# Tensor with which mark() finds out whether a recorder is active: has_torch_function() is then
+# true.
 _WITNESS = torch.empty(0)
 _PASSINGS = itertools.count()
 
@@ -81,7 +82,7 @@ class CutPoint(torch.nn.Module):
 
     @staticmethod
     def after(module: torch.nn.Module) -> CutPoint:
-        """Adds a cut point after a module of a model, and returns it.
+        """Adds a cut point behind a module of a model, and returns the cut point.
 
         Args:
             module: Module that is called once per forward pass. The cut point is added to it as the
@@ -116,7 +117,7 @@ class Value:
     Attributes:
         shape: Shape of the tensor.
         dtype: Element type of the tensor.
-        requires_grad: Whether a gradient flows through it.
+        requires_grad: Whether a gradient is computed for the tensor or through it.
         source: Origin of the tensor: ``input``, ``parameter``, ``buffer`` or ``constant``; empty if
             a recorded call computed it.
         name: Name of the input, parameter or buffer; empty for other tensors.
@@ -176,8 +177,8 @@ class Tape:
         cuts: Names of the cut points in the order in which the forward pass reaches them.
         loss: Number of the tensor that holds the loss.
         device: Device on which the forward pass was recorded.
-        aliases: Other names of a parameter or buffer, by its first name.
-        autocast: Element type of matrix products under mixed precision.
+        aliases: For parameters and buffers with several names, the others by the first name.
+        autocast: Element type of matrix products in mixed precision, ``None`` in full precision.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -314,7 +315,7 @@ class _Recorder(TorchFunctionMode):
         return self.note(func, args, kwargs or {}, func)
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
-        """Runs a call and records it if it makes or changes a tensor."""
+        """Runs a call, and records the call if it makes or changes a tensor."""
         tensors = [tensor for tensor, _ in _paths((args, kwargs))]
         self._refuse_reading(function, tensors)
         versions = [tensor._version for tensor in tensors]
@@ -361,7 +362,8 @@ class _Recorder(TorchFunctionMode):
             reads: Numbers of the tensors in the arguments.
             made: New tensors, and the indices and keys that lead to them in the result.
             changed: Arguments that the call changed in place.
-            before: States of the random generators before the call.
+            before: States of the random generators before the call, to find out if the call drew
+                numbers.
         """
         tape = self.tape
         is_random = any(
@@ -447,7 +449,7 @@ class _Recorder(TorchFunctionMode):
         return number
 
     def _pass_cut(self, cut_point: int, passing: int) -> None:
-        """Records that the forward has reached a cut point."""
+        """Records that the forward pass has reached a cut point."""
         # After torch.export a cut point is reached once for each of its tensors. Only the first
         # counts.
         if passing == self._passing:
@@ -630,8 +632,8 @@ class Forwards:
     """Contains the tapes of a model in training and in evaluation.
 
     Attributes:
-        training: Tape in training mode.
-        evaluation: Tape in evaluation mode, with the same cut points.
+        training: Forward pass recorded in training mode.
+        evaluation: Forward pass recorded in evaluation mode, with the same cut points.
         way: Method by which the tapes were recorded, ``record`` or ``export``.
     """
 
@@ -645,10 +647,10 @@ class Forwards:
 
         Args:
             forward: Model and loss function.
-            sample: Microbatch on the model's device.
-            slicing: Kind of recording. ``record`` records the calls of torch that the model makes,
-                ``export`` those of the model that ``torch.export`` returns. ``auto`` exports only
-                if the model reads values of tensors.
+            sample: Tensors of the microbatch by name, on the model's device.
+            slicing: Method of recording. ``record`` records the calls of torch that the model
+                makes, ``export`` those of the model that ``torch.export`` returns. ``auto`` exports
+                only if the model reads values of tensors.
 
         Raises:
             ConfigError: If the model can be neither recorded nor exported. Names the line of the

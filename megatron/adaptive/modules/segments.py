@@ -3,10 +3,10 @@
 One segment after the other is put on the device, so that the whole model need not fit in its
 memory::
 
-    segment 0 ──message──> segment 1 ──message──> ...      forwards pass their messages on
+    segment 0 ──message──> segment 1 ──message──> ...      each forward pass feeds the next
        │                      │
-       F, B whole             F, B whole                   gradients are random: only sizes matter
-       F, B by inputs, W      F, B by inputs, W            if backwards are split
+       F, B whole             F, B whole                   random gradients: only sizes matter
+       F, B by inputs, W      F, B by inputs, W            if the backward pass is split
 
 Each segment is timed by ``profiling.action_timing`` as a
 :class:`~megatron.adaptive.modules.program.ProgramStages`, so the times include packing the
@@ -238,7 +238,7 @@ def optimizer_seconds(
     Args:
         model: Model whose parameter shapes are used; measuring does not change it.
         device: Device on which the optimizer runs.
-        make: Function that makes an optimizer; AdamW if ``None``.
+        make: Function that makes an optimizer from a list of parameters; ``None`` uses AdamW.
     """
     chosen: list[torch.nn.Parameter] = []
     total = 0
@@ -271,11 +271,11 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
 
     Args:
         forward: Model with all its parameters.
-        forwards: Tapes of the model.
+        forwards: Forward passes of the model, recorded in training and evaluation mode.
         other: Microbatch other than the recorded one, on the model's device.
 
     Raises:
-        ConfigError: If the losses differ.
+        ConfigError: If the loss from the tape differs from the model's.
     """
     tape = forwards.evaluation
     if tape.is_random:

@@ -3,7 +3,7 @@
 ``python -m megatron.adaptive run`` is the launcher of an elastic job, whose layout may change. It
 passes the layout to the ranks as an order (:class:`JobOrder`)::
 
-    first start     measure the model ──> model.json ──> all ranks end: the job plans with it
+    first start     measure the model ──> model.json ──> all ranks end: the launcher plans with it
     later starts    use the order's layout if the model is the measured one, else measure again
 
 The launcher plans the layout, because only the launcher knows which machines join and leave.
@@ -100,7 +100,7 @@ class SettledSizes:
     """Contains the layout of a job and where it comes from.
 
     Attributes:
-        mesh: Position of this process in the job.
+        mesh: Replica and pipeline position of this process, and its process groups.
         request: Settings of the user, in which all sizes are filled in.
         plan: Layout that the planner chose, ``None`` if the planner was not used.
         order: Layout that the launcher of an elastic job ordered, ``None`` if the job is not
@@ -117,7 +117,7 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
     """Connects to the other processes and determines the layout of the job. Collective.
 
     Args:
-        request: Settings of the user.
+        request: Settings of the user, in which sizes may be missing.
 
     Raises:
         ConfigError: If no layout is possible, or a setting is invalid.

@@ -61,7 +61,7 @@ class Loop:
     collective).
 
     Args:
-        pipeline: Pipeline that runs the steps.
+        pipeline: Pipeline that trains the model in each step.
         total_steps: Number of steps in the whole training run, counted from step 0.
         folder: Folder of checkpoints, ``None`` to save none. An elastic job uses the folder that
             was given to its launcher instead.
@@ -149,7 +149,7 @@ class Loop:
         Raises:
             StopIteration: If all steps are done.
             JobEnded: If a stop was requested, after the state was saved.
-            CheckpointError: If a checkpoint could not be written.
+            CheckpointError: If a checkpoint could not be saved.
             ConfigError: If the caller did not train the step, or trained it twice.
             PeerLostError: If another rank has ended unexpectedly.
         """
@@ -177,7 +177,7 @@ class Loop:
         """Checks that all replicas together train the whole batch of the current step.
 
         Args:
-            samples: Number of samples of this replica's batch.
+            samples: Number of samples in this replica's batch.
 
         Raises:
             ConfigError: If the batches of the replicas do not add up to the batch size, or no step

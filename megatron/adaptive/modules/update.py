@@ -2,9 +2,9 @@
 
 ::
 
-    sums of shared weights over stages -> mean over replicas -> norm of all -> clipped, unscaled
+    sum shared weights over stages -> mean over replicas -> norm -> unscale, clip -> optimizer
 
-One all-reduce over all ranks gives both the norm and the loss of the whole model.
+A single all-reduce over all ranks computes both the norm and the loss of the whole model.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int =
     Args:
         tensors: Tensors to replace by their sums; all ranks of the group must pass the same shapes
             in the same order.
-        group: Process group.
+        group: Process group over which tensors are summed.
         divide_by: Number by which the sums are divided.
     """
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):
@@ -87,8 +87,8 @@ class Update:
     """Combines a rank's gradients with those of other ranks, and updates the parameters.
 
     Args:
-        mesh: Position of this process in the job.
-        parameters: Parameters of this rank's stages, by name.
+        mesh: Replica and pipeline position of this process, and its process groups.
+        parameters: Trained parameters of this rank's stages, by name.
         shared: For each shared parameter by name, the pipeline positions of the ranks that have a
             copy, ascending.
         groups: Process group for each such set of positions that contains this rank.
@@ -96,7 +96,7 @@ class Update:
     Attributes:
         parameters: Parameters of this rank's stages, by name.
         optimizer: Optimizer of this rank's parameters, ``None`` if none is set.
-        scaler: Loss scale, ``None`` except in fp16.
+        scaler: Loss scale of fp16 training, ``None`` with other types.
     """
 
     def __init__(

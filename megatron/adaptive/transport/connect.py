@@ -248,7 +248,7 @@ class Connector:
             endpoint: Endpoint of this rank.
             options: Transport settings of the user.
             choices: Chosen transport of each pair of ranks.
-            ends: Endpoints of all ranks.
+            ends: Endpoints of all ranks, by global rank.
             seed: Random bytes that the job's ranks share. From them come the token that
                 authenticates links, the job's number, and the name of the lock under which the
                 ranks of a machine allocate memory one at a time.
@@ -467,7 +467,7 @@ def _first_line(error: Exception) -> str:
 
 
 def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
-    """Makes a gloo group for each distinct list of members in the job and returns this rank's.
+    """Makes a gloo process group for each pipeline's ranks and returns this rank's group.
 
     Collective over all ranks of the job.
 
@@ -568,7 +568,7 @@ def _rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str,
     """Returns the active RDMA ports of this node, and the reason if there are none.
 
     Args:
-        module: Extension module.
+        module: The C++ extension, as a Python module.
         device_name: Name of the RDMA device to use, such as ``mlx5_0``, or of a port, such as
             ``mlx5_0:1``; ``None`` for any device.
     """
@@ -599,7 +599,7 @@ class CompositeTransport:
     Args:
         parts: Transport of each peer. All these transports put received messages into
             ``completions``.
-        completions: Queue that the transports share.
+        completions: Queue of received messages that the transports share.
     """
 
     def __init__(self, parts: Mapping[int, Transport], completions: Completions) -> None:

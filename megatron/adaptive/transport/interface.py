@@ -51,7 +51,7 @@ class Endpoint:
         device: Type of the rank's device, ``cpu`` or ``cuda``.
         addresses: Addresses on which the rank listens, by kind of link: ``unix``, ``tcp``.
         cpus: Numbers of the processors on which the rank may run; empty if unknown.
-        ports: Active RDMA ports, such as ``mlx5_0:1``.
+        ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
         lacks: For each transport that the rank cannot use, the reason.
     """
 
@@ -115,10 +115,10 @@ class Transport(Protocol):
 
 
 class Arrival:
-    """Represents a message that has arrived.
+    """Represents a received message, whose payload can be taken.
 
     Attributes:
-        label: Label of the message.
+        label: Action and step for which the message is the input.
         peer: Global rank of the sender.
         nbytes: Size of the payload in bytes.
         arrived_ns: Time at which the receive was complete, by ``time.monotonic_ns``. ``None`` if
@@ -170,7 +170,7 @@ class Notice:
     """Reports that a message has arrived at another rank of the decision group.
 
     Attributes:
-        label: Label of the message.
+        label: Action and step for which the message is the input.
         peer: Global rank at which the message has arrived.
     """
 
@@ -199,13 +199,13 @@ class Completions(Protocol):
         """
 
     def put(self, item: Item | Exception) -> None:
-        """Adds an arrival, or the error that ended a channel."""
+        """Adds an arrival, or an error that ended a channel."""
 
     def poll(self) -> Item | None:
         """Returns the oldest item, or ``None`` if the queue is empty.
 
         Raises:
-            TransportError: If a channel failed.
+            TransportError: If the oldest item is the error of a channel.
         """
 
     def wait(self, deadline_s: float) -> Item | None:
@@ -215,7 +215,7 @@ class Completions(Protocol):
             The oldest item, or ``None`` if the deadline has passed.
 
         Raises:
-            TransportError: If a channel failed.
+            TransportError: If the oldest item is the error of a channel.
         """
 
 

@@ -88,7 +88,7 @@ def describe(places: Sequence[Mapping[str, Any]], rank: int) -> str:
 
 
 class Watcher:
-    """Watches every other rank of the job until :meth:`leave`, :meth:`report` or :meth:`close`.
+    """Watches all other ranks until :meth:`leave`, :meth:`report` or :meth:`close` is called.
 
     Methods may be called from any thread.
 
@@ -115,7 +115,7 @@ class Watcher:
         is_launchers_store: Whether the launcher runs the store; otherwise rank 0 does.
 
     Attributes:
-        on_lost: Callback for a loss; may be replaced at any time.
+        on_lost: Function that is called after a loss. It may be replaced at any time.
         position: Text on the progress of this rank for error messages, such as ``iteration 7``.
     """
 

@@ -66,7 +66,7 @@ def make_tensors_with(module: ModuleType, table: Any) -> None:
     message.
 
     Args:
-        module: Extension module.
+        module: The C++ extension, as a Python module.
         table: Capsule with torch's table of functions, ``None`` for an older torch, which has none.
     """
     module.use_torch(table, _from_dlpack)
@@ -83,7 +83,7 @@ class NativeTransport:
     """Sends and receives over channels of the C++ extension. ``connect.py`` opens the channels.
 
     Args:
-        node: The ``_C.Node``, whose channels are open.
+        node: The ``_C.Node`` of the C++ extension, whose channels are open.
         kinds: For each peer by global rank, the transport: ``shm``, ``rdma`` or ``tcp``.
         device: Device on which received tensors are placed.
         describe: Function that returns a peer's display name for error messages.
@@ -247,7 +247,7 @@ class DeviceArrival(Arrival):
     """Represents a received message for a GPU, which lies in memory of the GPU or of the host.
 
     Args:
-        native: The ``_C.Arrival``.
+        native: The message as an object of the C++ extension, ``_C.Arrival``.
         staging: Object that copies between the GPU and the channel.
         least_free: Number of free slots in the channel below which the payload is copied out of its
             slot.
@@ -321,7 +321,7 @@ class NativeQueue:
     """Implements the completion queue with the queue of a ``_C.Node``.
 
     Args:
-        node: The ``_C.Node``.
+        node: The object of the C++ extension that receives the messages, ``_C.Node``.
         staging: Object that copies between GPU and channels, ``None`` for a CPU.
         least_free: Number of free slots in a channel below which payloads are copied out of their
             slots.

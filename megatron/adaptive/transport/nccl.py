@@ -7,11 +7,11 @@ and one stream at each end. An end posts an operation only when the operation ca
 
     sender                                            receiver
       executor: send() ── event ──┐
-      thread: sleeps until the computation is there
+      thread: sleeps until the computation is done
               header over gloo ───────────────────>  thread: posts the receive on its stream
-              posts the send on its stream  =======>          sleeps until the payload is there
+              posts the send on its stream  =======>          sleeps until the payload has come
               sleeps until the send is done                   arrival ──> queue of the executor
-              drops the tensor
+              releases the tensor
 
 No compute stream waits for a message, so a late rank delays only the ranks that need its result,
 and not its tensor-parallel neighbours. An arrival is announced only when its data has arrived, so a
@@ -173,7 +173,7 @@ def free(group: Any, *, is_idle: bool) -> None:
     """Frees a communicator of two ranks.
 
     Args:
-        group: The communicator.
+        group: The communicator to free.
         is_idle: Whether no operation is pending. If false, pending operations are aborted, because
             they would never complete.
     """
@@ -211,7 +211,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """Provides the streams of a GPU.
+    """Provides CUDA streams of a GPU.
 
     Args:
         device: GPU with its index, such as ``cuda:0``.

@@ -144,7 +144,7 @@ def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     it is. A rank that connects its own pairs in this order waits only for pairs of earlier rounds.
 
     Args:
-        pairs: Pairs of ranks, the lower one first.
+        pairs: Pairs of ranks that must be connected, the lower rank first.
     """
     rounds: list[list[tuple[int, int]]] = []
     for pair in sorted(pairs):

@@ -200,7 +200,7 @@ class Staging:
         return tensor
 
     def make_current(self) -> None:
-        """Makes the GPU current in the calling thread."""
+        """Makes the GPU the current device of the calling thread."""
         make_current(self._device)
 
     def flush(self, timeout_s: float) -> bool:

@@ -40,7 +40,7 @@ class Worker:
 
     @property
     def pending(self) -> int:
-        """Returns the number of jobs that are not done."""
+        """Returns the number of jobs that were added and are not done."""
         return self._added - self._done
 
     def do(self, job: Job) -> None:

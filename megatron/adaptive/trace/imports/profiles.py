@@ -118,13 +118,13 @@ class _Event:
     Attributes:
         kind: Kind of operation as in a published table, or ``send``, ``recv`` or ``both`` for a
             message of unknown direction.
-        category: Category of the event in the file.
+        category: Category of the event (``cat`` in the file), such as a range or a kernel.
         start: Start in nanoseconds.
         length: Duration in nanoseconds.
         stage: Number of the stage.
-        microbatch: Number of the microbatch.
+        microbatch: Number of the microbatch in its step.
         root: Lowest rank of a collective's group.
-        step: Number of the step.
+        step: Number of the training step.
         seq: Number of the operation among the operations of the same kind in the step.
     """
 
@@ -151,10 +151,10 @@ class _RankFile:
     Attributes:
         path: Path of the file.
         rank: Global rank, -1 if unknown.
-        world_size: Number of ranks of the job, 0 if unknown.
+        world_size: Number of ranks in the job, 0 if unknown.
         groups: Ranks in the rank's process groups, by kind of parallelism: ``pp``, ``dp``, ``tp``.
         base_ns: Offset that is added to all times, in nanoseconds.
-        events: Ranges and kernels of known kinds.
+        events: Ranges and kernels whose kind of operation is known.
         steps: Number, category and start time of each step that the profiler marked.
         unknown: Number of ranges with each unrecognized name.
         left_out: Number of events that were left out, by reason and then by name.
@@ -179,7 +179,7 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an event that is left out."""
+        """Counts an event that is left out of the trace, for the notes."""
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
@@ -774,7 +774,7 @@ def _messages(
     the arrival.
 
     Args:
-        end: Kind of message, ``send`` or ``recv``.
+        end: Side of the messages, ``send`` or ``recv``.
         messages: Messages of the rank, ordered by start.
         labels: Named ranges around messages, which are used only if there is one for each message.
         computes: Computations of the rank, ordered by start.

@@ -265,7 +265,7 @@ class _Table:
         Args:
             origin: Path of the table, for error messages.
             world_size: Minimum number of ranks in the job.
-            notes: Notes on the table, one line each.
+            notes: Remarks about the table for the user, one line each.
 
         Raises:
             TraceError: If the table has no computations, or contradicts itself.

@@ -86,7 +86,7 @@ def write_page(
         run: Trace of the run.
         target: Path of the ``.html`` file.
         iterations: Numbers of the iterations from which the page shows some or all.
-        dp_rank: Data-parallel replica to show; ``None`` for some of them.
+        dp_rank: Data-parallel replica to show; ``None`` lets this module choose some replicas.
         figures: Measured quantities (step time, idle time and so on) of all ranks in these
             iterations; computed if ``None``.
         labels: Text for each row by global rank. If given, one chart shows all these ranks, instead
@@ -94,7 +94,7 @@ def write_page(
         nodes: Row numbers of that chart by name of the node, so that the reader can select a node.
 
     Returns:
-        Notes on what was left out, one line each.
+        Notes on what the page leaves out, one line each.
 
     Raises:
         TraceError: If an iteration or the replica does not exist or has no records, or the file
@@ -176,7 +176,7 @@ def _label(pp_rank: int, trace: RankTrace | None) -> str:
 
 
 def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) -> dict[str, Any]:
-    """Returns the page's summary of the whole run."""
+    """Returns the data for the page's summary of the whole run."""
     header = next(trace for group in groups for trace in group.traces if trace).header
     last = iterations[-1]
     microbatches = max(t.num_microbatches.get(last, 0) for g in groups for t in g.traces if t)
@@ -229,7 +229,7 @@ def _blocks(
 def _block(
     run: RunTrace, iteration: int, group: _Group, budget: int, bubble: float
 ) -> dict[str, Any]:
-    """Returns the data of one iteration of one group.
+    """Returns the data block for one iteration of one group of ranks.
 
     Args:
         run: Trace of the run.
@@ -295,7 +295,7 @@ def _extent(tables: list[TraceTable], rows: Mapping[str, Ints]) -> tuple[int, in
 
 
 MAX_ITERATIONS = 20
-"""Maximum number of iterations in a page."""
+"""Maximum number of iterations that a page contains."""
 SLOWEST = 4
 """Number of the slowest iterations, which a page always includes."""
 MAX_REPLICAS = 4
@@ -315,7 +315,7 @@ def choose(
         run: Trace of the run.
         figures: Measured quantities of the run, such as step times.
         iterations: Numbers of the iterations from which the page shows some or all.
-        dp_rank: Replica to show, ``None`` for some of them.
+        dp_rank: Data-parallel replica to show; ``None`` chooses some replicas.
         labels: Text for each row by global rank, as in :func:`write_page`.
 
     Returns:
@@ -346,7 +346,7 @@ def choose(
 def _groups(
     run: RunTrace, figures: RunFigures, dp_rank: int | None, labels: Mapping[int, str] | None
 ) -> tuple[list[_Group], list[str]]:
-    """Returns the groups of ranks of a page, and notes on what was left out."""
+    """Returns the groups of ranks that a page shows, and notes on what was left out."""
     if labels is not None:
         every = [run.ranks[rank] for rank in labels]
         return [_Group("all ranks", list(labels.values()), every)], []

@@ -1,4 +1,4 @@
-"""Defines the colours of the views: forward blue, backward green, weight orange, idle grey.
+"""Defines the colours of the views: F (forward) blue, B (backward) green, W orange, idle grey.
 
 The number of the chunk sets the lightness of an action, from dark (chunk 0) to light. The hues can
 be distinguished with the common kinds of colour blindness, in which blue stays blue and this green
@@ -93,7 +93,7 @@ class Category:
         name: Text in the legend.
         color: Colour in the syntax of CSS.
         kind: Kind of span from ``trace_format.KINDS``, or ``other``.
-        chunk: Chunk of an action, -1 for other spans.
+        chunk: Number of an action's chunk, -1 for other spans.
         cause: Cause of a wait, empty for other spans.
         in_legend: Whether the legend lists the category.
     """
@@ -107,7 +107,7 @@ class Category:
 
 
 def categories(num_chunks: int) -> list[Category]:
-    """Returns all categories of spans, in the order of the legend."""
+    """Returns all categories of spans, in the order in which the legend lists them."""
     shown = {round(i * (num_chunks - 1) / (LEGEND_CHUNKS - 1)) for i in range(LEGEND_CHUNKS)}
     listed = [
         Category(

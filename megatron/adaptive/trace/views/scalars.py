@@ -29,7 +29,7 @@ MEAN = "mean"
 def write_scalars(
     run: RunTrace, figures: RunFigures, folder: str | os.PathLike[str]
 ) -> tuple[str, ...]:
-    """Writes curves of the bubble fraction, the step time and the parts of the step.
+    """Writes curves of the fraction of idle time, the step time, and the parts of the step.
 
     Args:
         run: Trace of the run.

@@ -1,7 +1,7 @@
-"""Writes a run's pipeline as an Excel workbook.
+"""Writes the trace of a pipeline as an Excel workbook with these sheets.
 
-- *order*       the actions of one iteration in executed order, wide enough to read
-- *time*        the same on a time scale
+- *order*       the actions of one iteration in the order in which they ran, wide enough to read
+- *time*        the same actions on a time scale
 - *summary*     per rank: busy time, waits by cause, bubble, durations of actions, peaks, bytes;
                 first for the drawn iteration, then the mean over all iterations of the workbook
 - *iterations*  per iteration: step time, bubble, waits

@@ -1,6 +1,6 @@
 """Estimates how much faster a run would be without some cause of delay, by simulating its steps.
 
-- ``operations``  the operations of each rank, their dependencies, and the simulation
-- ``replay``      recorded times under other schedules, and with microbatches dealt over replicas
-- ``answers``     slowdowns, shares, causes and repairs
+- ``operations``  reads each rank's operations, finds their dependencies, and simulates them
+- ``replay``      simulates other schedules, and microbatches on other replicas
+- ``answers``     computes slowdowns, their causes, and what repairs would save
 """

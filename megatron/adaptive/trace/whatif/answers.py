@@ -62,7 +62,7 @@ CAUSE_SHARE = 0.3
 WORTH = 0.002
 """Minimum fraction of the step time that a repair must save to be listed."""
 REPLAYED = 4
-"""Number of steps that are replayed under other schedules."""
+"""Number of steps that are simulated under other schedules."""
 RECORDED_SPAN_S = 1e-6
 """CPU time of recording and writing a trace span, measured with the trace recorder."""
 
@@ -71,10 +71,10 @@ CAUSES = ("worker", "last stage", "sequence lengths")
 
 @dataclass(frozen=True)
 class Repair:
-    """Describes a change that would make the run faster.
+    """Describes a change that would make the run faster, and by how much.
 
     Attributes:
-        description: Text that names the change.
+        description: Short text that says what is changed.
         flag: Command-line flags that make the change, or advice in words.
         step_s: Mean step time with the change, in seconds.
         gain: Fraction of the simulated step time that the change saves.
@@ -185,7 +185,7 @@ class WhatIf:
         }
 
     def format(self) -> str:
-        """Returns the analysis as lines of text."""
+        """Returns the analysis as lines of text to print."""
         lines = [
             f"steps {describe_numbers(self.iterations.tolist())} of {len(self.where.ranks)} ranks "
             f"take {self.recorded_s.mean():.4g} s; simulated {self.simulated_s.mean():.4g} s "
@@ -245,7 +245,7 @@ class _Part:
     """Contains the operations of the steps that are simulated together, with their dependencies.
 
     Attributes:
-        ops: Operations.
+        ops: Operations of these steps.
         graph: Dependencies of the operations.
         ideal_s: ``[operations]``, ideal duration of each operation in seconds.
         length: ``[operations]``, duration of the operation's microbatch relative to the usual
@@ -271,7 +271,7 @@ class _Part:
         return {"stage": ops.stage, "rank": ops.worker, "kind": ops.kind}[group]
 
     def number_of_step(self, rows: slice | Mask = slice(None)) -> Ints:
-        """Returns ``[rows]``: index of each operation's step among the steps of this part."""
+        """Returns the index of each operation's step among the steps of this part."""
         _, step = np.unique(self.ops.iteration[rows], return_inverse=True)
         return step
 
@@ -429,7 +429,7 @@ class _Answers:
             part.length = self._lengths(part.ops)
 
     def all(self, notes: list[str]) -> WhatIf:
-        """Returns the whole analysis.
+        """Runs all simulations and returns the whole analysis.
 
         Args:
             notes: Reservations about the result, one line each.

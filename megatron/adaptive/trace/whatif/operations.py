@@ -172,7 +172,7 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
 
     Args:
         run: Trace of the run.
-        ranks: Global ranks to choose from; ``None`` for all.
+        ranks: Global ranks of which to choose; ``None`` for all recorded ranks.
     """
     headers = [run.ranks[rank].header for rank in (run.ranks if ranks is None else ranks)]
     first = min(header.tp_rank for header in headers)
@@ -203,7 +203,7 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
     Args:
         run: Trace of the run.
         where: Pipeline rank, replica and stages of each worker.
-        iterations: Numbers of the iterations.
+        iterations: Numbers of the iterations to read.
 
     Raises:
         TraceError: If a file is damaged, nothing was recorded, or a backward pass began before its
@@ -441,7 +441,7 @@ class Graph:
         before: ``[2, nodes]``, up to two predecessors of each node. Node 0 is the start of a step.
         levels: ``[levels + 1]``, first node of each level (in topological order), then the number
             of nodes.
-        final: Nodes without a successor, ordered by step.
+        final: Nodes on which no other node depends, ordered by step.
         final_step: ``[steps]``, index in ``final`` at which each step's nodes begin.
     """
 
@@ -481,7 +481,7 @@ class Graph:
 
 
 def build_graph(operations: Operations) -> Graph:
-    """Finds the dependencies of each operation.
+    """Finds the dependencies between operations.
 
     Raises:
         TraceError: If operations depend on one another in a cycle, so that the recorded order is
@@ -601,7 +601,7 @@ def _around(
     """Returns dependencies of overlapping computations, and of collectives and computations.
 
     Args:
-        ops: Operations.
+        ops: Operations of the iterations.
         rank: ``[operations]``, number of the pair of rank and iteration to which each belongs.
         ended_ns: ``[computations]``, time from which each computation counts as ended, in
             nanoseconds.
@@ -652,7 +652,7 @@ def _around(
 def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
     """Returns ``[2, nodes]``: up to two predecessors of each node, 0 for none.
 
-    Helper nodes are added in front of nodes with more than two predecessors.
+    A node with more than two predecessors gets helper nodes in between, each with at most two.
     """
     while True:
         order = np.argsort(targets, kind="stable")

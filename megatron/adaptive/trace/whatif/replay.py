@@ -196,7 +196,7 @@ def rule_saves_s(
     rule is simulated too.
 
     Args:
-        header: Header of any rank's trace.
+        header: Header of any rank's trace, which contains the settings of the run.
         ops: Recorded operations.
         then_s: Changed durations in seconds, ``[operations]``.
         iterations: Numbers of the iterations in ``ops``; the last :data:`RULE_STEPS` are simulated.
