@@ -121,7 +121,7 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 # Maximum number of calls that a stage repeats to compute a tensor; a tensor that needs more calls
-# is sent to the stage instead.
+# is sent instead.
 _MOST_REPEATED = 64
 
 

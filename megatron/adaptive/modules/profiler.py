@@ -1,4 +1,4 @@
-"""Measures models with cut points for the planner: segments, links and all-reduces.
+"""Measures models with cut points for the planner: segments, messages and all-reduces.
 
 This file decides which rank measures what and collects the results in a profile. ``segments``
 measures the parts of the model between cut points, ``profiling.links`` the links between ranks and

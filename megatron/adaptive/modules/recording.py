@@ -6,11 +6,11 @@
 
 Each call is recorded at the level at which the model makes it (``dropout``, ``layer_norm``,
 ``scaled_dot_product_attention``, a custom ``autograd.Function``), so that running the recording
-gives the same gradients as the model. Python code between calls is not recorded: the branches that
-it took for the sample are taken for every microbatch. Branches that depend on shapes or on the
-training mode are right for every microbatch, branches that depend on the values of tensors are not.
-So a forward pass that reads the value of a tensor which may differ between microbatches raises an
-error that names the line.
+gives the same gradients as the model. Python code between calls is not recorded, so the branches
+that the code took for the sample are taken for every microbatch. Branches that depend on shapes or
+on the training mode are right for every microbatch, branches that depend on the values of tensors
+are not. So a forward pass that reads the value of a tensor which may differ between microbatches
+raises an error that names the line.
 
 Every recorded tensor has a number, by which the arguments of recorded calls refer to it.
 """
@@ -265,7 +265,7 @@ class _Recorder(TorchFunctionMode):
     """Records the calls of torch that a model makes on a :class:`Tape`.
 
     Args:
-        model: Model of the user.
+        model: Model whose calls are recorded.
         inputs: Tensors of the microbatch, by the name of their batch entry.
         freeze: Whether to allow Python to read tensor values, which are then the same for every
             microbatch, instead of raising an error.
@@ -695,7 +695,7 @@ class Forwards:
 def mode_of(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     """Puts a model into training or evaluation mode, and restores its mode on exit.
 
-    If the model is in this mode already, submodules that are in the other mode stay so.
+    If the model is in this mode already, submodules in the other mode keep theirs.
     """
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:

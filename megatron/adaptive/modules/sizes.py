@@ -151,7 +151,7 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
 def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSettings:
     """Returns the settings with the layout that the launcher of an elastic job ordered.
 
-    If the order was planned for another model, the present model is measured and the program ends.
+    If the order was planned for another model, the current model is measured and the program ends.
     """
     world_size = dist.get_world_size()
     if order.signature and order.pipeline_size * order.replicas != world_size:

@@ -72,8 +72,8 @@ class Loop:
             is copied in memory.
         local_folder: Folder on each node's local disk, to which checkpoints are written before a
             thread copies them to ``folder``.
-        diagnose_interval: Number of steps between two searches for slow ranks in the trace; 0 for
-            none. Needs a trace.
+        diagnose_interval: Number of steps between two searches of the trace for slow ranks, 0 for
+            none. Without a trace it has no effect.
         trust_checkpoint: Whether to load checkpoints of old versions too, which are pickles and
             could run foreign code.
 

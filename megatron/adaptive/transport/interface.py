@@ -192,7 +192,7 @@ class Completions(Protocol):
     """
 
     def listen(self, listener: Listener) -> None:
-        """Calls ``listener`` with each item that is added from now on, once the item can be taken.
+        """Calls ``listener`` with each item that is added from now on, after it has been queued.
 
         The listener does not run in the thread that takes items, so that it is called even while
         that thread is busy. There is only one listener, and it must not raise exceptions.

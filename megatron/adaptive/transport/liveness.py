@@ -105,13 +105,14 @@ class Watcher:
         places: ``host``, ``pid`` and ``pp_rank`` of each global rank, and ``machine`` if known, as
             returned by :func:`here`.
         rank: Global rank of this process.
-        store: Key-value store that all ranks of the job share. ``None`` watches only the ranks of
-            this machine, and each that ends before this rank calls :meth:`leave` counts as lost.
+        store: Key-value store that all ranks of the job share. With ``None``, only the ranks of
+            this machine are watched, and a rank that ends before this one calls :meth:`leave`
+            counts as lost.
         on_lost: Function that a thread of the watcher calls after a loss, so that the main thread
             can react if it still runs. The function must not block.
         grace_s: Time in seconds from the call of ``on_lost`` to the end of the process.
         silent_s: Time in seconds after which a machine counts as lost if none of its ranks gives a
-            sign of life, and a process if it stays stopped.
+            sign of life. A process counts as lost if it stays stopped for this time.
         is_launchers_store: Whether the launcher runs the store; otherwise rank 0 does.
 
     Attributes:
@@ -289,7 +290,7 @@ class Watcher:
 
 
 class _Local:
-    """Watches the processes of this machine. Only `kill_stopped` may be called by any thread.
+    """Watches the processes of this machine. Methods except `kill_stopped` are for one thread.
 
     Args:
         pids: Process ids of the ranks to watch, by global rank.

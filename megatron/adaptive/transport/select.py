@@ -42,7 +42,7 @@ class Choice:
     """Names the transport of a pair of ranks, and the reason.
 
     Attributes:
-        kind: Name of the transport.
+        kind: Name of the transport: ``shm``, ``rdma``, ``tcp``, ``nccl`` or ``gloo``.
         reason: Reason for the choice, for the log.
     """
 

@@ -353,7 +353,7 @@ class _Table:
             )
 
     def _check_microbatches(self, computes: Ints) -> None:
-        """Numbers microbatches by their order, if the table has no or no unique numbers."""
+        """Numbers microbatches by their order, unless the table has unique numbers for them."""
         keys = [self._step, self._worker, self._kind, self._chunk]
         columns = [*(key[computes] for key in keys), self._microbatch[computes]]
         is_unique = (find_rows(columns, columns) == np.arange(len(computes))).all()

@@ -85,13 +85,14 @@ def write_page(
     Args:
         run: Trace of the run.
         target: Path of the ``.html`` file.
-        iterations: Numbers of the iterations from which the page shows some or all.
+        iterations: Numbers of the iterations to show. The page of a large run shows some of them.
         dp_rank: Data-parallel replica to show; ``None`` lets this module choose some replicas.
         figures: Measured quantities (step time, idle time and so on) of all ranks in these
             iterations; computed if ``None``.
         labels: Text for each row by global rank. If given, one chart shows all these ranks, instead
             of a chart per replica.
-        nodes: Row numbers of that chart by name of the node, so that the reader can select a node.
+        nodes: Numbers of the chart's rows by name of their node, so that the reader can select a
+            node. Only used with ``labels``.
 
     Returns:
         Notes on what the page leaves out, one line each.
@@ -314,7 +315,7 @@ def choose(
     Args:
         run: Trace of the run.
         figures: Measured quantities of the run, such as step times.
-        iterations: Numbers of the iterations from which the page shows some or all.
+        iterations: Numbers of the iterations to show. The page of a large run shows some of them.
         dp_rank: Data-parallel replica to show; ``None`` chooses some replicas.
         labels: Text for each row by global rank, as in :func:`write_page`.
 

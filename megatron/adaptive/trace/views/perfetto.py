@@ -322,7 +322,7 @@ def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
 
 
 def _microseconds(times_ns: Sequence[int]) -> list[float]:
-    """Converts nanoseconds to microseconds from which a reader gets the same nanoseconds.
+    """Converts nanoseconds to microseconds, from which a viewer gets the same nanoseconds.
 
     Divided by 1000, a time may become slightly too small as a float. If a viewer truncates the
     value, the slice begins a nanosecond early and overlaps the previous one, and viewers discard

@@ -1,4 +1,4 @@
-"""Draws a step as a picture (time to the right, a row per rank), and maps of slow ranks.
+"""Draws pictures of a step (time to the right, a row per rank) and maps of slow ranks.
 
 Waits have a tint that depends on their cause; other idle time is grey.
 """
@@ -87,7 +87,8 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     causes = {cause_of(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
     _draw_legend(figure, step.num_chunks, step.actions, causes)
     figure.draw_without_rendering()
-    # The layout is final here, because the bars and texts to come lie within the axes.
+    # The bars and texts drawn from here on lie within the axes, so the layout is not computed
+    # again.
     figure.set_layout_engine("none")
     points = axes.get_window_extent().width / DPI * POINTS_PER_IN
     points_per_ns = points / max(step.step_ns, 1)
@@ -262,7 +263,7 @@ MAX_HEAT_ROWS = 64
 
 
 def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> None:
-    """Writes a map of the lost time: one of ranks by steps, and one of replicas by stages.
+    """Writes a picture with two maps of lost time: ranks by steps, and replicas by stages.
 
     Args:
         run: Trace of the run.

@@ -1,4 +1,4 @@
-"""Estimates how much faster a run would be without some cause of delay, by simulating its steps.
+"""Estimates, by simulation, how much faster a run's steps would be without a cause of delay.
 
 - ``operations``  reads each rank's operations, finds their dependencies, and simulates them
 - ``replay``      simulates other schedules, and microbatches on other replicas

@@ -6,9 +6,9 @@ Every figure comes from a simulation of the recorded steps in which some duratio
 kind. In the ideal step, where all durations are ideal, no rank is slower than others. The slowdown
 of a group, such as a rank, is a ratio of two simulated step times. In the first the group has its
 recorded durations and all others have ideal ones; the second is the ideal step. The gain of a
-repair is the share of the step time that is saved if only the durations that the repair changes are
-replaced. An operation in the simulation starts when those that it depends on have ended, without
-the delays of the host (CPU) between operations.
+repair is the fraction of the step time that is saved if only the durations that the repair changes
+are replaced. An operation in the simulation starts when those that it depends on have ended,
+without the delays of the host (CPU) between operations.
 
 Source: arXiv 2505.05713, sections 3 and 4. The paper finds by correlation which microbatches have
 long sequences. Here the length of a microbatch is how many times as long as usual its actions take,
@@ -98,9 +98,9 @@ class WhatIf:
         simulated_s: ``[steps]``, step time in seconds when simulated with the recorded durations,
             without delays of the host between operations.
         ideal_s: ``[steps]``, step time in seconds when simulated with the ideal durations.
-        slowdowns: Slowdown that each group causes, by type of group (``stage``, ``replica``,
-            ``rank``, ``kind`` of work, ``link``, ``length`` of microbatches) and then by the
-            group's name.
+        slowdowns: Slowdown that each group causes, by type of group and then by name of the group.
+            Types are ``stage``, ``replica``, ``rank``, ``kind`` of work, ``link``, and ``length``
+            of microbatches.
         by_step: The same slowdowns for each step, ``[steps]``, for the types ``stage``, ``replica``
             and ``kind``.
         worker_share: Fraction of the slowdown that would vanish if the slowest ranks were as fast
@@ -367,7 +367,7 @@ Durations = Callable[[_Part], Floats]
 
 
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
-    """Multiplies computations by the lengths of their microbatches (``power`` 1), or divides (-1).
+    """Multiplies computing times by the lengths of microbatches (``power`` 1), or divides (-1).
 
     The results are scaled so that the sum over all computations of a step stays the same.
     """
@@ -682,7 +682,7 @@ class _Answers:
         return f"--partition {format_partition(better)}", costs.stage_ns(better) / usual
 
     def _replays(self, simulated: Floats) -> dict[tuple[str, str], float]:
-        """Simulates some steps with another schedule, with reassigned microbatches, and with both.
+        """Simulates steps under another schedule, with microbatches on other replicas, or both.
 
         Returns:
             Mean step time in seconds, by description and flag of the repair.

@@ -113,7 +113,7 @@ class Operations:
 
     Attributes:
         where: Pipeline rank, replica and stages of each worker.
-        iteration: Number of the iteration.
+        iteration: Number of the iteration (step).
         worker: Index of the rank in ``where.ranks``; for a message, of the receiver.
         kind: Kind of work, as an index into :data:`NAMES`.
         chunk: Number of the chunk on its rank, -1 for operations of no chunk.
@@ -285,8 +285,8 @@ def _kinds(table: TraceTable) -> Ints:
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
     """Returns which computation made the input of each, and the number of missing ones.
 
-    The number is -1 if the input comes from no computation, as for forward passes of the first
-    stage, or from one that was not recorded.
+    The number is -1 if there is no such computation, as for forward passes of the first stage, or
+    if it was not recorded.
     """
     is_f = actions.kind == KIND["F"]
     is_b = actions.kind == KIND["B"]
@@ -555,7 +555,7 @@ def ideal_steps(
 def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
     """Returns source and target node of every dependency, and the number of nodes.
 
-    Each operation has a node, and each collective one more, which waits for all its ranks.
+    Each operation has a node. Each collective has another node, which waits for all its ranks.
     """
     computes = np.arange(ops.num_computes)
     messages = np.flatnonzero(ops.source >= 0)
@@ -672,7 +672,7 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
 
 
 def _levels(before: Ints) -> tuple[Ints, Ints]:
-    """Returns each node's topological level, and whether it has one: not if it is in a cycle."""
+    """Returns each node's topological level, and whether it has one (not in a cycle)."""
     count = before.shape[1]
     waits = (before > 0).sum(axis=0).astype(np.int8)
     targets = np.concatenate([np.flatnonzero(before[0]), np.flatnonzero(before[1])])
