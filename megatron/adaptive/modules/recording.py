@@ -385,8 +385,7 @@ class _Recorder(TorchFunctionMode):
                     "may change there"
                 )
             if value.source == "buffer":
-                # A changed buffer keeps its number, because a StageProgram looks buffers up by
-                # name.
+                # A changed buffer keeps its number, because a stage looks it up by name.
                 changes.append((old, old))
                 continue
             changes.append((old, self._add(tensor, made_by=number, varies=varies or value.varies)))

@@ -249,9 +249,8 @@ class Connector:
             options: Transport settings of the user.
             choices: Chosen transport of each pair of ranks.
             ends: Endpoints of all ranks, by global rank.
-            seed: Random bytes that the job's ranks share. From them come the token that
-                authenticates links, the job's number, and the name of the lock under which the
-                ranks of a machine allocate memory one at a time.
+            seed: Random bytes that all ranks share. From them come the token that authenticates
+                links, the job's number, and the name of a machine's lock for allocating memory.
 
         Returns:
             The transport if this rank has native channels, else ``None``; the first failure of any
