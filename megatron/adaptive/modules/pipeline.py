@@ -70,7 +70,8 @@ class Pipeline:
         times: Times of this process in the last step: computing, waiting and so on.
 
     Raises:
-        ConfigError: If a setting, the sample batch or the model is invalid. Names which.
+        ConfigError: If a setting, the sample batch or the model is invalid. The error message says
+            which.
         ScheduleError: If the schedule is unknown or does not fit the pipeline.
     """
 

@@ -79,7 +79,8 @@ class Profiler(SampledModel):
         timeout_s: Maximum time in seconds to wait for another process.
 
     Raises:
-        ConfigError: If a setting, the sample batch or the model is invalid. Names which.
+        ConfigError: If a setting, the sample batch or the model is invalid. The error message says
+            which.
     """
 
     _: KW_ONLY
@@ -444,7 +445,7 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns how many replicas may run on the same node: all possible numbers."""
+    """Returns all possible numbers of replicas on the same node."""
     counts = {node["processes"] for node in nodes}
     least = math.gcd(*counts, len(nodes))
     return [width for width in range(2, least + 1) if least % width == 0]

@@ -386,7 +386,8 @@ def _spans(file: _RankFile) -> Iterator[_Span]:
     """Yields the OpenTelemetry spans in a file.
 
     The file is JSON of the OpenTelemetry protocol (OTLP) with a batch of spans per line, or output
-    of the console exporter. That has spans of one or several lines each, mixed with lines of a log.
+    of the console exporter. The latter has spans of one or several lines each, mixed with lines of
+    a log.
     """
     for text in _objects(file):
         try:

@@ -580,7 +580,7 @@ class _Answers:
         return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
 
     def _lengths(self, ops: Operations) -> Floats:
-        """Returns the relative length of each operation's microbatch, 1 for operations of none.
+        """Returns the relative length of each operation's microbatch, 1 if it has none.
 
         A length of 2 means that the microbatch takes twice as long as usual.
         """
@@ -595,7 +595,7 @@ class _Answers:
         return length
 
     def _worst_links(self) -> list[int]:
-        """Returns the links with most delay in total, numbered as in ``_Part.column``."""
+        """Returns the links with the longest total delay, numbered as in ``_Part.column``."""
         late: dict[int, float] = {}
         for part in self._parts:
             links, index = np.unique(part.column("link"), return_inverse=True)

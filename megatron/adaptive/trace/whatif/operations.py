@@ -9,7 +9,8 @@ An operation starts when all operations that it depends on have ended:
 - the previous computation of its rank
 - the message with its input, or the computation of the input if that ran on the same rank
 - the previous collective or optimizer step of its rank
-- for collectives and optimizer steps: the last computation that had ended at the recorded start
+- for collectives, optimizer steps and computations that overlap with others of their rank: the last
+  computation of the rank that had ended at the recorded start
 
 A collective starts when its last participating rank joins. The all-gather of a chunk's parameters
 comes before the chunk's first forward pass.
