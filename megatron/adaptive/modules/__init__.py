@@ -7,9 +7,10 @@
                                          torch, in      received and sent
                                          order)         tensors)
 
-Owns the cut of a model and the end of a step: sums over replicas and shared weights, the norm, the
-optimizer. ``engine`` runs the actions, ``transport`` sends the messages and ``trace`` records both.
-Nothing here depends on a model of megatron-core; only its parallel state is used for the mesh.
+This package cuts the model, and ends each step: it sums gradients over replicas and shared weights,
+computes their norm and calls the optimizer. ``engine`` runs the actions, ``transport`` sends the
+messages and ``trace`` records both. Nothing here needs a model of megatron-core; only its
+``parallel_state`` is used, to form the process groups.
 """
 
 from __future__ import annotations

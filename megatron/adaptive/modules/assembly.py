@@ -1,4 +1,4 @@
-"""Turns a model into the programs of one rank: cuts it and keeps this rank's parameters."""
+"""Cuts a model into stages and keeps what this rank needs: calls, parameters and buffers."""
 
 from __future__ import annotations
 
@@ -35,30 +35,33 @@ class PipelineSettings(SampledModel):
     """Contains the settings of a :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
 
     Attributes:
-        micro_batch_size: Number of samples of a microbatch; ``None`` lets the planner choose.
-        pipeline_size: Number of processes of a pipeline; the others are replicas. ``auto`` lets
-            the planner choose, and so does ``None`` without a ``micro_batch_size``; otherwise
-            ``None`` means all processes.
-        batch_size: Number of samples of a step over all replicas; ``None`` takes the size of the
+        micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose.
+        pipeline_size: Number of processes per pipeline. If there are more processes, they run
+            replicas of the pipeline. ``auto`` lets the planner choose. ``None`` means all
+            processes, or lets the planner choose if ``micro_batch_size`` is ``None`` too.
+        batch_size: Number of samples per step over all replicas; ``None`` takes the size of the
             sample batch.
-        memory_limit_bytes: Memory that a process may use, in bytes, for the planner; ``None``
-            takes the free memory of the device.
-        schedule: Name of the schedule, see ``docs/schedules.md``.
+        memory_limit_bytes: Maximum memory per process in bytes, which the planner respects;
+            ``None`` allows all free memory of the device.
+        schedule: Name of the schedule, one of those in ``docs/schedules.md``.
         chunks: Number of stages per process; ``None`` takes the schedule's default.
-        activation_cap: Largest number of activations that a process keeps, in microbatches over
-            its chunks.
-        split_backward: Whether weight gradients are computed apart; ``None`` takes the schedule's
-            default.
-        partition: Number of segments between cut points in each stage, as ``"3-4-5"`` or numbers.
-        weights: Cost of each segment, in any unit; ``None`` measures it with the sample batch.
-        seed: Seed of dropout and of all other random numbers in the model.
-        transport: Settings of the connections between neighbouring processes.
-        trace_dir: Folder for traces, ``None`` for none.
-        timeout_s: Limit of every wait for another process, in seconds.
-        hang_after_s: Time in seconds without progress after which a process that others wait for
-            is reported; 0 for never, ``None`` for 10 times the median step and at least 30 s. The
-            time between two steps does not count.
-        on_hang: ``report`` writes a page and a line; ``end`` also ends the job.
+        activation_cap: Limit on the activations that a process keeps. One unit is the activations
+            of one microbatch for all stages of the process.
+        split_backward: Whether weight gradients are computed in an action of their own, separate
+            from the backward pass; ``None`` takes the schedule's default.
+        partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
+            or a sequence of numbers.
+        weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
+            batch.
+        seed: Seed of the random numbers that the model draws, as in dropout.
+        transport: Settings of the connections between processes.
+        trace_dir: Folder to which traces are written, ``None`` to write none.
+        timeout_s: Maximum time in seconds to wait for another process.
+        hang_after_s: Time in seconds without progress after which the process that the others wait
+            for is reported. 0 means never, ``None`` means 10 times the median step time, but at
+            least 30 s. Time between two steps is ignored.
+        on_hang: Reaction if the job hangs: ``report`` writes a report page and a line of output,
+            ``end`` also ends the job.
     """
 
     micro_batch_size: int | None = None
@@ -80,7 +83,7 @@ class PipelineSettings(SampledModel):
 
     @property
     def samples(self) -> int:
-        """Returns the number of samples of a step over all replicas."""
+        """Returns the number of samples per step, over all replicas."""
         if self.batch_size is not None:
             return self.batch_size
         return samples_in(self.sample_batch, "sample_batch")
@@ -88,17 +91,17 @@ class PipelineSettings(SampledModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Contains a rank's part of the model.
+    """Contains the part of the model that a rank trains.
 
     Attributes:
-        cut_points: Names of all cut points.
-        partition: Number of segments of each stage.
-        weights: Cost of each segment, empty if it was not needed.
-        programs: Programs of this rank's stages in training.
-        eval_programs: Programs of this rank's stages in evaluation.
-        held: Parameters and buffers of this rank, by name.
+        cut_points: Names of all cut points in the order in which the forward pass reaches them.
+        partition: Number of segments in each stage.
+        weights: Relative cost of each segment; empty if the partition was chosen without costs.
+        programs: For each stage of this rank, the calls to run in training.
+        eval_programs: For each stage of this rank, the calls to run in evaluation.
+        held: Parameters and buffers that this rank keeps, by name in the model.
         largest_message: Size of the largest message between two stages, in bytes.
-        update: Update at the end of a step.
+        update: Combines gradients and updates the parameters at the end of a step.
     """
 
     cut_points: tuple[str, ...]
@@ -114,16 +117,16 @@ class Assembly:
 def assemble(
     request: PipelineSettings, shape: BatchShape, mesh: Mesh, placement: Placement
 ) -> Assembly:
-    """Cuts the model, keeps this rank's part and prepares its programs. Collective.
+    """Cuts the model into stages and keeps those of this rank. Collective.
 
     Args:
-        request: Settings of the pipeline.
-        shape: Shape of batches.
-        mesh: Position of this process in the job.
-        placement: Placement of stages on ranks.
+        request: Settings of the pipeline, with all sizes filled in.
+        shape: Entries, shapes and types that every batch must have.
+        mesh: Replica and pipeline position of this process, and its process groups.
+        placement: Assignment of stages to ranks.
 
     Raises:
-        ConfigError: If the model cannot be cut in this way.
+        ConfigError: If the model cannot be divided into these stages.
     """
     weights = request.weights
     sample = stretched(request.sample_batch, shape.micro_batch_size)
@@ -143,7 +146,8 @@ def assemble(
         )
         return tuple(segment.seconds for segment in samples)
 
-    # Times differ from rank to rank, so all use those of the first.
+    # Measured times differ by rank, but all ranks must cut alike. So all use those of the first
+    # rank.
     weights = mesh.on_first(measured)
     if request.partition is not None:
         partition = given_partition(request.partition, tape.num_segments, placement.num_stages)
@@ -161,7 +165,7 @@ def _keep_part(
     mesh: Mesh,
     placement: Placement,
 ) -> Assembly:
-    """Keeps the parameters of this rank's stages and returns its part of the model."""
+    """Keeps the parameters of this rank's stages and returns the rank's part of the model."""
     device = mesh.accelerator.device
     plans = slice_tape(forwards.training, partition)
     eval_plans = slice_tape(forwards.evaluation, partition)
@@ -179,7 +183,8 @@ def _keep_part(
     }
     kept |= {name for name, ranks in uses.items() if mesh.pp_rank in ranks}
     order = [name for name, _ in model.named_parameters()]
-    # The rank of the first stage keeps unused parameters, because checkpoints contain them.
+    # Parameters that no stage uses must be in checkpoints too, so the rank of the first stage keeps
+    # them.
     if 0 in stages:
         kept.update(name for name in order if name not in uses)
     held = keep_only(model, kept, device)

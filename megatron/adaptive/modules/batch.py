@@ -1,6 +1,6 @@
 """Checks batches and cuts them into microbatches.
 
-A batch is a dictionary of tensors whose first axis is the axis of samples.
+A batch is a dictionary of tensors. The first axis of each tensor counts the samples.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from megatron.adaptive.errors import ConfigError
 
 
 class BatchShape:
-    """Describes the entries, shapes and types that every batch must have, from a sample batch.
+    """Describes which entries, shapes and types every batch must have: those of a sample batch.
 
     Args:
-        sample: Batch of at least one microbatch.
-        micro_batch_size: Number of samples of a microbatch.
+        sample: Sample batch, with enough samples for a microbatch.
+        micro_batch_size: Number of samples per microbatch.
 
     Attributes:
-        micro_batch_size: Number of samples of a microbatch.
-        samples: Number of samples of the sample batch.
+        micro_batch_size: Number of samples per microbatch.
+        samples: Number of samples in the sample batch.
 
     Raises:
-        ConfigError: If the sample is not a batch, or too small.
+        ConfigError: If ``sample`` is not a batch, or is smaller than a microbatch.
     """
 
     def __init__(self, sample: Any, micro_batch_size: int) -> None:
@@ -40,11 +40,11 @@ class BatchShape:
         self._entries = {name: (tensor.shape[1:], tensor.dtype) for name, tensor in sample.items()}
 
     def num_microbatches(self, batch: Any) -> int:
-        """Checks a batch and returns its number of microbatches.
+        """Checks a batch and returns the number of its microbatches.
 
         Raises:
-            ConfigError: If it is not a dictionary of tensors, does not divide into microbatches, or
-                differs from the sample batch in entries, shapes or types.
+            ConfigError: If ``batch`` is not a dictionary of tensors, does not divide into
+                microbatches, or differs from the sample batch in entries, shapes or types.
         """
         count = samples_in(batch, "batch")
         if count % self.micro_batch_size:
@@ -73,13 +73,13 @@ class BatchShape:
         self, batch: Mapping[str, torch.Tensor], number: int, device: torch.device,
         names: Iterable[str] | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """Returns the entries of a microbatch on ``device``, as views if the batch is there.
+        """Returns a microbatch on ``device``, as views of the batch if it is on this device.
 
         Args:
-            batch: Batch.
+            batch: Batch that contains the microbatch.
             number: Number of the microbatch, from 0.
-            device: Device of the result.
-            names: Names of the entries, all if ``None``.
+            device: Device on which the microbatch is needed.
+            names: Names of the batch entries to return, ``None`` for all.
         """
         start = number * self.micro_batch_size
         return {
@@ -89,7 +89,7 @@ class BatchShape:
 
 
 def stretched(batch: Mapping[str, torch.Tensor], least: int) -> dict[str, torch.Tensor]:
-    """Returns a batch of at least ``least`` samples, in which samples are repeated if needed."""
+    """Repeats the samples of a batch that has fewer than ``least``, until it has ``least``."""
     count = len(next(iter(batch.values())))
     times = -(-least // count)
     if times <= 1:
@@ -101,11 +101,11 @@ def samples_in(batch: Any, argument: str) -> int:
     """Checks a batch and returns its number of samples.
 
     Args:
-        batch: Value that a user passed.
-        argument: Name of the batch in messages.
+        batch: Batch from the user, not yet checked.
+        argument: Name of the batch in error messages.
 
     Raises:
-        ConfigError: If it is not a dictionary of tensors with the same number of samples.
+        ConfigError: If ``batch`` is not a dictionary of tensors with the same number of samples.
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
@@ -136,11 +136,11 @@ def require_whole(least: int, **values: Any) -> None:
     """Checks that settings are whole numbers of at least ``least``.
 
     Args:
-        least: Smallest valid number.
-        **values: Settings by name.
+        least: Smallest valid value of each setting.
+        **values: Settings to check, by name.
 
     Raises:
-        ConfigError: If a setting is not; names the first.
+        ConfigError: If a setting is something else. Names the first such setting.
     """
     for name, value in values.items():
         if type(value) is not int or value < least:

@@ -1,9 +1,10 @@
-"""Saves and loads a pipeline by the names of its parameters.
+"""Saves and loads checkpoints of a pipeline, in which each tensor has its name in the model.
 
-A checkpoint does not depend on stages, ranks or replicas, so any other pipeline of the same model
-can continue from it. All replicas have the same parameters, and each rank of the first replica
-writes those of its stages. Running means of the other replicas are not saved. Snapshots in memory
-contain the same state as checkpoints.
+A checkpoint does not depend on the number of stages, ranks or replicas, so any other pipeline of
+the same model can continue from it. All replicas have the same parameters, so only the ranks of the
+first replica write theirs. Buffers that differ between replicas, such as the running means of batch
+normalization, are saved only from the first. Snapshots in memory contain the same state as
+checkpoints.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class Checkpointer:
     """Saves and loads a rank's state. Its methods are collective over all ranks.
 
     Args:
-        mesh: Position of this process in the job.
-        model: Model of the user.
-        held: Parameters and buffers of this rank, by name.
-        update: Update that owns the optimizer and the loss scale.
+        mesh: Replica and pipeline position of this process, and its process groups.
+        model: The user's whole model, whose non-persistent buffers are not saved.
+        held: Parameters and buffers that this rank keeps, by name in the model.
+        update: Object that owns the optimizer and the loss scale.
 
     Attributes:
-        saver: Writer of checkpoints.
+        saver: Writes the files of checkpoints, directly or in a thread.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Checkpointer:
         self._update = update
         self._ranks = RankGroup(mesh.rank, mesh.control_group)
         self.saver = CheckpointSaver(mesh)
-        # The state_dict of a model leaves these buffers out, and so does a checkpoint.
+        # Non-persistent buffers are not saved, as in state_dict() of a torch module.
         not_saved = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
@@ -78,18 +79,18 @@ class Checkpointer:
         keep: int | None = None,
         state: Mapping[str, Any],
     ) -> Path | None:
-        """Writes a checkpoint and returns its folder, ``None`` if a thread still writes it.
+        """Writes a checkpoint and returns its folder, or ``None`` if a thread is still writing it.
 
         Args:
-            folder: Folder of checkpoints.
-            head: Facts from :meth:`head`.
-            is_behind: Whether a thread writes while training continues.
+            folder: Folder that contains the checkpoints of the run.
+            head: Step, seed, loss scale and user values from :meth:`head`.
+            is_behind: Whether a thread writes the files while training continues.
             keep: Number of complete checkpoints to keep, ``None`` for all.
-            state: Objects of the user, by name.
+            state: Objects of the user with a ``state_dict``, by name.
 
         Raises:
-            CheckpointError: If it could not be written.
-            ConfigError: If ``keep`` is invalid.
+            CheckpointError: If the checkpoint could not be written.
+            ConfigError: If ``keep`` is no valid number of checkpoints.
         """
         return self.saver.save(
             PipelineFolder(folder),
@@ -103,14 +104,14 @@ class Checkpointer:
     def prepare(
         self, folder: str | Path, base: str | Path | None, keep: int | None
     ) -> LocalDisk | None:
-        """Reserves a folder of checkpoints for this job; see :func:`node_local.prepare`.
+        """Reserves the checkpoint folder for this job, and a folder on local disks if given.
 
         Args:
             folder: Folder of checkpoints, visible to all nodes.
             base: Folder on each node's local disk where checkpoints are written first, ``None`` to
                 write to ``folder`` directly.
-            keep: Number of complete checkpoints to keep in either; ``None`` keeps all in
-                ``folder``.
+            keep: Number of complete checkpoints to keep in each of the two folders; ``None`` keeps
+                all in ``folder``.
         """
         shared = PipelineFolder(folder)
         self.saver.local = prepare(
@@ -119,9 +120,11 @@ class Checkpointer:
         return self.saver.local
 
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Returns this rank's tensors by their names in a checkpoint, and facts about them.
+        """Returns this rank's tensors by their names in a checkpoint, and the rest of its state.
 
-        The tensors are not copied: they change with the next update.
+        The rest is the optimizer's type, its options by group of parameters, and its plain values.
+
+        The tensors are not copied, so the next optimizer step changes them.
         """
         states, plain = self._states()
         tensors = {
@@ -132,17 +135,17 @@ class Checkpointer:
         return tensors, {"kind": self._kind(), "groups": groups, "plain": plain}
 
     def is_buffer(self, name: str) -> bool:
-        """Returns whether a tensor of :meth:`apart` is a buffer, which a forward may change."""
+        """Returns whether a tensor is a buffer of the model, which a forward pass may change."""
         model_name = name.removeprefix(_MODEL)
         return model_name != name and model_name not in self._update.parameters
 
     def head(self, step: int, seed: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns facts that are the same on all ranks; see ``make_pipeline_manifest``.
+        """Returns the part of a checkpoint's manifest that is the same on all ranks.
 
         Args:
-            step: Number of steps so far.
-            seed: Seed of random numbers in the model.
-            extra: Values of the user.
+            step: Number of training steps so far.
+            seed: Seed of the random numbers that the model draws, as in dropout.
+            extra: Plain values of the user to save, such as the state of a learning-rate scheduler.
 
         Raises:
             ConfigError: If ``extra`` cannot be written as JSON.
@@ -170,7 +173,7 @@ class Checkpointer:
         state: Mapping[str, Any] | None = None,
         trust: bool = False,
     ) -> dict[str, Any]:
-        """Reads a checkpoint and returns its manifest; see :meth:`Pipeline.load`."""
+        """Reads a checkpoint and returns its manifest. Takes the arguments of ``Pipeline.load``."""
         self.saver.finish()
         folders = PipelineFolder(folder)
         objects = state or {}
@@ -192,7 +195,7 @@ class Checkpointer:
         optimizer: bool,
         trust: bool,
     ) -> dict[str, Any]:
-        """Reads the checkpoint of a step and returns its manifest."""
+        """Reads the checkpoint of one step and returns its manifest."""
         ranks = self._ranks
         path, manifest = ranks.on_first(lambda: folders.open(step, trust=trust))
         ranks.together(lambda: require_seen(path, self._mesh))
@@ -212,7 +215,7 @@ class Checkpointer:
         return manifest
 
     def _take(self, head: Mapping[str, Any], state: Mapping[str, Any]) -> TakenState:
-        """Returns the present state in the form that the saver writes."""
+        """Returns this rank's current state in the form that the saver writes."""
         once: dict[str, bytes] = {}
         if state:
             self._ranks.first(lambda: once.update({PIPELINE_STATE: _state_bytes(state)}))
@@ -228,14 +231,14 @@ class Checkpointer:
     def _read(
         self, reader: CheckpointReader, manifest: Mapping[str, Any] | None
     ) -> dict[str, dict[str, Any]]:
-        """Reads this rank's parameters and buffers in place, and returns the optimizer's state.
+        """Reads parameters and buffers of this rank in place, and returns the optimizer's state.
 
         Args:
-            reader: Reader of the checkpoint.
+            reader: Opened checkpoint from which tensors are read.
             manifest: Manifest of the checkpoint, ``None`` to leave the optimizer's state out.
 
         Returns:
-            State of the optimizer by name of parameter and key.
+            State of the optimizer, by name of the parameter and then by key such as ``exp_avg``.
         """
         path = reader.path
         saved_tensors = reader.tensors
@@ -266,7 +269,7 @@ class Checkpointer:
         return None if optimizer is None else type(optimizer).__name__
 
     def _states(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-        """Returns the optimizer's tensors by ``name.key``, and its plain values by name."""
+        """Returns the optimizer's tensors by ``parameter.key``, and other values by parameter."""
         tensors: dict[str, torch.Tensor] = {}
         plain: dict[str, dict[str, Any]] = {}
         if self._update.optimizer is None:
@@ -286,12 +289,12 @@ class Checkpointer:
 
     @staticmethod
     def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the options of a group of parameters that can be saved."""
+        """Returns the options of a parameter group that can be saved, such as the learning rate."""
         plain = {key: _plain(value) for key, value in group.items() if key != "params"}
         return {key: value for key, value in plain.items() if isinstance(value, (*_PLAIN, list))}
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
-        """Yields the optimizer's groups with the names of their parameters."""
+        """Yields the optimizer's parameter groups, each with the names of its parameters."""
         if self._update.optimizer is None:
             return
         names = {id(parameter): name for name, parameter in self._update.parameters.items()}
@@ -301,10 +304,11 @@ class Checkpointer:
     def _wanted(
         self, path: Path, saved_tensors: Mapping[str, SavedTensor]
     ) -> dict[str, torch.Tensor]:
-        """Returns this rank's tensors by their names in the checkpoint, to be read in place.
+        """Returns this rank's parameters and buffers by their names in the checkpoint.
 
         Raises:
-            CheckpointError: If the checkpoint lacks one, or has another shape for it.
+            CheckpointError: If the checkpoint lacks one of these tensors, or has it with another
+                shape.
         """
         for name, tensor in self._held.items():
             saved = saved_tensors.get(_MODEL + name)
@@ -317,7 +321,7 @@ class Checkpointer:
         return {_MODEL + name: tensor for name, tensor in self._held.items()}
 
     def _check_optimizer(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        """Checks that the optimizer has the kind and the groups of the checkpoint's."""
+        """Checks that the optimizer matches the saved one in type and parameter groups."""
         kind = self._kind()
         if self._update.parameters and kind is None:
             raise ConfigError(
@@ -346,9 +350,9 @@ class Checkpointer:
     def _empty_states(
         self, saved_tensors: Mapping[str, SavedTensor], manifest: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Returns the optimizer's state of this rank's parameters, with empty tensors to fill.
+        """Returns an optimizer state for this rank's parameters, with empty tensors to read into.
 
-        Plain values have the values of the manifest.
+        Values that are no tensors are taken from the manifest.
         """
         states: dict[str, dict[str, Any]] = {
             name: dict(manifest["states"].get(name, {})) for name in self._update.parameters
@@ -368,7 +372,7 @@ class Checkpointer:
     def _restore_optimizer(
         self, states: Mapping[str, Mapping[str, Any]], options: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Loads states and options, by name of parameter, into the optimizer."""
+        """Puts the saved state and options of each parameter, by name, into the optimizer."""
         optimizer = self._update.optimizer
         if optimizer is None:
             return
@@ -384,12 +388,12 @@ class Checkpointer:
 
 
 class PipelineState(SnapshotState):
-    """Provides a rank's state for snapshots in memory; see ``SnapshotState``.
+    """Provides a rank's state for snapshots, copies in memory that survive a crash of the rank.
 
     Args:
-        checkpointer: Checkpointer of the rank.
-        head: Function that returns the facts of :meth:`Checkpointer.head`.
-        state: Objects of the user that are also saved, by name.
+        checkpointer: Object that reads and writes the rank's state.
+        head: Function that returns the result of :meth:`Checkpointer.head`.
+        state: Objects of the user whose ``state_dict`` is saved too, by name.
     """
 
     def __init__(
@@ -408,7 +412,7 @@ class PipelineState(SnapshotState):
         self._layout = _layout(tensors)
         line = json.dumps({**self._head(), **about}).encode() + b"\n"
         extra = line + (_state_bytes(self._state) if self._state else b"")
-        # Buffers are copied at once, because a forward may change them.
+        # Copy buffers immediately, because the next forward pass may change them.
         is_buffer = self._checkpointer.is_buffer
         copied = {
             name: tensor.clone() if is_buffer(name) else tensor for name, tensor in tensors.items()
@@ -419,12 +423,12 @@ class PipelineState(SnapshotState):
         return {"has_common": True}
 
     def is_changed(self) -> bool:
-        """Returns whether tensors were added; optimizers make their state in the first update."""
+        """Returns whether tensors were added, as optimizers make their state in the first step."""
         return _layout(self._checkpointer.apart()[0]) != self._layout
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> dict[Part, Piece]:
-    """Returns whole tensors as parts of a checkpoint."""
+    """Returns the entries of a checkpoint for these tensors, each of which is saved whole."""
     return {
         (name, (0,) * tensor.dim()): Piece(
             tensor=tensor, size=list(tensor.shape), whole=list(tensor.shape)
@@ -438,7 +442,7 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
 
 
 def _state_bytes(state: Mapping[str, Any]) -> bytes:
-    """Returns the content of a file with the state of the user's objects."""
+    """Returns the bytes of the checkpoint file that holds the state of the user's objects."""
     try:
         return plain_values.dumps(
             {name: user_object.state_dict() for name, user_object in state.items()}
@@ -453,7 +457,7 @@ def _state_bytes(state: Mapping[str, Any]) -> bytes:
 def _read_state(
     reader: CheckpointReader, files: Collection[str], names: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the states of the user's objects with these names."""
+    """Reads the saved states of the user's objects with these names."""
     states: dict[str, Any] = {}
     if names and {PIPELINE_STATE, _FORMER_STATE} & {*files}:
         states = reader.read_values(PIPELINE_STATE, _FORMER_STATE)
@@ -474,7 +478,7 @@ def _plain(value: Any) -> Any:
 
 
 def _like(saved: Any, present: Any) -> Any:
-    """Converts an option of a checkpoint to the type that the optimizer has for it."""
+    """Converts a saved option, such as a learning rate, to the type that the optimizer uses."""
     if isinstance(present, torch.Tensor):
         return torch.full_like(present, saved)
     return tuple(saved) if isinstance(present, tuple) and isinstance(saved, Sequence) else saved

@@ -1,4 +1,4 @@
-"""Cuts a tape into stages: lists the calls, parameters and messages of each stage.
+"""Cuts a recorded forward pass into stages: the calls, parameters and messages of each.
 
 ::
 
@@ -6,11 +6,12 @@
     stage          0   |  1      1   |  2
                        |             |
     x ─────────────────> used here   |             x crosses the first border
-    mask ──────────────────────────────> used      mask crosses both, stage 1 forwards it
+    mask ──────────────────────────────> used      mask crosses both borders, through stage 1
 
-A value that is made before a border and used after it crosses the border in a message. Values that
-a few calls compute from inputs and buffers (positions, masks) do not cross: each stage that uses
-one computes it again, because it has the inputs of the batch.
+A tensor that is computed before a border and used after it is sent across the border in a message.
+Tensors that a few calls compute from inputs and buffers, such as positions and masks, are not sent:
+each stage that uses such a tensor computes it again from the inputs of the batch, which every stage
+has.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def check_stages(num_segments: int, num_stages: int) -> None:
     """Checks that there are at least as many segments as stages.
 
     Raises:
-        ConfigError: If there are fewer; names both numbers.
+        ConfigError: If there are fewer segments than stages. Names both numbers.
     """
     if num_stages > num_segments:
         raise ConfigError(
@@ -45,10 +46,10 @@ def check_stages(num_segments: int, num_stages: int) -> None:
 
 
 def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
-    """Returns the numbers of segments of a partition such as ``3-4-5``.
+    """Reads the number of segments per stage from a partition such as ``3-4-5``.
 
     Raises:
-        ConfigError: If it is not a partition.
+        ConfigError: If ``partition`` is not of this form.
     """
     try:
         if isinstance(partition, str):
@@ -61,15 +62,15 @@ def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
 def given_partition(
     text: str | Sequence[int], num_segments: int, num_stages: int
 ) -> tuple[int, ...]:
-    """Returns the numbers of segments of a user's partition such as ``3-4-5``.
+    """Reads a user's partition such as ``3-4-5``, and checks that it fits the pipeline.
 
     Args:
-        text: Partition, as a text or numbers.
-        num_segments: Number of segments of the model.
+        text: Number of segments in each stage, as a string such as ``3-4-5`` or as numbers.
+        num_segments: Number of segments into which the cut points divide the model.
         num_stages: Number of stages of the pipeline.
 
     Raises:
-        ConfigError: If it does not fit the model or the pipeline.
+        ConfigError: If the partition does not fit the model or the pipeline.
     """
     partition = read_partition(text)
     if len(partition) != num_stages or min(partition) < 1 or sum(partition) != num_segments:
@@ -84,7 +85,7 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
     """Checks that there is one weight for each segment.
 
     Raises:
-        ConfigError: If there are more, or fewer.
+        ConfigError: If the number of weights is not the number of segments.
     """
     if weights is not None and len(weights) != num_segments:
         raise ConfigError(
@@ -94,16 +95,16 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
 
 
 def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Divides segments among stages so that the most expensive stage is as cheap as possible.
+    """Divides segments among stages so that the most expensive stage costs as little as possible.
 
-    Of several such partitions it returns the one with the least sum of squares.
+    Of several such partitions, the one with the smallest sum of squared stage costs is chosen.
 
     Args:
         weights: Cost of each segment, in any unit, at least 0.
-        num_stages: Number of stages, each of at least one segment.
+        num_stages: Number of stages, each of which gets at least one segment.
 
     Returns:
-        Number of segments of each stage.
+        Number of segments in each stage.
 
     Raises:
         ConfigError: If a weight is negative or not finite, or there are too few segments.
@@ -119,23 +120,26 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return partition
 
 
-# A stage repeats at most this many calls for a value; otherwise it receives the value.
+# Maximum number of calls that a stage repeats to compute a tensor; a tensor that needs more calls
+# is sent instead.
 _MOST_REPEATED = 64
 
 
 @dataclass(slots=True, kw_only=True)
 class StagePlan:
-    """Lists the calls and values of a stage.
+    """Lists the calls that a stage runs, and the tensors (by number on the tape) that it needs.
 
     Attributes:
-        calls: Numbers of its calls, in order.
-        received: Values from the stage before, in the order of the message.
-        sent: Values for the stage after, in the order of the message.
-        inputs: Names of the batch's entries that it uses.
-        parameters: Names of the parameters that it uses.
-        buffers: Names of the buffers that it uses.
-        copied: Values that it changes in place and must copy first.
-        result: Value of the loss in the last stage, otherwise ``None``.
+        calls: Numbers of the stage's calls, in the order in which they run.
+        received: Tensors that the stage receives from the previous one, in the order of the
+            message.
+        sent: Tensors that the stage sends to the next one, in the order of the message.
+        inputs: Names of the batch entries that the stage uses.
+        parameters: Names of the parameters that the stage uses.
+        buffers: Names of the buffers that the stage uses.
+        copied: Tensors that the stage must copy before it changes them in place, because it does
+            not own them.
+        result: The loss in the last stage, ``None`` in other stages.
     """
 
     calls: list[int] = field(default_factory=list)
@@ -152,11 +156,12 @@ def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
     """Checks that parameters used on both sides of a cut are declared as shared.
 
     Args:
-        tape: Recorded forward.
-        groups: Names of each shared parameter; one name per parameter is enough.
+        tape: Recorded forward pass.
+        groups: For each declared shared parameter, one or more of its names.
 
     Raises:
-        ConfigError: If one is not declared; names the parameter, its other names and the cut.
+        ConfigError: If such a parameter is not declared. Names the parameter, its other names and
+            the cut.
     """
     declared = {name for group in groups for name in group}
     for name, segments in uses_of(tape).items():
@@ -172,7 +177,7 @@ def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
 
 
 def uses_of(tape: Tape) -> dict[str, set[int]]:
-    """Returns the segments that use each parameter, by the parameter's first name."""
+    """Returns, for each parameter by its first name, the segments that use it."""
     segments_of: dict[str, set[int]] = {}
     for number in _needed(tape):
         call = tape.calls[number]
@@ -184,20 +189,20 @@ def uses_of(tape: Tape) -> dict[str, set[int]]:
 
 
 def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
-    """Cuts a tape and returns the plan of each stage.
+    """Cuts a recorded forward pass and returns the plan of each stage.
 
     Args:
-        tape: Recorded forward.
-        partition: Number of segments of each stage, whose sum is the tape's number of segments.
+        tape: Recorded forward pass.
+        partition: Number of segments in each stage. The sum is the tape's number of segments.
 
     Raises:
-        ConfigError: If a tensor is changed in place that another stage sees.
+        ConfigError: If a stage changes a tensor in place that another stage also uses.
     """
     return _Slicer(tape, partition).run()
 
 
 def _needed(tape: Tape) -> list[int]:
-    """Returns the calls that the loss depends on or that change tensors, in order."""
+    """Returns the calls that change tensors in place or on which the loss depends, in order."""
     needed = {tape.loss}
     numbers = []
     for number in range(len(tape.calls) - 1, -1, -1):
@@ -211,7 +216,7 @@ def _needed(tape: Tape) -> list[int]:
 
 
 class _Slicer:
-    """Makes the plans of stages from a tape."""
+    """Divides the calls of a tape among stages and makes the plan of each stage."""
 
     def __init__(self, tape: Tape, partition: Sequence[int]) -> None:
         self._tape = tape
@@ -228,7 +233,7 @@ class _Slicer:
         self._last_use: dict[int, int] = {}
 
     def run(self) -> list[StagePlan]:
-        """Returns the plans of the stages."""
+        """Returns the plan of each stage, in order."""
         tape = self._tape
         self._check_changes()
         members: list[set[int]] = [set() for _ in self._plans]
@@ -252,11 +257,11 @@ class _Slicer:
         return self._plans
 
     def _home(self, value: Value) -> int:
-        """Returns the stage whose call makes a value."""
+        """Returns the stage that runs the call which computes a tensor."""
         return self._stage_of[self._tape.calls[value.made_by].segment]
 
     def _use(self, number: int, stage: int) -> frozenset[int] | set[int]:
-        """Records that a stage uses a value; returns the calls that it repeats to make it."""
+        """Notes that a stage uses a tensor. Returns the calls that it repeats to compute it."""
         value = self._tape.values[number]
         if value.made_by < 0 or self._home(value) == stage:
             return set()
@@ -267,7 +272,7 @@ class _Slicer:
         return set()
 
     def _find_closure(self, number: int) -> frozenset[int] | None:
-        """Returns the calls that make a value from inputs and buffers, ``None`` if it is sent."""
+        """Returns the calls that recompute a tensor in a stage, ``None`` if it must be sent."""
         value = self._tape.values[number]
         if value.requires_grad or value.source == "parameter" or value.storage in self._changed:
             return None
@@ -285,7 +290,7 @@ class _Slicer:
         return frozenset(closure) if len(closure) <= _MOST_REPEATED else None
 
     def _list_sources(self, plan: StagePlan) -> None:
-        """Adds inputs, parameters, buffers and copied values to the plan of a stage."""
+        """Adds a stage's inputs, parameters, buffers and copied tensors to its plan."""
         tape = self._tape
         received = set(plan.received)
         lists: dict[str, list[str]] = {
@@ -306,7 +311,7 @@ class _Slicer:
                     plan.copied.add(old)
 
     def _check_changes(self) -> None:
-        """Raises a ``ConfigError`` for changes in place that another stage would have to see."""
+        """Raises a ``ConfigError`` if another stage would have to see an in-place change."""
         tape = self._tape
         by_storage: dict[int, list[int]] = {}
         for number, value in enumerate(tape.values):
@@ -326,14 +331,14 @@ class _Slicer:
     def _check_view(
         self, view: int, old: int, new: int, number: int, stage: int, readers: Sequence[int]
     ) -> None:
-        """Checks a value that shares memory with a changed one.
+        """Checks that no other stage reads a tensor whose memory was changed in place.
 
         Args:
-            view: Value that shares the memory.
-            old: Value before the change.
-            new: Value after the change.
-            number: Number of the call that changes it.
-            stage: Stage of that call.
+            view: Tensor that shares memory with the changed one.
+            old: Number of the changed tensor before the change.
+            new: Number of the changed tensor after the change.
+            number: Number of the call that changes the tensor.
+            stage: Number of the stage that runs this call.
             readers: Numbers of the calls that read the view.
 
         Raises:
@@ -341,7 +346,8 @@ class _Slicer:
         """
         tape = self._tape
         value = tape.values[view]
-        # A view that is made after the change has the new content.
+        # A view that is made after the change sees the new content in any stage, so it is no
+        # problem.
         if (view == new and old != new) or value.made_by > number:
             return
         later = [reader for reader in readers if reader > number]
@@ -364,14 +370,14 @@ class _Slicer:
 
 
 def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Checks the declared groups of shared weights.
+    """Checks that each group of ``shared_weights`` names a single parameter of the model.
 
     Args:
-        model: Model of the user.
-        groups: Names of each shared parameter.
+        model: The user's whole model.
+        groups: For each shared parameter, its names.
 
     Raises:
-        ConfigError: If a name is unknown, or the names of a group are different parameters.
+        ConfigError: If a name is unknown, or the names in a group belong to different parameters.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     for group in groups:
@@ -394,18 +400,18 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
 def keep_only(
     model: torch.nn.Module, names: Iterable[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Moves some parameters and buffers to a device, and frees the memory of the others.
+    """Moves the named parameters and buffers to a device, and frees the memory of the others.
 
-    Parameters stay the same objects. The others are replaced by tensors on the ``meta`` device,
-    which keep their shapes.
+    Kept parameters remain the same Python objects. The other tensors are replaced by tensors of the
+    same shape on the ``meta`` device.
 
     Args:
-        model: Model of the user.
+        model: The user's whole model.
         names: Names of the parameters and buffers to keep.
-        device: Device of this rank.
+        device: Device to which the kept tensors are moved.
 
     Returns:
-        Parameters and buffers that were kept, by name.
+        The kept parameters and buffers, by name.
     """
     keep = set(names)
     by_id: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Places this process in the job: its device, replica and pipeline rank, and process groups."""
+"""Determines the place of this process in the job: device, replica, pipeline rank, groups."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _JOBS = "megatron-adaptive-jobs"
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Job):
-    """Contains the position of this process in its pipeline.
+    """Contains the position of this process in its pipeline, and the job's process groups.
 
     Attributes:
-        pipeline_size: Number of ranks of a pipeline.
+        pipeline_size: Number of ranks per pipeline.
         pp_rank: Position of this rank in its pipeline.
-        dp_size: Number of replicas.
-        dp_rank: Number of this rank's replica.
-        pp_ranks: Global ranks of this replica's pipeline, by position.
-        dp_group: Group of the ranks with the same position in all replicas.
+        dp_size: Number of replicas (pipelines) in the job.
+        dp_rank: Number of this rank's replica, from 0.
+        pp_ranks: Global ranks in this replica's pipeline, in the order of their positions.
+        dp_group: Process group of the ranks that have the same position in their pipelines.
     """
 
     pipeline_size: int
@@ -45,13 +45,13 @@ class Mesh(Job):
     dp_group: Any
 
     def groups_of(self, position_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        """Makes a group for each set of positions in each replica. Collective over all ranks.
+        """Makes a process group per set of positions and replica. Collective over all ranks.
 
         Args:
-            position_sets: Sets of positions in the pipeline, the same on all ranks.
+            position_sets: Sets of positions in the pipeline; all ranks must pass the same sets.
 
         Returns:
-            Groups that contain this rank, by their positions.
+            The groups that contain this rank, by their set of positions.
         """
         groups = {}
         for positions in position_sets:
@@ -71,17 +71,17 @@ class Mesh(Job):
 
 
 _store_of_process = functools.cache(meet)
-"""Returns the rendezvous store of this process, the same for all its jobs."""
+"""Returns the key-value store through which processes meet, the same for all jobs of a process."""
 
 
 def join_job(timeout_s: float) -> Job:
-    """Connects this process with the others. Collective over all ranks.
+    """Connects this process with the other processes of the job. Collective over all ranks.
 
     Args:
-        timeout_s: Limit of waits for other ranks, in seconds.
+        timeout_s: Maximum time in seconds to wait for another rank.
 
     Raises:
-        TransportError: If the processes do not meet.
+        TransportError: If the processes do not find one another.
     """
     environment = Environment.read()
     accelerator = detect(environment.local_rank)
@@ -94,8 +94,8 @@ def join_job(timeout_s: float) -> Job:
             store = _store_of_process(environment, timeout)
         except (dist.DistError, MeetingError, ValueError) as error:
             raise no_rendezvous(environment, error) from error
-        # Each job of the process has its own prefix, because the store keeps addresses of former
-        # jobs.
+        # Each job of this process uses keys with another prefix, because the store still contains
+        # the addresses of earlier jobs.
         turn = store.add(f"{_JOBS}/{environment.rank}", 1)
         store = dist.PrefixStore(f"{_JOBS}/{turn}", store)
         accelerator = agree_on_sharing(
@@ -122,10 +122,10 @@ def join_job(timeout_s: float) -> Job:
 
 
 def check_pipeline_size(size: int) -> int:
-    """Returns a pipeline size after a check that it divides the number of processes.
+    """Returns ``size`` if the number of processes is a multiple of it.
 
     Raises:
-        ConfigError: If it does not.
+        ConfigError: If it is not.
     """
     world_size = dist.get_world_size()
     if type(size) is not int or size < 1 or world_size % size:
@@ -137,14 +137,14 @@ def check_pipeline_size(size: int) -> int:
 
 
 def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
-    """Divides the job into pipelines. Collective over all ranks.
+    """Divides the ranks of the job into pipelines. Collective over all ranks.
 
     Args:
-        job: Job of all ranks.
-        pipeline_size: Number of ranks of a pipeline, ``None`` for all ranks.
+        job: Job that all ranks have joined.
+        pipeline_size: Number of ranks per pipeline, ``None`` for one pipeline of all ranks.
 
     Raises:
-        ConfigError: If the ranks do not divide into such pipelines.
+        ConfigError: If the number of ranks is not a multiple of ``pipeline_size``.
     """
     world_size = dist.get_world_size()
     size = check_pipeline_size(world_size if pipeline_size is None else pipeline_size)

@@ -1,4 +1,4 @@
-"""Defines ``Pipeline``, which a user's training loop calls to train a model with cut points."""
+"""Defines ``Pipeline``, with which a user's training loop trains a model with cut points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 
 from megatron.adaptive import accelerator as _accelerator
 
-# These calls must precede the imports of megatron-core in the modules below.
+# install() lets megatron-core run without CUDA. It must run before the modules below import
+# megatron-core.
 _accelerator.install()
 with _accelerator.quiet_imports():
     from megatron.adaptive.config.flags import check_values, fields_of
@@ -39,37 +40,39 @@ _LEAST_SLOT_BYTES = 4096
 
 
 class Pipeline:
-    """Trains a module whose stages are on several processes.
+    """Trains a model whose stages are divided among several processes.
 
-    Making it is collective over all processes of the job, as are :meth:`step`, :meth:`eval` and
-    :meth:`close`. All processes build the same model with the same weights. Afterwards each keeps
-    the parameters of its stages, and the other parameters are on the ``meta`` device.
+    All processes of the job must make the pipeline together (the constructor is collective), and
+    they also call :meth:`step`, :meth:`eval` and :meth:`close` together. All processes build the
+    same model with the same weights. The constructor keeps only the parameters of this process's
+    stages and moves the others to the ``meta`` device.
 
     Args:
-        model: Model with :class:`CutPoint` modules in its forward.
-        sample_batch: Dictionary of tensors whose first axis is the axis of samples.
+        model: Model whose forward pass contains :class:`CutPoint` modules.
+        sample_batch: Dictionary of tensors whose first axis counts the samples.
         **more: Other attributes of :class:`~megatron.adaptive.modules.recording.SampledModel`
             and :class:`~megatron.adaptive.modules.assembly.PipelineSettings`.
 
     Attributes:
-        model: Model of the user.
-        plan: Choice of the planner and its reasons, ``None`` if it was not used.
-        device: Device of this process.
-        pipeline_size: Number of processes of a pipeline.
-        replicas: Number of pipelines.
+        model: The user's model, as passed to the constructor.
+        plan: Layout that the planner chose and its reasons, ``None`` if the planner was not used.
+        device: Device on which this process computes.
+        pipeline_size: Number of processes per pipeline.
+        replicas: Number of pipelines, each of which trains on its part of the batch.
         replica: Number of this process's pipeline, from 0.
-        micro_batch_size: Number of samples of a microbatch.
-        partition: Number of segments of each stage.
-        weights: Cost of each segment; empty if it was not needed.
-        cut_points: Names of all cut points in the order of the forward.
-        steps: Number of training steps so far, which includes those before a loaded checkpoint.
-        loss: Loss of the last step.
+        micro_batch_size: Number of samples per microbatch.
+        partition: Number of segments (parts between cut points) in each stage.
+        weights: Relative cost of each segment; empty if the partition was chosen without costs.
+        cut_points: Names of all cut points in the order in which the forward pass reaches them.
+        steps: Number of training steps so far, including those before a loaded checkpoint.
+        loss: Mean loss of the last step over all microbatches and replicas.
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
-        times: Times of this process in the last step.
+        times: Times of this process in the last step: computing, waiting and so on.
 
     Raises:
-        ConfigError: If a setting, the batch or the model breaks a rule; names it.
-        ScheduleError: If the schedule is unknown or does not fit.
+        ConfigError: If a setting, the sample batch or the model is invalid. The error message says
+            which.
+        ScheduleError: If the schedule is unknown or does not fit the pipeline.
     """
 
     @naming_lost_peers()
@@ -128,7 +131,7 @@ class Pipeline:
         self._mesh.settle()
 
     def _open_trace(self, request: PipelineSettings, samples: int) -> None:
-        """Opens the trace of this process; each incarnation of an elastic job has its folder."""
+        """Opens this process's trace; in an elastic job each layout change starts a new folder."""
         trace_dir = request.trace_dir
         if self._order_of_job is not None and trace_dir is not None:
             trace_dir = f"{trace_dir}/epoch-{self._order_of_job.epoch}"
@@ -145,7 +148,7 @@ class Pipeline:
         )
 
     def _make_wiring(self, request: PipelineSettings) -> Wiring:
-        """Makes the executor and its channels, with slots for the largest message."""
+        """Makes the executor and its channels, whose message slots fit the largest message."""
         transport = request.transport or TransportConfig()
         if transport.transport_slot_bytes is None:
             size = max(_LEAST_SLOT_BYTES, self._assembly.largest_message)
@@ -164,7 +167,7 @@ class Pipeline:
         )
 
     def _make_guard(self, request: PipelineSettings) -> HangGuard:
-        """Makes the guard against hangs, whose thread reads trace and executor."""
+        """Makes the thread that watches for hangs, with access to the trace and executor."""
         guard = HangGuard(
             self._mesh,
             after_s=request.hang_after_s,
@@ -193,7 +196,7 @@ class Pipeline:
 
     @property
     def loss_scale(self) -> float:
-        """Returns the factor of the loss before the backward, 1 except in fp16."""
+        """Returns the factor of the loss in the backward pass, which is 1 except in fp16."""
         return self._update.scale
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -217,8 +220,9 @@ class Pipeline:
         Args:
             optimizer: A ``torch.optim.Optimizer`` over :meth:`parameters`, or a function that makes
                 one from a list of parameters; ``None`` on a process without parameters.
-            clip_norm: Largest norm of the whole model's gradient; ``None`` for no limit.
-            initial_loss_scale: First loss scale in fp16.
+            clip_norm: Maximum norm of the whole model's gradient, to which larger gradients are
+                scaled down; ``None`` for no limit.
+            initial_loss_scale: Loss scale of the first step in fp16.
             loss_scale_interval: Number of steps without an overflow after which the loss scale
                 doubles.
 
@@ -229,22 +233,24 @@ class Pipeline:
 
     @naming_lost_peers()
     def step(self, batch: Mapping[str, torch.Tensor]) -> tuple[float, bool]:
-        """Trains on a batch: forward, backward, sums over replicas, optimizer.
+        """Trains on a batch: forward and backward passes, sums over replicas, optimizer step.
 
-        Without an optimizer the gradients stay in ``grad`` until the next step.
+        If no optimizer is set, the gradients stay in ``grad`` of the parameters until the next
+        step.
 
         Args:
-            batch: Batch of this replica, the same on all processes of its pipeline. Its samples
-                divide into microbatches. A process uses only the entries that its stages need.
+            batch: Batch of this replica, the same on all processes of its pipeline. The number of
+                samples must be a multiple of the microbatch size. A process uses only the entries
+                that its stages need.
 
         Returns:
-            The mean loss over microbatches and replicas, and whether the gradient was not finite,
-            so that nothing was updated; the same on all processes.
+            The mean loss over microbatches and replicas, and whether the update was skipped because
+            the gradient was not finite. Both are the same on all processes.
 
         Raises:
             ConfigError: If the batch does not divide into microbatches, or differs from the sample
                 batch in entries, shapes or types.
-            TransportError: If another process is gone or silent.
+            TransportError: If another process has ended or does not answer.
         """
         count = self._shape.num_microbatches(batch)
         if self._loop is not None:
@@ -270,15 +276,15 @@ class Pipeline:
 
     @naming_lost_peers()
     def eval(self, batch: Mapping[str, torch.Tensor]) -> float:
-        """Returns the mean loss of a batch in evaluation mode; the same on all processes.
+        """Returns the mean loss of a batch in evaluation mode, the same value on all processes.
 
         Args:
-            batch: Batch of this replica, see :meth:`step`.
+            batch: Batch of this replica, in the form that :meth:`step` takes.
 
         Raises:
             ConfigError: If the batch does not divide into microbatches, or differs from the sample
                 batch in entries, shapes or types.
-            TransportError: If another process is gone or silent.
+            TransportError: If another process has ended or does not answer.
         """
         count = self._shape.num_microbatches(batch)
         with self._tracing.host_span("evaluate"):
@@ -290,13 +296,14 @@ class Pipeline:
     def _run(
         self, batch: Mapping[str, torch.Tensor], count: int, *, step: int, scale: float | None
     ) -> list[torch.Tensor]:
-        """Runs a batch; returns the losses of its microbatches on the last stage, else none.
+        """Runs a batch and returns its microbatches' losses, an empty list before the last stage.
 
         Args:
-            batch: Batch of this replica.
-            count: Number of its microbatches.
-            step: Number of the step, from which random numbers follow.
-            scale: Factor of the loss; ``None`` runs only forwards, in evaluation mode.
+            batch: Batch of this replica, as the user passed it.
+            count: Number of microbatches in the batch.
+            step: Number of the training step, which seeds the random numbers.
+            scale: Factor by which the loss is multiplied. ``None`` runs only forward passes, in
+                evaluation mode.
         """
         forward_only = scale is None
         executor = self._wiring.executor
@@ -341,16 +348,18 @@ class Pipeline:
     ) -> Path:
         """Saves parameters, buffers, optimizer, loss scale, step and seed. Collective.
 
-        Pipelines of the same model with other sizes, partitions and numbers of replicas can load
-        the checkpoint. It appears under its name when it is complete.
+        The checkpoint can be loaded by any pipeline of the same model, also with another pipeline
+        size, partition or number of replicas. The checkpoint gets its final name only when it is
+        complete.
 
         Args:
             folder: Folder of checkpoints, visible to all nodes; the checkpoint is
                 ``step_XXXXXXXX`` in it.
-            extra: Plain values to save, such as the state of a learning-rate scheduler.
+            extra: Numbers, strings, lists and dictionaries to save, such as the state of a
+                learning-rate scheduler.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
-            state: Objects with ``state_dict`` and ``load_state_dict`` to save, by name. The names
-                are the same on all processes; the states of the first process are saved.
+            state: Objects with ``state_dict`` and ``load_state_dict`` to save, by name. All
+                processes must pass the same names. The states of the first process are saved.
 
         Returns:
             Path of the checkpoint.
@@ -365,7 +374,7 @@ class Pipeline:
         return path
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the facts that a checkpoint contains besides tensors and objects."""
+        """Returns what a checkpoint stores besides tensors: step, seed, loss scale, ``extra``."""
         return dict(self._checkpointer.head(self.steps, self._random.seed, extra))
 
     @naming_lost_peers()
@@ -382,18 +391,20 @@ class Pipeline:
 
         Args:
             folder: Folder of checkpoints.
-            step: Step of the checkpoint; ``None`` for the newest undamaged one.
-            optimizer: Whether to load the state of the optimizer.
-            state: Objects that were saved, by name; their states are loaded.
-            trust_checkpoint: Whether to load checkpoints of old versions too, which are pickles.
+            step: Training step of the checkpoint; ``None`` loads the newest undamaged checkpoint.
+            optimizer: Whether to load the optimizer's state too.
+            state: Objects whose states were saved, by the same names; ``load_state_dict`` is called
+                on each.
+            trust_checkpoint: Whether to load checkpoints of old versions too, which are pickles and
+                could run foreign code.
 
         Returns:
-            The ``extra`` that was saved.
+            The value of ``extra`` that was saved.
 
         Raises:
-            CheckpointError: If there is none, it is damaged, not trusted, or of another model or
-                optimizer.
-            ConfigError: If it has the state of an optimizer, and none is set.
+            CheckpointError: If there is no checkpoint, or it is damaged, not trusted, or of another
+                model or optimizer.
+            ConfigError: If the checkpoint has the state of an optimizer, and no optimizer is set.
         """
         manifest = self._checkpointer.load(
             folder, step=step, optimizer=optimizer, state=state, trust=trust_checkpoint
@@ -408,16 +419,16 @@ class Pipeline:
         """Loads the newest checkpoint and returns an iterator over the remaining steps.
 
         Collective; call it after :meth:`set_optimizer`. Call :meth:`step` once in each iteration of
-        the loop. If any process gets SIGTERM, SIGINT, SIGUSR1 or SIGHUP, all save after the same
-        step and the program ends with status 0. See ``docs/elastic.md``.
+        the loop. If any process receives SIGTERM, SIGINT, SIGUSR1 or SIGHUP, all processes save a
+        checkpoint after the same step and end with exit status 0. See ``docs/elastic.md``.
 
         Args:
-            total_steps: Number of steps of the whole training, from step 0.
+            total_steps: Number of steps in the whole training run, counted from step 0.
             **more: Other arguments of :class:`~megatron.adaptive.modules.step_loop.Loop`.
 
         Raises:
             CheckpointError: If the newest checkpoint cannot be loaded, or has another batch size.
-            ConfigError: If a setting is invalid, or there is a loop already.
+            ConfigError: If a setting is invalid, or this pipeline already has a loop.
         """
         if self._loop is not None:
             raise ConfigError("Pipeline.loop was already called: run all steps in one loop")
@@ -426,14 +437,14 @@ class Pipeline:
 
     @functools.cached_property
     def _checkpointer(self) -> Any:
-        # The module imports much that most runs do not need.
+        # Imported only when needed, because this import is slow.
         from megatron.adaptive.modules.checkpointer import Checkpointer
 
         return Checkpointer(self._mesh, self.model, self._assembly.held, self._update)
 
     @naming_lost_peers()
     def close(self) -> None:
-        """Closes channels and traces, and ends the pipeline's process groups.
+        """Closes channels and the trace, and destroys the pipeline's process groups.
 
         Collective; idempotent.
         """
@@ -451,11 +462,12 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        # After an error other processes may not call close(), which is collective.
+        # close() waits for all processes. After an error it is skipped, because the others may
+        # never call it.
         if error is None:
             self.close()
 
 
-# help() and notebooks show the settings by name, with their defaults.
+# The constructor takes **more, so help() and notebooks get the settings and defaults from here.
 Pipeline.__signature__ = inspect.signature(PipelineSettings)  # type: ignore[attr-defined]
 Pipeline.loop.__signature__ = inspect.signature(Loop)  # type: ignore[attr-defined]

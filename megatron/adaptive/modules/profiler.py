@@ -1,7 +1,8 @@
-"""Profiles models with cut points for the planner: segments, links and all-reduces.
+"""Measures models with cut points for the planner: segments, messages and all-reduces.
 
-Owns which rank measures what, and the profile. ``segments`` measures segments, and
-``profiling.links`` measures links and all-reduces.
+This file decides which rank measures what and collects the results in a profile. ``segments``
+measures the parts of the model between cut points, ``profiling.links`` the links between ranks and
+all-reduces.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator as _accelerator
 
-# These calls must precede the imports of megatron-core in the modules below.
+# install() lets megatron-core run without CUDA. It must run before the modules below import
+# megatron-core.
 _accelerator.install()
 with _accelerator.quiet_imports():
     from megatron.adaptive.engine.process_context import Job
@@ -51,7 +53,7 @@ with _accelerator.quiet_imports():
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Profiler(SampledModel):
-    """Measures a model's segments between cut points, and links and all-reduces of the job.
+    """Measures a model's segments (the parts between cut points), and the job's communication.
 
     ::
 
@@ -59,24 +61,26 @@ class Profiler(SampledModel):
         profile.write("profile.json")       # for python -m megatron.adaptive plan
 
     Args:
-        model: Model with cut points, which does not change; see
-            :class:`~megatron.adaptive.modules.recording.SampledModel` for it and its settings.
-        sample_batch: Batch with which the forward is recorded.
-        micro_batch_sizes: Numbers of samples of microbatches; ``None`` tries 1, 2, 4 and so on up
-            to the size of the sample batch, as far as memory and ``time_limit_s`` allow.
-        split_backward: Whether to measure split backwards too.
-        optimizer: Function that makes an optimizer from a list of parameters; AdamW if ``None``.
-            One step of it is timed.
-        repeats: Number of runs, of which the median is taken.
-        links: Whether to measure links between processes and all-reduces.
-        memory_limit_bytes: Memory that a process may use, in bytes; ``None`` takes the free memory
-            of the device.
-        time_limit_s: Time in seconds after which no larger microbatch is measured.
+        model: Model with cut points; measuring does not change it. Its other settings are the
+            attributes of :class:`~megatron.adaptive.modules.recording.SampledModel`.
+        sample_batch: Batch with which the forward pass is recorded.
+        micro_batch_sizes: Numbers of samples per microbatch to measure. ``None`` tries 1, 2, 4 and
+            so on up to the size of the sample batch, while memory and ``time_limit_s`` allow.
+        split_backward: Whether to measure also the split backward pass, in which gradients of
+            inputs and of weights are computed separately.
+        optimizer: Function that makes an optimizer from a list of parameters, to time an optimizer
+            step; ``None`` uses AdamW.
+        repeats: Number of times that each measurement is repeated; the median is reported.
+        links: Whether to measure messages between processes and all-reduces.
+        memory_limit_bytes: Maximum memory per process in bytes; ``None`` allows all free memory of
+            the device.
+        time_limit_s: Time in seconds after which no larger microbatch size is tried.
         name: Name of the model in the profile; its class name if ``None``.
-        timeout_s: Limit of every wait for another process, in seconds.
+        timeout_s: Maximum time in seconds to wait for another process.
 
     Raises:
-        ConfigError: If a setting, the batch or the model breaks a rule; names it.
+        ConfigError: If a setting, the sample batch or the model is invalid. The error message says
+            which.
     """
 
     _: KW_ONLY
@@ -113,11 +117,11 @@ class Profiler(SampledModel):
     def run(self) -> ModuleProfile:
         """Returns the profile, the same on all processes. Collective over all processes of the job.
 
-        One process of each kind of device measures the segments while the others wait.
+        For each type of device, one process measures the segments while the others wait.
 
         Raises:
-            ConfigError: If the model breaks a rule.
-            DeviceMemoryError: If no microbatch fits.
+            ConfigError: If the model cannot be recorded or run.
+            DeviceMemoryError: If not even the smallest microbatch fits in memory.
         """
         job = join_job(self.timeout_s)
         try:
@@ -126,11 +130,11 @@ class Profiler(SampledModel):
             job.close()
 
     def measure(self, job: Job, *, most: int | None = None) -> ModuleProfile:
-        """Returns the profile in an existing job; see :meth:`run`.
+        """Measures like :meth:`run`, but in a job that the processes have joined already.
 
         Args:
-            job: Job of all ranks.
-            most: Largest number of samples of a microbatch, without ``micro_batch_sizes``;
+            job: Job that all ranks have joined.
+            most: Maximum number of samples per microbatch if ``micro_batch_sizes`` is not set;
                 ``None`` takes the size of the sample batch.
         """
         begin_s = time.monotonic()
@@ -142,7 +146,8 @@ class Profiler(SampledModel):
         if kinds.index(kinds[job.rank]) == job.rank:
             own_part = self._part(job, nodes[job.rank]["limit"], most)
         gathered = job.gather(own_part)
-        # This rank's own error has a traceback, so it is raised before those of others.
+        # Raise this rank's own error first, because errors from other ranks arrive without
+        # traceback.
         for part in (own_part, *gathered):
             if isinstance(part, AdaptiveError):
                 raise part
@@ -175,14 +180,15 @@ class Profiler(SampledModel):
         return profile
 
     def _about(self, job: Job) -> dict[str, Any]:
-        """Returns facts about this process and its node."""
+        """Returns the device, memory and machine of this process, for the profile."""
         location = job.places[job.rank]
         machine = location["machine"]
         processes = sum(other["machine"] == machine for other in job.places)
         limit = self.memory_limit_bytes
         if limit is None:
             limit = free_memory_bytes(job.accelerator, processes) * (1 - KEPT_FREE)
-            # Tensors of the present process do not exist in the planned run.
+            # The planned run will not have the tensors that this process holds now, so their memory
+            # is free.
             if job.accelerator.is_cuda:
                 limit += torch.cuda.memory_allocated(job.accelerator.device)
         return {
@@ -195,7 +201,10 @@ class Profiler(SampledModel):
         }
 
     def _part(self, job: Job, limit_bytes: float, most: int) -> DeviceSamples | AdaptiveError:
-        """Measures the segments on one rank of a kind of device; returns errors for all ranks."""
+        """Measures the segments on this rank, for all ranks with its type of device.
+
+        An error is returned instead of raised, so that all ranks can raise it.
+        """
         device = job.accelerator.device
         model = self.model
         samples: list[SegmentSample] = []
@@ -227,7 +236,8 @@ class Profiler(SampledModel):
         except AdaptiveError as error:
             return error
         except Exception as error:
-            # Other ranks wait for the result, so the error is returned; it keeps its traceback.
+            # The error is returned instead of raised, because other ranks wait for the result. With
+            # __cause__ it keeps its traceback.
             failed = ConfigError(
                 f"profile: rank {job.rank} failed to run the model: {type(error).__name__}: "
                 f"{(str(error).splitlines() or [''])[0]}"
@@ -238,10 +248,11 @@ class Profiler(SampledModel):
     def _by_size(
         self, device: torch.device, limit_bytes: float, most: int
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
-        """Yields the tape and the segments of one size of microbatch after the other."""
+        """Yields the recorded forward pass and its measured segments for each microbatch size."""
         begin_s = time.monotonic()
         host = self.device.type == "cpu"
-        # Bytes per sample, measured with the size before.
+        # Bytes per sample, measured with the previous microbatch size to predict whether the next
+        # fits.
         needed = 0.0
         recorded = 0.0
         doubled = [2**power for power in range(most.bit_length())]
@@ -252,7 +263,7 @@ class Profiler(SampledModel):
             room = available_host_bytes() if host else limit_bytes
             if needed * size > limit_bytes or recorded * size > room:
                 return
-            # Views of a larger batch would keep all of its memory.
+            # Copied, because a view of a larger batch would keep the memory of the whole batch.
             batch = {
                 name: tensor[:size].to(self.device, copy=True)
                 for name, tensor in stretched(self.sample_batch, size).items()
@@ -274,17 +285,17 @@ class Profiler(SampledModel):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSamples:
-    """Contains the measurements on a kind of device.
+    """Contains the measurements on one type of device.
 
     Attributes:
-        gpu: Name of the device.
-        cut_points: Names of the cut points, in order.
-        samples: Measurements of every segment and size of microbatch.
-        tied_parameters: Number of elements of parameters that several segments share.
-        tied_segments: First and last of these segments.
-        element_bytes: Size of an element of most parameters, in bytes.
-        optimizer_s: Duration of an optimizer step per element, in seconds.
-        is_random: Whether the model draws random numbers.
+        gpu: Name of the device type, such as the model of a GPU.
+        cut_points: Names of the cut points in the order of the forward pass.
+        samples: Measurements of every segment with every microbatch size.
+        tied_parameters: Number of elements in parameters that several segments share.
+        tied_segments: First and last segment that share parameters; empty if none do.
+        element_bytes: Size in bytes of an element of the model's most common parameter type.
+        optimizer_s: Time of an optimizer step per parameter element, in seconds.
+        is_random: Whether the model draws random numbers, as for dropout.
     """
 
     gpu: str
@@ -303,12 +314,12 @@ class ModuleProfile:
 
     Attributes:
         name: Name of the model.
-        parts: Measurements of each kind of device; the first is rank 0's.
-        nodes: Facts about each rank and its node, see ``Profiler._about``.
-        names: Node type of each rank.
-        links: Rows of links in a profile file; empty if they were not measured.
-        reductions: Rows of all-reduces in a profile file; empty if they were not measured.
-        seconds: Duration of the measurement, in seconds.
+        parts: Measurements on each type of device; the first is that of rank 0.
+        nodes: Device, memory and machine of each rank, as ``Profiler._about`` returns them.
+        names: For each rank, the name of its type of node.
+        links: Measured messages between ranks, as rows of a profile file; empty if not measured.
+        reductions: Measured all-reduces, as rows of a profile file; empty if not measured.
+        seconds: Time that measuring took, in seconds.
     """
 
     name: str
@@ -321,25 +332,26 @@ class ModuleProfile:
 
     @property
     def cut_points(self) -> tuple[str, ...]:
-        """Returns the names of the cut points, in the order of the forward."""
+        """Returns the names of the cut points in the order of the forward pass."""
         return self.parts[0].cut_points
 
     @property
     def samples(self) -> tuple[SegmentSample, ...]:
-        """Returns the measurements of segments on rank 0's kind of device."""
+        """Returns the measurements of segments on rank 0's type of device."""
         return self.parts[0].samples
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Returns the sizes of microbatches that all kinds of devices measured, ascending."""
+        """Returns the microbatch sizes that were measured on all types of devices, ascending."""
         sizes = [{sample.micro_batch for sample in part.samples} for part in self.parts]
         return tuple(sorted(set.intersection(*sizes)))
 
     def document(self, *, split: bool = True) -> dict[str, Any]:
-        """Returns the content of a profile file; see ``docs/planner.md``.
+        """Returns the content of a profile file, in the format described in ``docs/planner.md``.
 
         Args:
-            split: Whether to list split backwards instead of whole ones, if they were measured.
+            split: Whether to list the times of the split backward pass instead of the whole one, if
+                they were measured.
         """
         return profile_file.document(
             self._model(),
@@ -366,7 +378,7 @@ class ModuleProfile:
         profile_file.write(self.document(), Path(path))
 
     def _model(self) -> dict[str, Any]:
-        """Returns the model of a profile file, with a layer per segment."""
+        """Returns the entry ``model`` of a profile file, in which each segment is a layer."""
         part = self.parts[0]
         largest = max(sample.micro_batch for sample in part.samples)
         pieces = [
@@ -388,7 +400,7 @@ class ModuleProfile:
 
     @property
     def hosts(self) -> tuple[MeasuredHost, ...]:
-        """Returns the job's nodes in the order of ranks, with the memory that a process may use."""
+        """Returns the job's nodes in the order of ranks, with the memory limit per process."""
         hosts: dict[str, MeasuredHost] = {}
         for name, node in zip(self.names, self.nodes, strict=True):
             former = hosts.get(node["machine"])
@@ -404,7 +416,7 @@ class ModuleProfile:
 
 
 def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
-    """Returns the row of a profile file for a segment."""
+    """Returns the row of a profile file that describes a segment."""
     backward_s = (sample.backward_s, 0.0)
     if split and sample.split_s is not None:
         backward_s = sample.split_s
@@ -422,7 +434,7 @@ def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
 
 
 def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the type of each rank's node: the GPU's name, and its number if nodes differ."""
+    """Returns the type of each rank's node: its GPU's name, with a number if nodes differ."""
     kinds = dict.fromkeys((node["facts"]["gpu"], node["processes"]) for node in nodes)
     gpus = [gpu for gpu, _ in kinds]
     return [
@@ -433,7 +445,7 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the numbers of replicas that may be on one node."""
+    """Returns all possible numbers of replicas on the same node."""
     counts = {node["processes"] for node in nodes}
     least = math.gcd(*counts, len(nodes))
     return [width for width in range(2, least + 1) if least % width == 0]

@@ -1,15 +1,16 @@
-"""Runs the calls of a stage for the executor: forwards, backwards, weight gradients.
+"""Runs the calls of a stage for the executor: forward, backward and weight-gradient passes.
 
-A border between stages has a fixed list of tensors, the same for every microbatch. A single tensor
-is sent directly. Several are packed into one block of bytes at offsets that follow from shapes and
-types, so that only the block is sent. The receiver takes views of it::
+The list of tensors that a stage sends to the next one is the same for every microbatch. A single
+tensor is sent directly. Several tensors are packed into one block of bytes, at offsets that follow
+from shapes and types. Only the block is sent, and the receiver uses views of the block as tensors::
 
     byte 0            64                        block
          | tensor 0   .. | tensor 1             .. |
 
-If backwards are split, the weight gradients of three kinds of calls are deferred: ``linear``,
-``addmm`` with a weight of ``[in, out]`` and ``embedding``, each with a parameter as weight. All
-other calls compute their weight gradients in B.
+If the backward pass is split into B (gradients of inputs) and W (gradients of weights), three kinds
+of calls have their weight gradients in W: ``linear``, ``addmm`` with a weight of ``[in, out]`` and
+``embedding``, each with a parameter as weight. All other calls compute both kinds of gradients in
+B.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ from megatron.adaptive.modules.recording import Call, Ref, Tape, Value
 
 
 class RandomKey:
-    """Seeds the device's generator from seed, step, microbatch and call.
+    """Seeds the device's random generator from seed, step, microbatch and call.
 
-    So random numbers do not depend on the schedule or the partition, nor on how the microbatches of
-    a batch are divided among replicas.
+    As a result, random numbers depend neither on the schedule nor on the partition, nor on how the
+    microbatches of a batch are divided among replicas.
 
     Args:
-        seed: Seed of the run.
-        dp_rank: Number of the replica.
-        device: Device, whose generator is used.
+        seed: Seed of the training run.
+        dp_rank: Number of this rank's replica, from 0.
+        device: Device whose random generator is seeded.
 
     Attributes:
-        seed: Seed of the run; a new value is used from the next number on.
+        seed: Seed of the training run. A new value takes effect with the next random number.
         step: Number of the training step.
-        count: Number of microbatches of a replica in this step.
+        count: Number of microbatches per replica in this step.
     """
 
     def __init__(self, seed: int, dp_rank: int, device: torch.device) -> None:
@@ -68,7 +69,7 @@ class RandomKey:
         self.count = 0
 
     def apply(self, microbatch: int, call: int) -> None:
-        """Seeds the generator for a call of a microbatch."""
+        """Seeds the random generator before a call draws random numbers for a microbatch."""
         number = self._dp_rank * self.count + microbatch
         source = struct.pack("<qqqq", self.seed, self.step, number, call)
         digest = hashlib.blake2b(source, digest_size=8).digest()
@@ -76,13 +77,13 @@ class RandomKey:
 
 
 class _Step:
-    """Runs a recorded call: inserts values into its arguments and stores its results.
+    """Runs a recorded call: puts tensors into its arguments and stores its results.
 
     Args:
         call: Recorded call.
-        number: Number of the call on the tape.
-        drops: Values that no later call needs.
-        tape: Recorded forward.
+        number: Index of the call on the tape.
+        drops: Numbers of the tensors that no later call needs.
+        tape: Recorded forward pass.
     """
 
     __slots__ = ("_arguments", "_call", "_flat", "drops", "layer", "number")
@@ -99,7 +100,7 @@ class _Step:
         self.layer = _deferred(call, tape)
 
     def move(self, source: torch.device, target: torch.device) -> None:
-        """Replaces ``source`` by ``target`` if it is among the arguments."""
+        """Replaces the device ``source`` by ``target`` in the arguments of the call."""
 
         def leaf(argument: Any) -> Any:
             if isinstance(argument, torch.device):
@@ -112,12 +113,14 @@ class _Step:
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore | None, ambient: Any
     ) -> None:
-        """Runs the call on the values of ``env`` and stores its results there.
+        """Runs the call on the tensors in ``env`` and stores its results there.
 
         Args:
-            env: Tensors by number of value.
-            store: Store of deferred weight gradients, ``None`` for whole backwards.
-            ambient: Element type of autocast around the call, ``None`` if it is off.
+            env: Tensors, by their number on the tape.
+            store: Queue of deferred weight-gradient work, ``None`` if the backward pass is not
+                split.
+            ambient: Element type of the autocast context around the call, ``None`` if autocast is
+                off.
         """
         call = self._call
         if self.layer is not None and store is not None:
@@ -146,7 +149,7 @@ class _Step:
             env[new] = env[old]
 
     def _context(self, env: Mapping[int, torch.Tensor], ambient: Any) -> contextlib.ExitStack:
-        """Returns the recorded modes of gradients and autocast as a context."""
+        """Returns a context with the recorded gradient mode and autocast setting of the call."""
         call = self._call
         stack = contextlib.ExitStack()
         if not call.with_grad:
@@ -160,22 +163,22 @@ class _Step:
 
 
 class StageProgram:
-    """Runs the forward of a stage.
+    """Runs the forward pass of a stage.
 
     Args:
-        tape: Recorded forward.
-        plan: Calls and values of this stage.
-        held: Parameters and buffers by name, which include those of the stage.
-        device: Device of the stage.
+        tape: Recorded forward pass.
+        plan: Calls of this stage, and the tensors that it receives and sends.
+        held: Parameters and buffers of this rank by name, at least those that the stage uses.
+        device: Device on which the stage runs.
 
     Attributes:
-        plan: Calls and values of this stage.
-        forward_layout: Layout of the activations from the stage before.
-        backward_layout: Layout of the gradients to the stage before.
-        next_forward: Layout of the activations to the stage after.
-        next_backward: Layout of the gradients from the stage after.
-        gradients_in: Whether each received value has a gradient.
-        gradients_out: Whether each sent value has a gradient.
+        plan: Calls of this stage, and the tensors that it receives and sends.
+        forward_layout: Layout of the message with activations from the previous stage.
+        backward_layout: Layout of the message with gradients to the previous stage.
+        next_forward: Layout of the message with activations to the next stage.
+        next_backward: Layout of the message with gradients from the next stage.
+        gradients_in: For each received tensor, whether it has a gradient.
+        gradients_out: For each sent tensor, whether it has a gradient.
     """
 
     def __init__(
@@ -199,7 +202,7 @@ class StageProgram:
         self._steps = self._prepare()
 
     def _prepare(self) -> list[_Step]:
-        """Returns the calls of the stage, each with the values that it uses last."""
+        """Returns the calls of the stage. Each lists the tensors to free after it."""
         tape = self._tape
         plan = self.plan
         keep = {*plan.sent, *([] if plan.result is None else [plan.result])}
@@ -241,17 +244,20 @@ class StageProgram:
         random: Callable[[int], None],
         store: WeightGradientStore | None = None,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Runs the forward of the stage.
+        """Runs the forward pass of the stage.
 
         Args:
-            inputs: Entries of the microbatch.
-            received: Values from the stage before, which are leaves of this stage's graph.
-            random: Function that is called with the number of a call before it draws random
-                numbers.
-            store: Store of deferred weight gradients.
+            inputs: Tensors of the microbatch, by the name of their batch entry.
+            received: Tensors from the previous stage, which are leaves of this stage's autograd
+                graph.
+            random: Function that seeds the random generator. It gets the number of the call that is
+                about to draw random numbers.
+            store: Queue of deferred weight-gradient work, ``None`` if the backward pass is not
+                split.
 
         Returns:
-            Values to send, in the order of the plan, and the loss, ``None`` before the last stage.
+            Tensors to send, in the order of the plan, and the loss, which is ``None`` except in the
+            last stage.
         """
         env: dict[int, torch.Tensor] = dict(self._constants)
         env.update(zip(self.plan.received, received, strict=True))
@@ -277,7 +283,7 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclass(slots=True)
 class _Pending:
-    """Contains the tensors that a forward keeps for its backward."""
+    """Contains the tensors that a forward pass keeps for its backward pass."""
 
     leaves: list[torch.Tensor]
     edges: list[GradientEdge]
@@ -286,21 +292,24 @@ class _Pending:
 
 @dataclass(kw_only=True, eq=False)
 class ProgramStages(SplitStages):
-    """Runs a step of a rank's stages; see :class:`~megatron.adaptive.engine.executor.Stages`.
+    """Runs the forward and backward passes of a rank's stages in one step, for the executor.
 
-    Gradients are those of the mean loss over the microbatches, times ``scale``.
+    Gradients are those of the mean loss over the microbatches, multiplied by ``scale``. The methods
+    are described at :class:`~megatron.adaptive.engine.executor.Stages`.
 
     Attributes:
-        programs: Programs of the rank's chunks, in order.
-        microbatches: Entries of each microbatch that the programs use.
-        random: Seeds for the random numbers of the calls.
-        held: Parameters and buffers of the rank, by name.
-        device: Device of the stages.
-        meter: Meter of the activations' size.
-        stores: Store of deferred weight gradients for each chunk, ``None`` for whole backwards.
-        scale: Factor of the loss.
-        forward_only: Whether only forwards run, in evaluation.
-        losses: Losses of the microbatches, detached and unscaled; empty without the last stage.
+        programs: Program of each chunk (stage) of this rank.
+        microbatches: For each microbatch, the batch entries that the programs use, by name.
+        random: Seeds the random generator before each call that draws random numbers.
+        held: Parameters and buffers that this rank keeps, by name in the model.
+        device: Device on which the stages run.
+        meter: Measures how many bytes of activations each chunk keeps.
+        stores: Queue of deferred weight-gradient work for each chunk, ``None`` if the backward pass
+            is not split.
+        scale: Factor by which the loss is multiplied, such as the loss scale of fp16.
+        forward_only: Whether only forward passes run, as in evaluation.
+        losses: Losses of the microbatches, detached and unscaled; empty on a rank without the last
+            stage.
     """
 
     programs: Sequence[StageProgram]
@@ -351,7 +360,7 @@ class ProgramStages(SplitStages):
         )
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Does nothing, because no output is kept after its send."""
+        """Does nothing, because a stage's output is not kept after it is sent."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         return self.meter.bytes_of(chunk)
@@ -367,7 +376,8 @@ class ProgramStages(SplitStages):
                     torch.autograd.backward(pending.loss)
             elif pending.edges:
                 assert gradient is not None
-                # A received value that is also sent on is a leaf, in which both gradients add up.
+                # A received tensor that is also sent on is a leaf, in which the gradients of both
+                # uses add up.
                 torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
         if not program.plan.received:
             return None
@@ -375,7 +385,7 @@ class ProgramStages(SplitStages):
         return program.backward_layout.pack(gradients, self.device)
 
     def finish(self) -> None:
-        """Ends the step, normally or after an error."""
+        """Releases what the step kept, after its normal end or an error."""
         self._pending.clear()
         super().finish()
 
@@ -384,11 +394,11 @@ _ALIGNED = 64
 
 
 class MessagePart(NamedTuple):
-    """Describes a tensor of a message.
+    """Describes where a tensor lies in a message, and its shape and type.
 
     Attributes:
-        offset: First byte in the message.
-        nbytes: Size in bytes.
+        offset: Position of the tensor's first byte in the message.
+        nbytes: Size of the tensor in bytes.
         shape: Shape of the tensor.
         dtype: Element type of the tensor.
     """
@@ -401,7 +411,7 @@ class MessagePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """Describes the tensors of a kind of message.
+    """Describes which tensors a message contains, and where.
 
     Attributes:
         parts: Tensors of the message, in order.
@@ -413,7 +423,7 @@ class MessageLayout:
 
     @classmethod
     def of(cls, values: Iterable[Value]) -> MessageLayout:
-        """Returns the layout of a list of tensors."""
+        """Returns the layout of a message that contains these tensors."""
         parts: list[MessagePart] = []
         offset = 0
         for value in values:
@@ -425,10 +435,10 @@ class MessageLayout:
         return cls(tuple(parts), max(1, offset))
 
     def pack(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-        """Returns the message with these tensors; ``None`` counts as zeros.
+        """Returns the message with these tensors; ``None`` stands for a tensor of zeros.
 
         Raises:
-            ConfigError: If a tensor has another shape or type than with the sample.
+            ConfigError: If a tensor's shape or type differs from that in the sample batch.
         """
         for tensor, part in zip(tensors, self.parts, strict=True):
             if tensor is not None and (tensor.shape != part.shape or tensor.dtype != part.dtype):
@@ -452,7 +462,7 @@ class MessageLayout:
         return block
 
     def unpack(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the tensors of a message as views of it."""
+        """Returns the tensors of a message as views of its memory."""
         if len(self.parts) == 1:
             return [message]
         return [_view(message, part) for part in self.parts]
@@ -468,13 +478,14 @@ class _Deferred:
     """Describes a recorded call whose weight gradient can be deferred.
 
     Attributes:
-        activation: Reference to the input of the layer.
-        weight: Reference to the weight.
-        bias: Reference to the bias, ``None`` without one.
+        activation: :class:`Ref` to the input of the layer.
+        weight: :class:`Ref` to the weight.
+        bias: :class:`Ref` to the bias, ``None`` if the layer has none.
         kind: Kind of layer, ``linear``, ``addmm`` or ``embedding``.
-        padding: Row of an embedding without gradient, -1 for none.
-        by_frequency: Option ``scale_grad_by_freq`` of an embedding.
-        is_unsupported: Whether an option prevents deferring.
+        padding: Row of the embedding that gets no gradient (``padding_idx``), -1 for none.
+        by_frequency: Option ``scale_grad_by_freq`` of torch's embedding.
+        is_unsupported: Whether an option of the call makes it impossible to defer its weight
+            gradient.
     """
 
     activation: Any
@@ -488,7 +499,7 @@ class _Deferred:
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Returns the layer's output, ``None`` if the recorded call must run instead."""
+        """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred."""
         weight: Any = env[self.weight.value]
         if not is_deferring(store, weight):
             return None
@@ -542,14 +553,14 @@ _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
 
 
 def _deferred(call: Call, tape: Tape) -> _Deferred | None:
-    """Returns the deferrable form of a call, ``None`` if its weight gradient cannot be deferred."""
+    """Returns how to defer a call's weight gradient, or ``None`` if that is impossible."""
     make = _DEFERRING.get(call.function)
     if make is None or not call.with_grad or call.changes or len(call.outputs) != 1:
         return None
     try:
         deferred = make(*call.args, **call.kwargs)
     except TypeError:
-        # The call has an option that is not known here.
+        # The call has an argument that the functions in _DEFERRING do not know.
         return None
     weights = [ref for ref in (deferred.weight, deferred.bias) if ref is not None]
     refs = (deferred.activation, *weights)

@@ -1,17 +1,18 @@
-"""Records the calls of torch in the forward of a model with cut points.
+"""Records the calls of torch in the forward pass of a model with cut points.
 
 ::
 
     model with CutPoint()s ──recorder or torch.export──> Tape, in training and in evaluation
 
-A call is recorded as the model makes it (``dropout``, ``layer_norm``,
-``scaled_dot_product_attention``, a custom ``autograd.Function``), so that a replay has the
-derivatives of the model. Python code between calls is not recorded: its decisions for the sample
-are fixed. Decisions by shape or training mode are right for every microbatch, decisions by value
-are not. A forward that reads values of tensors which differ between microbatches raises an error
-that names the line.
+Each call is recorded at the level at which the model makes it (``dropout``, ``layer_norm``,
+``scaled_dot_product_attention``, a custom ``autograd.Function``), so that running the recording
+gives the same gradients as the model. Python code between calls is not recorded, so the branches
+that the code took for the sample are taken for every microbatch. Branches that depend on shapes or
+on the training mode are right for every microbatch, branches that depend on the values of tensors
+are not. So a forward pass that reads the value of a tensor which may differ between microbatches
+raises an error that names the line.
 
-Every tensor has a number, by which the arguments of calls refer to it.
+Every recorded tensor has a number, by which the arguments of recorded calls refer to it.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from megatron.adaptive.errors import ConfigError
 
 
 def mark(tensors: Any, cut_point: int, passing: int) -> Any:
-    """Returns ``tensors``; an active recorder sees the call.
+    """Returns ``tensors`` unchanged; an active recorder notes that the cut point was reached.
 
     Args:
         tensors: A tensor, or tuples and lists of tensors.
-        cut_point: Identity of the cut point.
-        passing: Number of this call of a cut point.
+        cut_point: ``id()`` of the :class:`CutPoint` module.
+        passing: Number of this call, counted over all cut points of the process.
     """
-    # torch.export only keeps operations of torch, so each tensor passes through one.
+    # torch.export keeps only operations of torch, so each tensor goes through a custom operation.
     if torch.compiler.is_exporting():
         if isinstance(tensors, torch.Tensor):
             return _exported_mark(tensors, cut_point, passing)
@@ -58,31 +59,34 @@ def _exported_mark(tensor: torch.Tensor, cut_point: int, passing: int) -> torch.
 
 
 _exported_mark.register_fake(lambda tensor, cut_point, passing: torch.empty_like(tensor))
-# has_torch_function() is true for this tensor while a recorder is active.
+# Tensor with which mark() finds out whether a recorder is active: has_torch_function() is then
+# true.
 _WITNESS = torch.empty(0)
 _PASSINGS = itertools.count()
 
 
 class CutPoint(torch.nn.Module):
-    """Marks a position in the forward where a model may be cut into stages.
+    """Marks a position in the forward pass where a model may be cut into stages.
 
-    It returns its arguments unchanged. The whole forward is cut there, in the order of its
-    operations: all tensors that were computed before and are used after cross the cut, also those
-    that are not arguments. Each instance must be called exactly once per forward, for any input::
+    The module returns its arguments unchanged. The whole forward pass is cut there, in the order of
+    its operations: every tensor that is computed before the cut and used after it is sent to the
+    next stage, even if it is not an argument of the cut point. Each instance must be called exactly
+    once per forward pass, for any input::
 
         for block, cut in zip(self.blocks, self.cuts):
             x = cut(block(x))
 
-    If you cannot edit the forward, :meth:`after` marks the end of a module in it.
+    If you cannot edit the model's ``forward``, :meth:`after` adds a cut point behind one of its
+    modules.
     """
 
     @staticmethod
     def after(module: torch.nn.Module) -> CutPoint:
-        """Adds a cut point after a module of a model, and returns it.
+        """Adds a cut point behind a module of a model, and returns the cut point.
 
         Args:
-            module: Module that is called once per forward; the cut point becomes its submodule
-                ``cut_point``.
+            module: Module that is called once per forward pass. The cut point is added to it as the
+                submodule ``cut_point``.
         """
         cut_point = CutPoint()
         module.add_module("cut_point", cut_point)
@@ -101,26 +105,26 @@ def _pass(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Refers to a value in the arguments of a call."""
+    """Stands for a tensor in the arguments of a recorded call, by the tensor's number."""
 
     value: int
 
 
 @dataclass(slots=True, kw_only=True)
 class Value:
-    """Describes a tensor of the forward.
+    """Describes a tensor of the recorded forward pass.
 
     Attributes:
         shape: Shape of the tensor.
         dtype: Element type of the tensor.
-        requires_grad: Whether a gradient flows through it.
-        source: Kind of source, ``input``, ``parameter``, ``buffer`` or ``constant``; empty for the
-            result of a call.
-        name: Name of an input, a parameter or a buffer.
-        tensor: Tensor of a constant.
-        made_by: Number of the call that made it, -1 for a source.
-        storage: Address of its memory, equal for values that share memory.
-        varies: Whether it depends on an input, a parameter or a random number.
+        requires_grad: Whether a gradient is computed for the tensor or through it.
+        source: Origin of the tensor: ``input``, ``parameter``, ``buffer`` or ``constant``; empty if
+            a recorded call computed it.
+        name: Name of the input, parameter or buffer; empty for other tensors.
+        tensor: The tensor itself if it is a constant, otherwise ``None``.
+        made_by: Number of the call that computed the tensor, -1 if no recorded call did.
+        storage: Address of the tensor's memory, the same for tensors that share memory.
+        varies: Whether the tensor depends on an input, a parameter or a random number.
     """
 
     shape: tuple[int, ...]
@@ -136,19 +140,19 @@ class Value:
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """Describes a call of a function of torch.
+    """Describes a recorded call of a torch function.
 
     Attributes:
         function: Function that was called.
         args: Positional arguments, with a :class:`Ref` for every tensor.
         kwargs: Keyword arguments, with a :class:`Ref` for every tensor.
-        reads: Numbers of the values in the arguments.
-        outputs: Number of each new value, and the keys that lead to its tensor in the result.
-        changes: Numbers of each changed argument before and after the call.
-        segment: Number of cut points before the call.
-        is_random: Whether it drew random numbers.
-        with_grad: Whether gradients were enabled.
-        autocast: Element type of matrix products under autocast, ``None`` if it was off.
+        reads: Numbers of the tensors in the arguments.
+        outputs: Number of each new tensor, and the indices and keys that lead to it in the result.
+        changes: For each argument changed in place, its number before and after the call.
+        segment: Number of cut points that the forward pass had reached before the call.
+        is_random: Whether the call drew random numbers.
+        with_grad: Whether gradients were enabled during the call.
+        autocast: Element type of matrix products under autocast, ``None`` if autocast was off.
     """
 
     function: Callable[..., Any]
@@ -165,16 +169,16 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Tape:
-    """Contains a recorded forward.
+    """Contains a recorded forward pass.
 
     Attributes:
-        values: All tensors; their numbers are the indices.
-        calls: All calls in order.
-        cuts: Names of the cut points in the order of the forward.
-        loss: Number of the loss's value.
-        device: Device on which it was recorded.
-        aliases: Other names of a parameter or buffer, by its first name.
-        autocast: Element type of matrix products under mixed precision.
+        values: All tensors; the index of a tensor is its number.
+        calls: All calls in the order in which the model made them.
+        cuts: Names of the cut points in the order in which the forward pass reaches them.
+        loss: Number of the tensor that holds the loss.
+        device: Device on which the forward pass was recorded.
+        aliases: For parameters and buffers with several names, the others by the first name.
+        autocast: Element type of matrix products in mixed precision, ``None`` in full precision.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -187,7 +191,7 @@ class Tape:
 
     @property
     def num_segments(self) -> int:
-        """Returns the number of segments between cut points."""
+        """Returns the number of segments into which the cut points divide the forward pass."""
         return len(self.cuts) + 1
 
     @property
@@ -196,7 +200,7 @@ class Tape:
         return any(call.is_random for call in self.calls)
 
 
-# These functions return the content of a tensor to Python.
+# Functions that return the value of a tensor to Python, where the recorder cannot follow it.
 _READING = frozenset(
     (
         "item",
@@ -214,17 +218,18 @@ _READING = frozenset(
         "is_nonzero",
     )
 )
-# Activation checkpointing calls this autograd function; only the function inside is recorded.
+# Name of the autograd function of activation checkpointing. The recorder calls the wrapped function
+# directly instead, so that its calls are recorded.
 _RECOMPUTING = "CheckpointFunction"
 
 
 class ReadsValueError(ConfigError):
-    """Reports a forward that reads values of a tensor in Python."""
+    """Reports a forward pass that reads the value of a tensor in Python."""
 
 
 @contextlib.contextmanager
 def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Restores the model's buffers and the generators of host and ``device`` afterwards."""
+    """Restores the model's buffers and the random generators of CPU and ``device`` on exit."""
     kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         try:
@@ -238,7 +243,7 @@ def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _custom_functions(recorder: _Recorder) -> Iterator[None]:
-    """Passes calls of ``autograd.Function.apply`` to the recorder, because torch does not."""
+    """Passes calls of ``autograd.Function.apply`` to the recorder, as torch does not."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -257,12 +262,13 @@ def _custom_functions(recorder: _Recorder) -> Iterator[None]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Records calls of torch on a tape.
+    """Records the calls of torch that a model makes on a :class:`Tape`.
 
     Args:
-        model: Model of the user.
-        inputs: Entries of the microbatch.
-        freeze: Whether values that Python reads from tensors count as fixed.
+        model: Model whose calls are recorded.
+        inputs: Tensors of the microbatch, by the name of their batch entry.
+        freeze: Whether to allow Python to read tensor values, which are then the same for every
+            microbatch, instead of raising an error.
     """
 
     def __init__(
@@ -274,7 +280,7 @@ class _Recorder(TorchFunctionMode):
         self._freeze = freeze
         self._passing = -1
         self._numbers: dict[int, int] = {}
-        # Tensors are kept alive, so that no id is used twice.
+        # Tensors are kept alive, because Python may reuse the id() of a tensor that was freed.
         self._kept: list[torch.Tensor] = []
         self._cut_names = {
             id(module): name
@@ -309,7 +315,7 @@ class _Recorder(TorchFunctionMode):
         return self.note(func, args, kwargs or {}, func)
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
-        """Runs a call and records it if it makes or changes a tensor."""
+        """Runs a call, and records the call if it makes or changes a tensor."""
         tensors = [tensor for tensor, _ in _paths((args, kwargs))]
         self._refuse_reading(function, tensors)
         versions = [tensor._version for tensor in tensors]
@@ -332,7 +338,7 @@ class _Recorder(TorchFunctionMode):
         template: Any = map_aggregate((args, kwargs), partial(self._refer, reads))
         made: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
         for tensor, path in results:
-            # An argument that is returned is not a new tensor.
+            # A result that has a number already is an argument that the call returned.
             if id(tensor) not in self._numbers:
                 made.setdefault(id(tensor), (tensor, path))
         if made or changed:
@@ -352,11 +358,12 @@ class _Recorder(TorchFunctionMode):
 
         Args:
             function: Function that was called.
-            template: Arguments with references in place of tensors.
-            reads: Values in the arguments.
-            made: New tensors, and the keys that lead to them in the result.
+            template: Arguments of the call, with a :class:`Ref` in place of each tensor.
+            reads: Numbers of the tensors in the arguments.
+            made: New tensors, and the indices and keys that lead to them in the result.
             changed: Arguments that the call changed in place.
-            before: States of the random generators before the call.
+            before: States of the random generators before the call, to find out if the call drew
+                numbers.
         """
         tape = self.tape
         is_random = any(
@@ -378,7 +385,7 @@ class _Recorder(TorchFunctionMode):
                     "may change there"
                 )
             if value.source == "buffer":
-                # A buffer keeps its value number, because programs find it by its name.
+                # A changed buffer keeps its number, because a stage looks it up by name.
                 changes.append((old, old))
                 continue
             changes.append((old, self._add(tensor, made_by=number, varies=varies or value.varies)))
@@ -400,7 +407,7 @@ class _Recorder(TorchFunctionMode):
         )
 
     def _refer(self, reads: dict[int, None], argument: Any) -> Any:
-        """Returns a reference for a tensor, and adds it to ``reads``; other arguments unchanged."""
+        """Replaces a tensor by a :class:`Ref` and adds its number to ``reads``."""
         if not isinstance(argument, torch.Tensor):
             return argument
         number = self._numbers.get(id(argument))
@@ -410,7 +417,7 @@ class _Recorder(TorchFunctionMode):
         return Ref(number)
 
     def _source(self, tensor: torch.Tensor) -> int:
-        """Adds a tensor that no call made and returns its number."""
+        """Numbers a tensor that no recorded call made: an input, parameter, buffer or constant."""
         source, name = self._names.get(id(tensor), ("constant", ""))
         if source == "constant" and tensor.requires_grad:
             raise ConfigError(
@@ -441,8 +448,9 @@ class _Recorder(TorchFunctionMode):
         return number
 
     def _pass_cut(self, cut_point: int, passing: int) -> None:
-        """Records that the forward has reached a cut point."""
-        # An exported cut point marks each of its tensors, and only the first mark counts.
+        """Records that the forward pass has reached a cut point."""
+        # After torch.export a cut point is reached once for each of its tensors. Only the first
+        # counts.
         if passing == self._passing:
             return
         self._passing = passing
@@ -460,7 +468,7 @@ class _Recorder(TorchFunctionMode):
         self.tape.cuts.append(name)
 
     def _refuse_reading(self, function: Any, tensors: list[torch.Tensor]) -> None:
-        """Raises a ``ReadsValueError`` if a function reads values that may vary."""
+        """Raises a ``ReadsValueError`` if a call reads a value that may differ by microbatch."""
         name = getattr(function, "__name__", "")
         if name not in _READING or self._freeze:
             return
@@ -476,7 +484,7 @@ class _Recorder(TorchFunctionMode):
                 )
 
     def finish(self, loss: Any) -> None:
-        """Checks the recorded forward and stores the value of the loss."""
+        """Checks the recorded forward pass and notes which tensor is the loss."""
         missed = [name for name in self._cut_names.values() if name not in self.tape.cuts]
         if missed:
             raise ConfigError(
@@ -498,7 +506,7 @@ class _Recorder(TorchFunctionMode):
 def _paths(
     structure: Any, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
-    """Yields the tensors in a structure, each with the keys that lead to it."""
+    """Yields the tensors in nested containers, each with the indices and keys that lead to it."""
     if isinstance(structure, torch.Tensor):
         yield structure, path
     elif isinstance(structure, (tuple, list)):
@@ -514,12 +522,12 @@ def _storage(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
-        # Sparse tensors have no storage.
+        # Asking for the storage raises an error for sparse tensors, which have none.
         return 0
 
 
 def _where() -> str:
-    """Returns file and line of the running code of the model."""
+    """Returns the file and line of the user's code that is running, for error messages."""
     for frame in reversed(traceback.extract_stack()):
         plain = frame.filename.replace("\\", "/")
         if "/torch/" not in plain and "/megatron/adaptive/" not in plain:
@@ -529,7 +537,7 @@ def _where() -> str:
 
 Slicing = Literal["auto", "record", "export"]
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Element type by the name of the mixed precision."""
+"""Element type of matrix products for each name of a mixed precision."""
 
 Loss = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 
@@ -539,16 +547,17 @@ class Forward:
     """Computes the loss of a microbatch.
 
     Attributes:
-        model: Model with :class:`CutPoint` modules in its forward. It is called with the batch's
-            entries as keyword arguments; with a ``loss`` function, only with those that it takes.
-        loss: Function ``(output, batch) -> scalar``; ``None`` if the model's output is the loss,
-            has an entry ``loss``, or begins with it.
-        arguments: Further keyword arguments of forward, the same for every microbatch.
+        model: Model whose forward pass contains :class:`CutPoint` modules. The model gets the
+            batch's entries as keyword arguments; if there is a ``loss`` function, only those that
+            its ``forward`` takes.
+        loss: Function ``(output, batch) -> scalar``. ``None`` if the model returns the loss, a
+            mapping with an entry ``loss``, or a sequence that starts with the loss.
+        arguments: More keyword arguments of the model's ``forward``, the same for every microbatch.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their types. fp16 uses
             a dynamic loss scale.
 
     Raises:
-        ConfigError: If there is no such precision.
+        ConfigError: If ``mixed_precision`` is neither ``bf16`` nor ``fp16``.
     """
 
     model: torch.nn.Module
@@ -566,7 +575,7 @@ class Forward:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Returns the element type of matrix products under mixed precision, ``None`` without."""
+        """Returns the element type of matrix products in mixed precision, else ``None``."""
         return None if self.mixed_precision is None else PRECISIONS[self.mixed_precision]
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> Any:
@@ -576,7 +585,7 @@ class Forward:
         return self.loss(output, batch) if self.loss is not None else _loss_in(output)
 
     def _takes(self, name: str) -> bool:
-        """Returns whether the model takes an entry of the batch; a loss function takes them all."""
+        """Returns whether to pass this entry of the batch to the model."""
         if self.loss is None:
             return True
         parameters = inspect.signature(self.model.forward).parameters
@@ -591,7 +600,7 @@ class Forward:
         return torch.device("cpu") if first is None else first.device
 
     def under_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context of mixed precision."""
+        """Returns the autocast context, which does nothing without mixed precision."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
@@ -599,14 +608,16 @@ class Forward:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SampledModel(Forward):
-    """Contains a model and a sample batch, with which its forward is recorded.
+    """Contains a model and the sample batch with which its forward pass is recorded.
 
     Attributes:
-        sample_batch: Dictionary of tensors whose first axis is the axis of samples. The first
-            microbatch is recorded; a second one checks the recorded forward.
-        shared_weights: Groups of names; the names of a group belong to one parameter that is used
-            on both sides of a cut.
-        slicing: Kind of recording, ``record``, ``export`` or ``auto``; see ``docs/cutpoint.md``.
+        sample_batch: Dictionary of tensors whose first axis is the axis of samples. The forward
+            pass is recorded with its first microbatch and checked with a second one.
+        shared_weights: Groups of parameter names. All names of a group belong to the same
+            parameter, which is used on both sides of a cut.
+        slicing: Method of recording the forward pass: ``record`` records the torch calls of the
+            model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
+            ``docs/cutpoint.md``.
     """
 
     sample_batch: Mapping[str, torch.Tensor]
@@ -620,9 +631,9 @@ class Forwards:
     """Contains the tapes of a model in training and in evaluation.
 
     Attributes:
-        training: Tape in training mode.
-        evaluation: Tape in evaluation mode, with the same cut points.
-        way: Kind of recording that was used, ``record`` or ``export``.
+        training: Forward pass recorded in training mode.
+        evaluation: Forward pass recorded in evaluation mode, with the same cut points.
+        way: Method by which the tapes were recorded, ``record`` or ``export``.
     """
 
     training: Tape
@@ -631,16 +642,18 @@ class Forwards:
 
     @classmethod
     def of(cls, forward: Forward, sample: Mapping[str, torch.Tensor], slicing: str) -> Forwards:
-        """Runs the model on a microbatch in both modes and returns the tapes.
+        """Records the model on a microbatch in training and in evaluation mode.
 
         Args:
-            forward: Model and loss.
-            sample: Microbatch on the model's device.
-            slicing: Kind of recording. ``record`` records the calls of torch that the model makes,
-                ``export`` those of ``torch.export``; ``auto`` exports if the model reads values.
+            forward: Model and loss function.
+            sample: Tensors of the microbatch by name, on the model's device.
+            slicing: Method of recording. ``record`` records the calls of torch that the model
+                makes, ``export`` those of the model that ``torch.export`` returns. ``auto`` exports
+                only if the model reads values of tensors.
 
         Raises:
-            ConfigError: If neither is possible; names the line of the model.
+            ConfigError: If the model can be neither recorded nor exported. Names the line of the
+                model.
         """
         if slicing not in get_args(Slicing):
             raise ConfigError(f"slicing {slicing!r}: choose one of {', '.join(get_args(Slicing))}")
@@ -679,9 +692,9 @@ class Forwards:
 
 @contextlib.contextmanager
 def mode_of(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Sets the mode of a model and restores it afterwards.
+    """Puts a model into training or evaluation mode, and restores its mode on exit.
 
-    If the model is in this mode already, submodules in the other mode stay in it.
+    If the model is in this mode already, submodules in the other mode keep theirs.
     """
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:
@@ -700,13 +713,14 @@ def _recorded(
     *,
     freeze: bool = False,
 ) -> Tape:
-    """Runs a forward on a microbatch and returns its tape; buffers and generators do not change.
+    """Records a forward pass on a microbatch; buffers and random generators stay unchanged.
 
     Args:
-        forward: Model and loss.
-        sample: Entries of the microbatch.
-        run: Function to run instead of ``forward``, with the entries as keyword arguments.
-        freeze: Whether values that Python reads from tensors count as fixed.
+        forward: Model and loss function.
+        sample: Tensors of the microbatch, by the name of their batch entry.
+        run: Function to record instead of ``forward``; it gets the tensors as keyword arguments.
+        freeze: Whether to allow Python to read tensor values, which are then the same for every
+            microbatch, instead of raising an error.
     """
     recorder = _Recorder(forward.model, sample, freeze)
     with (
@@ -743,13 +757,13 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor]) -> Tape:
             exported = torch.export.export(_Lossy(forward), (), dict(sample), strict=False)
             module = exported.module()
         except Exception as error:
-            # torch.export raises errors of many kinds.
+            # torch.export raises many types of exceptions, so any of them means that it failed.
             raise _ExportError(str(error).strip().splitlines()[0][:200]) from error
     return _recorded(forward, sample, module)
 
 
 def _loss_in(output: Any) -> Any:
-    """Returns the loss in a model's output: itself, its entry ``loss``, or its first element."""
+    """Returns the loss in a model's output: the output, its entry ``loss`` or its first element."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):

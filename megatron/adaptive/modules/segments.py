@@ -1,15 +1,16 @@
-"""Measures every segment between two cut points as if it were a stage.
+"""Measures every segment (the part of a model between two cut points) as if it were a stage.
 
-One segment after the other is put on the device, so that the whole model need not fit there::
+One segment after the other is put on the device, so that the whole model need not fit in its
+memory::
 
-    segment 0 ──message──> segment 1 ──message──> ...      forwards pass their messages on
+    segment 0 ──message──> segment 1 ──message──> ...      each forward pass feeds the next
        │                      │
-       F, B whole             F, B whole                   gradients are random: only sizes matter
-       F, B by inputs, W      F, B by inputs, W            if backwards are split
+       F, B whole             F, B whole                   random gradients: only sizes matter
+       F, B by inputs, W      F, B by inputs, W            if the backward pass is split
 
-``profiling.action_timing`` times a :class:`~megatron.adaptive.modules.program.ProgramStages` for
-each segment, which also packs messages. This file also compares the recorded forward with the model
-itself.
+Each segment is timed by ``profiling.action_timing`` as a
+:class:`~megatron.adaptive.modules.program.ProgramStages`, so the times include packing the
+messages. This file also checks that the recorded forward pass gives the same loss as the model.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from megatron.adaptive.modules.program import ProgramStages, RandomKey, StagePro
 from megatron.adaptive.modules.recording import Forward, Forwards, Tape, mode_of, undisturbed
 from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
-# An optimizer step is measured with at most this many numbers.
+# Maximum number of parameter elements with which an optimizer step is timed.
 _MOST_NUMBERS = 1 << 24
 _OPTIMIZER_STEPS = 4
-# Two runs of the same operations may sum in different orders.
+# Relative difference up to which two losses count as equal, because sums may be computed in another
+# order. The second value is for 16-bit types.
 _TOLERANCE = 1e-4
 _TOLERANCE_OF_HALVES = 3e-2
 
@@ -40,20 +42,22 @@ MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentSample:
-    """Contains the costs of a segment for one size of microbatch; seconds are medians.
+    """Contains the costs of a segment for one microbatch size; times are medians.
 
     Attributes:
-        segment: Number of the segment in the order of the forward.
-        micro_batch: Number of samples of the microbatch.
-        forward_s: Duration of a forward, in seconds.
-        backward_s: Duration of a whole backward, in seconds.
-        split_s: Durations of a backward by inputs and of its weight gradients, in seconds;
-            ``None`` if backwards are not split.
-        output_bytes: Size of the message after the segment.
-        kept_bytes: Memory kept from forward to backward, without parameters.
-        workspace_bytes: Further memory while the segment runs; 0 on a CPU, where it is not counted.
-        parameters: Number of elements of its parameters, trained and frozen.
-        durations_s: All measured durations, a row of forwards and a row of backwards.
+        segment: Number of the segment in the order of the forward pass.
+        micro_batch: Number of samples per microbatch.
+        forward_s: Time of a forward pass, in seconds.
+        backward_s: Time of a backward pass that computes all gradients, in seconds.
+        split_s: Times of the two parts of a split backward pass in seconds: gradients of inputs,
+            then gradients of weights. ``None`` if the split pass was not measured.
+        output_bytes: Size in bytes of the message that the segment sends to the next one.
+        kept_bytes: Size in bytes of the activations kept from the forward to the backward pass.
+        workspace_bytes: Size in bytes of the temporary memory while the segment runs; 0 on a CPU,
+            where it is not measured.
+        parameters: Number of elements in the segment's parameters, trained and frozen.
+        durations_s: All measured times in seconds: a row for forward passes and a row for backward
+            passes.
     """
 
     segment: int
@@ -69,7 +73,7 @@ class SegmentSample:
 
     @property
     def seconds(self) -> float:
-        """Returns the duration of a forward and a whole backward."""
+        """Returns the time of a forward and an unsplit backward pass, in seconds."""
         return self.forward_s + self.backward_s
 
 
@@ -82,18 +86,18 @@ def measure_segments(
     split: bool,
     repeats: int,
 ) -> list[SegmentSample]:
-    """Measures all segments with one microbatch; gradients of the model do not change.
+    """Measures all segments with one microbatch; the model's gradients stay unchanged.
 
     Args:
         forward: Model with all its parameters, on any device.
-        tape: Forward in training, recorded with a microbatch of this size.
-        batch: Microbatch.
+        tape: Forward pass in training mode, recorded with a microbatch of this size.
+        batch: Tensors of the microbatch, by name.
         device: Device on which segments run.
-        split: Whether to measure split backwards too.
-        repeats: Number of measured runs after the warmup.
+        split: Whether to measure the split backward pass too.
+        repeats: Number of timed repetitions after the warm-up.
 
     Raises:
-        torch.OutOfMemoryError: If a segment does not fit.
+        torch.OutOfMemoryError: If a segment does not fit in the device's memory.
     """
     plans = slice_tape(tape, (1,) * tape.num_segments)
     tensors = tensors_of(forward.model)
@@ -135,7 +139,7 @@ def measure_segments(
 
 
 def _reset_peak_bytes(device: torch.device) -> int:
-    """Resets the peak of memory and returns the memory in use, 0 on a CPU."""
+    """Resets the peak memory statistics; returns the memory in use in bytes, 0 on a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -143,7 +147,7 @@ def _reset_peak_bytes(device: torch.device) -> int:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Returns the peak of memory since the reset, 0 on a CPU."""
+    """Returns the peak memory since the last reset in bytes, 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -154,9 +158,10 @@ def _num_parameters(held: Mapping[str, torch.Tensor]) -> int:
 def _held(
     tape: Tape, plan: StagePlan, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers of a segment on the device.
+    """Returns the parameters and buffers of a segment on the device, by name.
 
-    Parameters share memory with the model if it is on the device; buffers are copied.
+    Parameters share memory with the model if the model is on this device. Buffers are copied,
+    because running the segment may change them.
     """
     names = {*plan.parameters, *plan.buffers}
     for number in (*plan.sent, tape.loss):
@@ -183,7 +188,7 @@ def _time(
     split: bool,
     repeats: int,
 ) -> tuple[list[list[float]], torch.Tensor, int]:
-    """Returns durations of F, B and W of a segment, its message, and the bytes that it keeps."""
+    """Returns the times of a segment's actions F, B and W, its message, and its ``kept_bytes``."""
     meter = ActivationMeter()
     stages = ProgramStages(
         programs=[program],
@@ -216,7 +221,7 @@ def _time(
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns the number of shared elements, and the first and last segments that share them."""
+    """Returns the number of shared parameter elements, and the first and last segment with them."""
     shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]
     count = sum(tensors[name].numel() for name in shared)
@@ -226,12 +231,14 @@ def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[in
 def optimizer_seconds(
     model: torch.nn.Module, device: torch.device, make: MakeOptimizer | None
 ) -> float:
-    """Returns the seconds of an optimizer step per element, measured with some parameters.
+    """Returns the time of an optimizer step per parameter element, in seconds.
+
+    It is measured with some of the model's parameters, because a large model may not fit.
 
     Args:
-        model: Model, whose shapes are used; it is not changed.
+        model: Model whose parameter shapes are used; measuring does not change it.
         device: Device on which the optimizer runs.
-        make: Function that makes an optimizer; AdamW if ``None``.
+        make: Function that makes an optimizer from a list of parameters; ``None`` uses AdamW.
     """
     chosen: list[torch.nn.Parameter] = []
     total = 0
@@ -252,22 +259,23 @@ def optimizer_seconds(
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers by their first names."""
+    """Returns parameters and buffers by name; a shared tensor has only its first name."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch.Tensor]) -> None:
-    """Compares a replay of the tape on another microbatch with the model itself.
+    """Checks that the tape gives the same loss on another microbatch as the model itself.
 
-    They differ if Python code of the model used values of the sample that torch did not see.
+    The losses differ if Python code of the model used values of the sample in a way that the
+    recorder cannot see.
 
     Args:
         forward: Model with all its parameters.
-        forwards: Tapes of the model.
-        other: Microbatch that was not recorded, on the model's device.
+        forwards: Forward passes of the model, recorded in training and evaluation mode.
+        other: Microbatch other than the recorded one, on the model's device.
 
     Raises:
-        ConfigError: If the losses differ.
+        ConfigError: If the loss from the tape differs from the model's.
     """
     tape = forwards.evaluation
     if tape.is_random:

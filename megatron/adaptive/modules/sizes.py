@@ -1,11 +1,12 @@
-"""Settles the sizes of a pipeline: from the user, from the planner, or from an elastic job's order.
+"""Takes the sizes of a pipeline from the user, the planner, or the launcher of an elastic job.
 
-``python -m megatron.adaptive run`` starts an elastic job, whose layout may change::
+``python -m megatron.adaptive run`` is the launcher of an elastic job, whose layout may change. It
+passes the layout to the ranks as an order (:class:`JobOrder`)::
 
-    first start     measure the model ──> model.json ──> all ranks end: the job plans with it
+    first start     measure the model ──> model.json ──> all ranks end: the launcher plans with it
     later starts    use the order's layout if the model is the measured one, else measure again
 
-The job plans and its ranks do not, because only the job knows which machines come and go.
+The launcher plans the layout, because only the launcher knows which machines join and leave.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from megatron.adaptive.planner.measured_module import MeasuredModule, measured_c
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Number of parts of a weight gradient under a run-time rule.
+# Number of pieces into which each weight-gradient action is cut under a run-time scheduling rule.
 _PIECES = 4
-# A measured model also depends on these settings. Elastic jobs recognize a model by its digest, so
-# the order must not change.
+# Settings on which the measurement of a model depends, besides the model itself. An elastic job
+# recognizes a model by a digest of them, so their order must not change.
 _SIGNED_CUT = ("shared_weights", "partition", "weights", "slicing")
 _SIGNED_SHAPE = (
     "pipeline_size",
@@ -59,15 +60,15 @@ _SIGNED_SHAPE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Contains the planner's choice and its reasons.
+    """Contains the layout that the planner chose, and the alternatives.
 
     Attributes:
-        best: Chosen option with ``pipeline_size``, ``replicas``, ``micro_batch_size``,
-            ``partition``, and the predicted ``seconds`` of a step.
-        others: Next best options that were simulated, the best first.
-        batch_size: Number of samples of a step over all replicas.
-        weights: Seconds of each segment with microbatches of the chosen size.
-        profile: Profile on which the choice is based.
+        best: Chosen layout: ``pipeline_size``, ``replicas``, ``micro_batch_size``, ``partition``,
+            and the predicted time of a step in ``seconds``.
+        others: Other layouts that were simulated, the best first.
+        batch_size: Number of samples per step, over all replicas.
+        weights: Time of each segment in seconds, with microbatches of the chosen size.
+        profile: Measurements on which the choice is based.
     """
 
     best: Option
@@ -91,18 +92,19 @@ def _time(seconds: float) -> str:
 
 
 class JobEnded(SystemExit):
-    """Ends a rank's program normally; the job continues without it, or in another layout."""
+    """Ends a rank's program normally; the job continues without this rank or in another layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettledSizes:
-    """Contains the layout of a job.
+    """Contains the layout of a job and where it comes from.
 
     Attributes:
-        mesh: Position of this process in the job.
-        request: Settings with all sizes.
-        plan: Choice of the planner, ``None`` if it was not used.
-        order: Order of the elastic job, ``None`` if the job is not elastic.
+        mesh: Replica and pipeline position of this process, and its process groups.
+        request: Settings of the user, in which all sizes are filled in.
+        plan: Layout that the planner chose, ``None`` if the planner was not used.
+        order: Layout that the launcher of an elastic job ordered, ``None`` if the job is not
+            elastic.
     """
 
     mesh: Mesh
@@ -112,14 +114,15 @@ class SettledSizes:
 
 
 def settle_sizes(request: PipelineSettings) -> SettledSizes:
-    """Connects to the other processes, and takes or chooses the layout of the job. Collective.
+    """Connects to the other processes and determines the layout of the job. Collective.
 
     Args:
-        request: Settings of the user.
+        request: Settings of the user, in which sizes may be missing.
 
     Raises:
-        ConfigError: If no layout is possible, or a setting breaks a rule.
-        JobEnded: If the model was only measured, and the job will start it again in a layout.
+        ConfigError: If no layout is possible, or a setting is invalid.
+        JobEnded: If this start only measured the model. The launcher then plans a layout and starts
+            the ranks again.
     """
     job = join_job(request.timeout_s)
     plan: Chosen | None = None
@@ -146,9 +149,9 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
 
 
 def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSettings:
-    """Returns the settings with the layout that an elastic job orders.
+    """Returns the settings with the layout that the launcher of an elastic job ordered.
 
-    If the order is for another model, this one is measured and the program ends.
+    If the order was planned for another model, the current model is measured and the program ends.
     """
     world_size = dist.get_world_size()
     if order.signature and order.pipeline_size * order.replicas != world_size:
@@ -167,20 +170,20 @@ def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSe
     model = MeasuredModule.read(Path(order.model)) if request.weights is None else None
     if model is None:
         return settled
-    # A diagnosis compares each stage with its expected cost.
+    # The costs are passed on because the diagnosis of slow ranks compares each stage with its cost.
     return dataclasses.replace(settled, weights=model.costs(order.micro_batch_size))
 
 
 def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Placement:
-    """Returns the placement of stages under a schedule.
+    """Returns which rank holds which stage under a schedule.
 
     Args:
         schedule: Name of the schedule.
         num_ranks: Number of ranks of the pipeline.
-        chunks: Number of stages of each rank; ``None`` takes the schedule's default.
+        chunks: Number of stages per rank; ``None`` takes the schedule's default.
 
     Raises:
-        ConfigError: If the schedule has another number of stages per rank.
+        ConfigError: If the schedule requires another number of stages per rank.
         ScheduleError: If there is no such schedule.
     """
     if schedule == "forward-only":
@@ -196,7 +199,7 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
 
 
 def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Orders:
-    """Returns the orders of work of a rank.
+    """Returns what determines the order in which a rank runs its actions.
 
     Args:
         request: Settings of the pipeline.
@@ -232,7 +235,7 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
 
 
 def _choose(job: Job, request: PipelineSettings) -> Chosen:
-    """Profiles the model and returns a plan, the same on all ranks. Collective over all ranks."""
+    """Measures the model and plans a layout, the same on all ranks. Collective over all ranks."""
     require_whole(1, batch_size=request.samples)
     if request.pipeline_size == "auto":
         request = dataclasses.replace(request, pipeline_size=None)
@@ -246,10 +249,10 @@ def _choose(job: Job, request: PipelineSettings) -> Chosen:
 
 
 def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, MeasuredModule]:
-    """Profiles a model; returns the profile, and the model for the planner. Collective."""
+    """Measures a model; returns the profile, and the planner's description of it. Collective."""
     size = request.micro_batch_size
     pipeline_size = request.pipeline_size
-    # Orders are made first, so that wrong settings raise an error before anything is measured.
+    # Made before measuring, so that wrong settings raise an error at once.
     orders = choose_orders(request, 2, 0)
     splits = orders.weight_pieces > 0
     model = {spec.name: getattr(request, spec.name) for spec in dataclasses.fields(SampledModel)}
@@ -259,7 +262,7 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
         split_backward=splits,
         memory_limit_bytes=request.memory_limit_bytes,
     )
-    # This limit leaves at least one microbatch for each process.
+    # Larger microbatches would be fewer than the processes.
     most = max(1, request.samples // dist.get_world_size())
     profile = profiler.measure(job, most=most)
     check_weights(request.weights, len(profile.cut_points) + 1)
@@ -325,7 +328,7 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
 
 
 def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
-    """Returns the pipeline sizes that have as many stages as the user's partition."""
+    """Returns the pipeline sizes whose number of stages matches the user's partition."""
     partition = request.partition
     assert partition is not None
     stages = len(partition.split("-") if isinstance(partition, str) else tuple(partition))
@@ -344,7 +347,7 @@ def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
 
 
 def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> None:
-    """Measures the model for the job, which starts the ranks again.
+    """Measures the model for the launcher, which then plans a layout and starts the ranks again.
 
     Raises:
         JobEnded: Always, after the model is measured.

@@ -1,4 +1,4 @@
-"""Iterates over the steps of a training that may stop and continue later in another layout.
+"""Iterates over the steps of a training run that may stop and continue later in another layout.
 
 ::
 
@@ -6,8 +6,9 @@
         loss, overflow = pipeline.step(pipeline.share(batch_of(step)))
     ── on a request to stop: checkpoint, and the program ends with status 0
 
-It owns the signals and the progress file while the pipeline is open. Stops, checkpoints and reports
-work as in the trainer: see ``engine.stop``, ``checkpoint.folder`` and ``engine.progress``.
+While the pipeline is open, the loop handles signals and writes the progress file. Stops,
+checkpoints and reports work as in the trainer for GPT models; ``engine.stop``,
+``checkpoint.folder`` and ``engine.progress`` describe them.
 """
 
 from __future__ import annotations
@@ -54,22 +55,27 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 class Loop:
-    """Iterates over the remaining steps: ``range(total_steps)`` from the newest checkpoint on.
+    """Iterates over the remaining steps: those from the newest checkpoint to ``total_steps``.
 
-    Making it and each of its iterations are collective over all processes of the job.
+    All processes of the job must make the loop together, and each iteration as well (both are
+    collective).
 
     Args:
-        pipeline: Pipeline that runs the steps.
-        total_steps: Number of steps of the whole training, from step 0.
-        folder: Folder of checkpoints, ``None`` for none. An elastic job uses its own instead.
+        pipeline: Pipeline that trains the model in each step.
+        total_steps: Number of steps in the whole training run, counted from step 0.
+        folder: Folder of checkpoints, ``None`` to save none. An elastic job uses the folder that
+            was given to its launcher instead.
         save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
         keep: Number of newest complete checkpoints to keep; ``None`` for all.
-        state: Objects to save and load, see :meth:`Pipeline.save`.
-        async_save: Whether a thread writes checkpoints; training waits only for a copy in memory.
+        state: Objects whose state is also saved and loaded, by name, as in :meth:`Pipeline.save`.
+        async_save: Whether a thread writes checkpoints, so that training waits only until the state
+            is copied in memory.
         local_folder: Folder on each node's local disk, to which checkpoints are written before a
             thread copies them to ``folder``.
-        diagnose_interval: Number of steps between two diagnoses if traces are written, 0 for none.
-        trust_checkpoint: Whether to load checkpoints of old versions, see :meth:`Pipeline.load`.
+        diagnose_interval: Number of steps between two searches of the trace for slow ranks, 0 for
+            none. Without a trace it has no effect.
+        trust_checkpoint: Whether to load checkpoints of old versions too, which are pickles and
+            could run foreign code.
 
     Raises:
         CheckpointError: If the newest checkpoint cannot be loaded or has another batch size, or
@@ -138,14 +144,14 @@ class Loop:
         return self
 
     def __next__(self) -> int:
-        """Ends the present step, and returns the number of the next one.
+        """Ends the current step and returns the number of the next one.
 
         Raises:
             StopIteration: If all steps are done.
-            JobEnded: If a stop was requested; the state is saved.
-            CheckpointError: If a checkpoint could not be written.
-            ConfigError: If the step was not trained, or was trained twice.
-            PeerLostError: If another rank is gone.
+            JobEnded: If a stop was requested, after the state was saved.
+            CheckpointError: If a checkpoint could not be saved.
+            ConfigError: If the caller did not train the step, or trained it twice.
+            PeerLostError: If another rank has ended unexpectedly.
         """
         if self._is_over:
             raise StopIteration
@@ -153,7 +159,7 @@ class Loop:
             return next(self._steps)
 
     def _run(self) -> Iterator[int]:
-        """Yields the numbers of the steps, and ends each after the caller has trained it."""
+        """Yields the number of each step, and ends the step after the caller has trained it."""
         pipeline = self._pipeline
         while pipeline.steps < self._total:
             self._current = pipeline.steps
@@ -168,13 +174,14 @@ class Loop:
         self._finish(COMPLETE)
 
     def require(self, samples: int) -> None:
-        """Checks that all replicas together train the whole batch of the present step.
+        """Checks that all replicas together train the whole batch of the current step.
 
         Args:
-            samples: Number of samples of this replica's batch.
+            samples: Number of samples in this replica's batch.
 
         Raises:
-            ConfigError: If they do not, or there is no present step.
+            ConfigError: If the batches of the replicas do not add up to the batch size, or no step
+                has begun.
         """
         batch_size = self._batch_size
         replicas = self._pipeline.replicas
@@ -196,11 +203,11 @@ class Loop:
             )
 
     def before_update(self) -> None:
-        """Waits until snapshots have copied the present state, so that an update may change it."""
+        """Waits until snapshots have copied the current state, so that an update may change it."""
         self._snapshots.before_update()
 
     def close(self) -> None:
-        """Restores the signal handlers and ends the progress file. Collective; idempotent."""
+        """Restores the signal handlers and closes the progress file. Collective; idempotent."""
         self._snapshots.close()
         self._diagnosis.close()
         if self._saves_behind:
@@ -214,7 +221,7 @@ class Loop:
         group = self._group
         self._group = None
         if group is not None and dist.is_initialized():
-            # After the barrier no rank uses the group.
+            # The barrier ensures that no other rank still uses the group when it is destroyed.
             dist.barrier(group=group)
             dist.destroy_process_group(group)
 
@@ -222,8 +229,8 @@ class Loop:
         self._progress.report({"copies": text})
 
     def _snapshot_state(self) -> SnapshotState:
-        """Returns the state of this rank for snapshots."""
-        # The module imports much that most runs do not need.
+        """Returns the object from which snapshots copy this rank's state."""
+        # Imported only when needed, because this import is slow.
         from megatron.adaptive.modules.checkpointer import PipelineState
 
         pipeline = self._pipeline
@@ -231,7 +238,7 @@ class Loop:
         return PipelineState(pipeline._checkpointer, head, self._state)
 
     def _resume(self, trust: bool) -> float | None:
-        """Loads the newest checkpoint and returns the seconds it took, ``None`` without one."""
+        """Loads the newest checkpoint, if any, and returns the time that it took in seconds."""
         begin_s = time.perf_counter()
         local_folder = self._local_folder
         if self._folder is None:
@@ -263,7 +270,7 @@ class Loop:
         return time.perf_counter() - begin_s
 
     def _end_step(self) -> None:
-        """Reports the present step, and saves if it is time to."""
+        """Reports the current step, and saves a checkpoint if one is due."""
         pipeline = self._pipeline
         assert self._current is not None
         if pipeline.steps != self._current + 1:
@@ -289,7 +296,7 @@ class Loop:
             self._save(is_behind=self._saves_behind and done < self._total)
 
     def _finish(self, reason: str) -> None:
-        """Ends the steps: saves if the last step is not saved, and reports why. Collective."""
+        """Ends the loop: saves the last step if necessary, and reports the reason. Collective."""
         self._is_over = True
         self._stop.finish()
         self._snapshots.close()
@@ -322,7 +329,7 @@ class Loop:
             self._report_saved(self._saved_at, path, is_behind=False)
 
     def _report_completed(self) -> None:
-        """Reports a checkpoint that a thread has completed since the last step."""
+        """Reports a checkpoint that the writing thread has completed since the last step."""
         if (completed := self._pipeline._checkpointer.saver.completed()) is not None:
             self._report_saved(*completed, is_behind=True)
 

@@ -1,10 +1,10 @@
-"""Ends a step: sums gradients, updates the parameters, and reports loss and norm to all ranks.
+"""Ends a step: sums gradients, updates parameters, and gives all ranks the loss and norm.
 
 ::
 
-    sums of shared weights over stages -> mean over replicas -> norm of all -> clipped, unscaled
+    sum shared weights over stages -> mean over replicas -> norm -> unscale, clip -> optimizer
 
-One all-reduce over all ranks gives both the norm and the loss of the whole model.
+A single all-reduce over all ranks computes both the norm and the loss of the whole model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 
 from megatron.adaptive.errors import ConfigError
 
-# The mesh imports megatron-core, which this file does not need at run time.
+# Imported only for type checks, because the mesh imports megatron-core, which is slow to import.
 if TYPE_CHECKING:
     from megatron.adaptive.modules.mesh import Mesh
 
@@ -32,10 +32,10 @@ class LossScale:
     """Contains the loss scale of fp16, which halves after an overflow and doubles after a while.
 
     Attributes:
-        scale: Present factor of the loss.
-        growth_interval: Number of steps without an overflow after which the factor doubles.
-        least: Smallest factor.
-        good_steps: Number of steps since the last change.
+        scale: Current factor by which the loss is multiplied.
+        growth_interval: Number of steps without overflow after which the scale doubles.
+        least: Smallest scale.
+        good_steps: Number of steps since the scale last changed.
     """
 
     scale: float = 65536.0
@@ -44,7 +44,7 @@ class LossScale:
     good_steps: int = 0
 
     def update(self, *, overflow: bool) -> None:
-        """Updates the factor after a step."""
+        """Halves or doubles the scale after a step, if necessary."""
         if overflow:
             self.scale = max(self.least, self.scale / 2)
             self.good_steps = 0
@@ -56,12 +56,13 @@ class LossScale:
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int = 1) -> None:
-    """Sums tensors over a group in few messages, each of one element type. Collective.
+    """Sums tensors over a process group. Tensors of a type are sent together. Collective.
 
     Args:
-        tensors: Tensors, of the same shapes and in the same order on all ranks of the group.
-        group: Process group.
-        divide_by: Divisor of the sums.
+        tensors: Tensors to replace by their sums; all ranks of the group must pass the same shapes
+            in the same order.
+        group: Process group over which tensors are summed.
+        divide_by: Number by which the sums are divided.
     """
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
@@ -73,7 +74,7 @@ def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int =
 
 
 def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns the sum of squares as ``[] float64``; not finite if an element is not."""
+    """Returns the sum of squares as a float64 scalar, not finite if an element is not."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(
@@ -83,19 +84,19 @@ def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> to
 
 
 class Update:
-    """Turns the gradients of a rank's stages into those of the whole model, and applies them.
+    """Combines a rank's gradients with those of other ranks, and updates the parameters.
 
     Args:
-        mesh: Position of this process in the job.
-        parameters: Parameters of this rank's stages, by name.
-        shared: Pipeline positions of the ranks that share a parameter, ascending, by the name of
-            the parameter.
-        groups: Process groups of such positions that contain this rank.
+        mesh: Replica and pipeline position of this process, and its process groups.
+        parameters: Trained parameters of this rank's stages, by name.
+        shared: For each shared parameter by name, the pipeline positions of the ranks that have a
+            copy, ascending.
+        groups: Process group for each such set of positions that contains this rank.
 
     Attributes:
         parameters: Parameters of this rank's stages, by name.
-        optimizer: Optimizer of this rank's parameters, ``None`` without one.
-        scaler: Loss scale, ``None`` except in fp16.
+        optimizer: Optimizer of this rank's parameters, ``None`` if none is set.
+        scaler: Loss scale of fp16 training, ``None`` with other types.
     """
 
     def __init__(
@@ -110,7 +111,8 @@ class Update:
         self._mesh = mesh
         self._groups = groups
         self._shared: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
-        # The norm counts a shared parameter once, on the first rank that has it.
+        # A shared parameter must be counted once in the norm of the model: on the first rank that
+        # has it.
         counted = dict(self.parameters)
         for name, positions in shared.items():
             if name in self.parameters:
@@ -124,13 +126,13 @@ class Update:
 
     @property
     def scale(self) -> float:
-        """Returns the factor of the loss."""
+        """Returns the factor by which the loss is multiplied."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def set_optimizer(
         self, optimizer: Any, clip_norm: float | None, initial_scale: float, interval: int
     ) -> None:
-        """Sets the optimizer; see ``Pipeline.set_optimizer``."""
+        """Sets the optimizer. ``Pipeline.set_optimizer`` describes the arguments."""
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise ConfigError(f"clip_norm {clip_norm}: give a finite number above 0, or None")
         if self.scaler is not None:
@@ -163,8 +165,8 @@ class Update:
             )
 
     def reduce(self) -> None:
-        """Sums shared weights over stages and averages over replicas. Collective."""
-        # All ranks take part in the sums, so a missing gradient becomes zero.
+        """Sums gradients of shared weights and averages all over replicas. Collective."""
+        # All ranks must take part in the sums, so a rank without a gradient adds zeros.
         for parameter in self.parameters.values():
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -177,12 +179,13 @@ class Update:
     def totals(
         self, losses: Sequence[torch.Tensor], count: int, *, with_norm: bool = True
     ) -> tuple[float, float]:
-        """Returns loss and gradient norm of the whole model. Collective over all ranks.
+        """Returns the loss and the gradient norm of the whole model. Collective over all ranks.
 
         Args:
-            losses: Losses of the microbatches, on the rank of the last stage.
-            count: Number of microbatches of the step.
-            with_norm: Whether to compute the norm; otherwise it is 0.
+            losses: Losses of the microbatches on the rank with the last stage, empty on other
+                ranks.
+            count: Number of microbatches per step.
+            with_norm: Whether to compute the norm; if not, 0 is returned for it.
         """
         device = self._mesh.accelerator.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -198,13 +201,13 @@ class Update:
         return loss, math.sqrt(square) / self.scale if math.isfinite(square) else math.nan
 
     def apply(self, norm: float) -> bool:
-        """Unscales and clips gradients and updates the parameters.
+        """Divides the gradients by the loss scale, clips them and updates the parameters.
 
         Args:
             norm: Gradient norm of the whole model.
 
         Returns:
-            Whether the norm is not finite, so that nothing was updated.
+            Whether the update was skipped because the norm is not finite.
         """
         overflow = not math.isfinite(norm)
         if not overflow:

@@ -1,4 +1,4 @@
-"""Makes the channels of a job: every rank calls :meth:`Connector.connect` at the same point.
+"""Opens the channels between the ranks of a job: all ranks call :meth:`Connector.connect`.
 
 ::
 
@@ -9,9 +9,10 @@
                      report failures            gather
     gloo and NCCL:   groups, made by all        over_torch
 
-If a native channel cannot be opened (a limit on memory, a network that blocks it) and the user did
-not force a transport, all pairs with native channels use gloo. All ranks learn of the failure and
-decide the same.
+Native channels are those of the C++ extension (shared memory, RDMA, TCP). If such a channel cannot
+be opened, for example because of a memory limit or a firewall, all pairs that would use one use
+gloo instead. If the user forced a transport, the failure is an error. All ranks learn of the
+failure, so all make the same decision.
 """
 
 from __future__ import annotations
@@ -49,23 +50,24 @@ from megatron.adaptive.transport.select import (
 )
 
 Gather = Callable[[Any], list[Any]]
-"""Function that takes this rank's value and returns those of all ranks. Collective."""
+"""Function that takes this rank's value and returns the values of all ranks. Collective."""
 
 _OPEN_S = 300.0
-"""Limit for opening a channel in seconds. Opening is fast, but ranks may begin minutes apart."""
+"""Maximum time in seconds to open a channel. Opening is fast, but ranks may begin minutes apart."""
 _SEED_BYTES = 40
 _ACTIVE = "ACTIVE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes the messages as far as they are known beforehand, the same on all ranks.
+    """Describes what is known of the messages before any is sent. It is the same on all ranks.
 
     Attributes:
         shape: Shape of the largest message, ``None`` if unknown.
         dtype: Element type of the messages.
-        varies: Whether there are smaller messages.
-        in_flight: Largest number of messages of a channel that its receiver keeps at a time.
+        varies: Whether some messages are smaller than ``shape``.
+        in_flight: Maximum number of received messages of a channel that the receiver keeps at the
+            same time.
     """
 
     shape: tuple[int, ...] | None
@@ -90,15 +92,15 @@ def own_endpoint(
     options: TransportConfig,
     address: str | None,
 ) -> Endpoint:
-    """Returns the endpoint of this rank.
+    """Returns this rank's endpoint: its host, abilities and addresses, for the other ranks.
 
     Args:
         rank: Global rank.
-        location: Host and process of this rank, from ``liveness.here``.
-        device: Device of this rank.
+        location: Host and process of this rank, as returned by ``liveness.here``.
+        device: Device on which this rank computes.
         own_gpu: Whether the device is a GPU that no other rank uses.
-        options: Transport settings, of which the RDMA device is used.
-        address: Address of this rank on the network, ``None`` if it has none.
+        options: Transport settings, which may name the RDMA device.
+        address: Network address of this rank, ``None`` if it has none.
     """
     lacks: dict[str, str] = {}
     ports: tuple[str, ...] = ()
@@ -131,15 +133,15 @@ def own_endpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class Connector:
-    """Connects this rank with its peers.
+    """Opens the channels between this rank and its peers.
 
     Attributes:
         members: Global ranks of this rank's pipeline, which send messages only to each other.
         gather: Function that exchanges values between all ranks of the job.
-        accelerator: Device of this rank, to which received tensors go.
-        payloads: Description of the messages.
-        describe: Function that returns the text for a rank in error messages.
-        timeout_s: Limit in seconds of a send that waits because the peer takes no messages.
+        accelerator: Device of this rank, on which received tensors are placed.
+        payloads: Shape, type and number of the messages, as far as known.
+        describe: Function that returns a rank's display name for error messages.
+        timeout_s: Maximum time in seconds that a send waits for a peer which takes no messages.
     """
 
     members: list[int]
@@ -152,18 +154,19 @@ class Connector:
     def own_end(
         self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
     ) -> Endpoint:
-        """Returns this rank's endpoint.
+        """Collects and returns this rank's endpoint, for :meth:`connect`.
 
         Args:
-            places: Host and process of every rank, see ``liveness.here``.
-            options: Settings of the user.
-            host: Host where the job's ranks meet, ``None`` if it is not on the network.
+            places: Host and process of every rank, as returned by ``liveness.here``.
+            options: Transport settings of the user.
+            host: Host of the rendezvous where the job's ranks meet, ``None`` if it is not on the
+                network.
         """
         rank = dist.get_rank()
         interface = options.transport_interface
         alone = len({location["machine"] for location in places}) == 1
         address: str | None = None
-        # A rank without an address can use other transports.
+        # Without a network address the rank can still use transports within its machine.
         with contextlib.suppress(SetupError):
             interface = interface or Environment.read().socket_interface
             address = own_address(interface, host, alone=alone)
@@ -183,20 +186,23 @@ class Connector:
         options: TransportConfig,
         log: Callable[[str], None] = lambda line: None,
     ) -> Transport | None:
-        """Opens the channels. Collective over all ranks of the job.
+        """Opens the channels to all peers. Collective over all ranks of the job.
 
         Args:
             endpoint: Endpoint of this rank.
-            peers: Global ranks with which it exchanges messages; each peer lists this rank too.
-            options: Settings of the user.
-            log: Function that the job's first rank calls with a line per choice.
+            peers: Global ranks with which this rank exchanges messages; each peer must list this
+                rank too.
+            options: Transport settings of the user.
+            log: Function that the job's first rank calls with each line of text about chosen
+                transports.
 
         Returns:
-            The transport, ``None`` for a rank without peers.
+            The transport to all peers, ``None`` for a rank without peers.
 
         Raises:
-            SetupError: If a forced transport cannot connect a pair; on all ranks.
-            TransportError: If a possible channel could not be opened.
+            SetupError: If the transport that the user forced cannot connect a pair. Raised on all
+                ranks.
+            TransportError: If opening a channel failed, though its transport can connect the pair.
         """
         gathered = self.gather((endpoint, list(peers), secrets.token_bytes(_SEED_BYTES)))
         ends = [end for end, _, _ in gathered]
@@ -240,15 +246,15 @@ class Connector:
 
         Args:
             endpoint: Endpoint of this rank.
-            options: Settings of the user.
-            choices: Choice for each pair.
-            ends: Endpoints of all ranks.
-            seed: Random bytes that the job's ranks share: the token of links, the job's number,
-                and the name of the lock by which ranks of a machine allocate memory in turn.
+            options: Transport settings of the user.
+            choices: Chosen transport of each pair of ranks.
+            ends: Endpoints of all ranks, by global rank.
+            seed: Random bytes that all ranks share. From them come the token that authenticates
+                links, the job's number, and the name of a machine's lock for allocating memory.
 
         Returns:
-            The transport if this rank has native channels, the first failure of any rank, and the
-            path of GPU tensors by pair.
+            The transport if this rank has native channels, else ``None``; the first failure of any
+            rank; and by pair of ranks, the way in which GPU tensors are copied.
         """
         device = self.accelerator.device
         size = size_of_channel(
@@ -291,18 +297,19 @@ class Connector:
     def _make_node(
         self, kinds: set[str], endpoint: Endpoint, ends: Sequence[Endpoint], seed: bytes
     ) -> tuple[Any, dict[str, str], str | None]:
-        """Makes the extension's node, which listens for peers.
+        """Makes the extension's node, the object that listens for peers and owns the channels.
 
         Returns:
-            The node, ``None`` if no native kind is in ``kinds``; its addresses by kind of link; the
-            failure.
+            The node, ``None`` if ``kinds`` contains no native transport; the node's addresses by
+            kind of link; and the error, ``None`` if there was none.
         """
         node: Any = None
         try:
             if not kinds:
                 return None, {}, None
             module = extension.require("this transport")
-            # Only ranks that may run on the same processors slow each other down.
+            # Count the ranks that may run on the same processors, because these slow each other
+            # down.
             num_sharing = sum(end.shares_cpus(endpoint) for end in ends)
             job = int.from_bytes(seed[16:24], "little")
             node = module.Node(endpoint.rank, seed[:16], job, num_sharing, self.describe)
@@ -320,8 +327,8 @@ class Connector:
     ) -> str | None:
         """Opens the channels to all peers and returns the first failure.
 
-        All ranks open their channels in one order. They continue after a failure, because peers
-        wait for this rank.
+        All ranks open their channels in the same order, so that they do not wait in a circle. A
+        rank continues after a failure, because its other peers wait for it.
         """
         failure: str | None = None
         for peer, kind in sorted(kinds.items()):
@@ -335,7 +342,7 @@ class Connector:
     def _assemble(
         self, rank: int, choices: Mapping[tuple[int, int], Choice], native: NativeTransport | None
     ) -> Transport | None:
-        """Makes the transports over torch, on all ranks together, and one transport of all."""
+        """Makes the gloo and NCCL transports, and combines all. Collective over all ranks."""
         kind_of = {
             sum(pair) - rank: choice.kind for pair, choice in choices.items() if rank in pair
         }
@@ -358,12 +365,13 @@ class Connector:
     def over_torch(
         self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
-        """Makes this rank's transport over process groups. Collective over all ranks of the job.
+        """Makes this rank's transport over gloo or NCCL. Collective over all ranks of the job.
 
         Args:
             kind: Kind of transport, ``gloo`` or ``nccl``.
-            peers: Global ranks of the peers. If empty, the rank only takes part in the calls.
-            completions: Queue to use; ``None`` for a new one.
+            peers: Global ranks of the peers. If empty, this rank only takes part in the collective
+                calls.
+            completions: Queue for received messages; ``None`` makes a new one.
         """
         group = gloo_group(self.members, self.gather)
         common: dict[str, Any] = {
@@ -384,36 +392,35 @@ class Connector:
         return GlooTransport(group, **common) if peers else None
 
     def streams(self) -> Streams:
-        """Returns the streams that NCCL's channels use."""
+        """Returns the CUDA streams that the NCCL channels use."""
         return CudaStreams(self.accelerator.device)
 
     def pair_group(self, store: dist.Store, index: int) -> Any:
-        """Makes a communicator of two ranks, which meet in a store.
+        """Makes a communicator of two ranks, which find each other through a store.
 
-        Only this process and its peer take part, no other rank. It connects with the first message
-        and then holds one NCCL communicator.
+        No other rank takes part. The two ranks connect when the first message is sent, and then
+        hold one NCCL communicator.
 
         Args:
             store: Store that only the two ranks use.
-            index: Index of this rank in the group, 0 for the lower rank.
+            index: Index of this rank in the communicator, 0 for the lower of the two ranks.
         """
-        # A high-priority stream has its own hardware queue, so messages do not wait for kernels.
+        # A high-priority stream has its own hardware queue, so messages do not wait behind kernels.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = datetime.timedelta(seconds=max(self.timeout_s, _OPEN_S))
         return dist.ProcessGroupNCCL(store, index, 2, options)
 
     def _nccl_channels(self, peers: Sequence[int]) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Makes a communicator per directed channel of this rank. Collective over all ranks.
+        """Makes a communicator for each channel to or from this rank. Collective over all ranks.
 
-        A rank makes only its own communicators. All ranks connect the pairs in one order, in rounds
-        in which no rank occurs twice. So ranks cannot wait in a circle, and the pairs of a round
-        connect at the same time.
+        All ranks connect their pairs in the same order, in rounds in which no rank occurs twice. So
+        ranks cannot wait in a circle, and the pairs of a round connect at the same time.
 
         Returns:
-            Communicators for messages to each peer, and for messages from each peer.
+            Communicators for messages to each peer, and for messages from each peer, by peer.
 
         Raises:
-            TransportError: If a channel could not be opened; on all ranks.
+            TransportError: If a channel could not be opened. Raised on all ranks.
         """
         me = dist.get_rank()
         gathered = self.gather((list(peers), secrets.token_hex(_SEED_BYTES)))
@@ -445,7 +452,7 @@ class Connector:
         )
 
     def _open_channel(self, store: dist.Store, sender: int, receiver: int) -> Any:
-        """Makes the communicator of a directed channel and connects it by a first message."""
+        """Makes the communicator of a one-way channel and connects it with a first message."""
         me = dist.get_rank()
         index = int(me == max(sender, receiver))
         group = self.pair_group(dist.PrefixStore(f"{sender}-{receiver}", store), index)
@@ -459,12 +466,12 @@ def _first_line(error: Exception) -> str:
 
 
 def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
-    """Makes a gloo group for each distinct list of members in the job and returns this rank's.
+    """Makes a gloo process group for each pipeline's ranks and returns this rank's group.
 
     Collective over all ranks of the job.
 
     Args:
-        members: Global ranks of this rank's group, which contain this rank.
+        members: Global ranks of this rank's group, including this rank.
         gather: Function that exchanges values between all ranks of the job.
     """
     joined = None
@@ -477,7 +484,7 @@ def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
 
 
 def _listen(node: Any, kinds: set[str], endpoint: Endpoint) -> dict[str, str]:
-    """Starts to listen for peers and returns the addresses by kind of link."""
+    """Starts to listen for peers and returns the addresses by kind of link (``unix``, ``tcp``)."""
     addresses = {}
     if "shm" in kinds:
         addresses["unix"] = node.listen("unix")
@@ -494,7 +501,7 @@ def _channel_options(
     settings: TransportConfig,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Returns the options of the extension for a channel of a kind."""
+    """Returns the options with which the extension opens a channel of this kind."""
     options: dict[str, Any] = {
         "slot_bytes": size.slot_bytes,
         "slots": size.slots,
@@ -517,9 +524,9 @@ def _channel_options(
 def _rdma_options(
     endpoint: Endpoint, settings: TransportConfig, device: torch.device
 ) -> dict[str, Any]:
-    """Returns the options of the extension that only RDMA channels have."""
+    """Returns the additional options with which the extension opens an RDMA channel."""
     options: dict[str, Any] = {"num_qps": settings.rdma_queue_pairs}
-    # Without a device the extension finds the one with the link's address.
+    # If no device is set, the extension uses the device that has the link's address.
     if settings.rdma_device is not None:
         name, _, port = endpoint.ports[0].partition(":")
         options |= {"device": name, "port": int(port)}
@@ -533,7 +540,7 @@ def _rdma_options(
 
 
 def _gpu_paths(node: Any, kinds: Mapping[int, str]) -> list[tuple[int, str]]:
-    """Returns the path of GPU tensors to each peer, for channels that report one."""
+    """Returns how GPU tensors are copied to each peer, for channels that report it."""
     paths = []
     for peer in kinds:
         info = node.info(peer)
@@ -560,8 +567,9 @@ def _rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str,
     """Returns the active RDMA ports of this node, and the reason if there are none.
 
     Args:
-        module: Extension module.
-        device_name: Name of the only device to use, such as ``mlx5_0`` or ``mlx5_0:1``.
+        module: The C++ extension, as a Python module.
+        device_name: Name of the RDMA device to use, such as ``mlx5_0``, or of a port, such as
+            ``mlx5_0:1``; ``None`` for any device.
     """
     try:
         devices = module.rdma_devices()
@@ -585,17 +593,19 @@ def _rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str,
 
 
 class CompositeTransport:
-    """Combines transports: each call goes to the transport of its peer.
+    """Combines several transports: each call is passed to the transport of its peer.
 
     Args:
-        parts: Transport of each peer; all of them put messages into ``completions``.
-        completions: Queue that the transports share.
+        parts: Transport of each peer. All these transports put received messages into
+            ``completions``.
+        completions: Queue of received messages that the transports share.
     """
 
     def __init__(self, parts: Mapping[int, Transport], completions: Completions) -> None:
         self.completions = completions
         self._part_of = dict(parts)
-        # The owner of the queue is closed last, because the others put into it until then.
+        # The transport that owns the queue is closed last, because the others use the queue until
+        # then.
         distinct = {id(part): part for part in parts.values()}.values()
         self._parts = sorted(distinct, key=lambda part: part.completions is completions)
         self.name = "+".join(dict.fromkeys(part.name for part in parts.values()))

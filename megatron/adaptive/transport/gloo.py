@@ -1,8 +1,9 @@
-"""Sends tensors over a gloo process group: CPU tensors directly, GPU tensors through the host.
+"""Sends tensors over a gloo process group: CPU tensors directly, GPU tensors through CPU memory.
 
-One receiver thread per peer keeps receives posted, so that data arrives while the executor
-computes. Gloo matches messages of a pair by tag and order. A small message whose shape is known
-beforehand is one message of gloo; any other is two, header and payload:
+One receiver thread per peer keeps receives posted (waiting for data), so that data arrives while
+the executor computes. Gloo matches the messages of a pair of ranks by tag and order. A small
+message whose shape is known beforehand is sent as one gloo message. Any other message is sent as
+two, header and payload:
 
 ::
 
@@ -11,9 +12,10 @@ beforehand is one message of gloo; any other is two, header and payload:
     tag 2i     packet: header, [16] int64
     tag 2i+1   payload with the header's shape and type
 
-If ``payload_shape`` is known beforehand, receives are posted ``DEPTH`` messages ahead; otherwise a
-payload's receive is posted when its header has arrived. If a ``Work`` of gloo is dropped before it
-is done, the destructor of its buffer blocks; so sends are kept until they are done.
+If ``payload_shape`` is given, receives are posted ``DEPTH`` messages ahead. Otherwise the receive
+for a payload is posted when its header has arrived. If gloo's ``Work`` object of a send is released
+before the send is done, the destructor of its buffer blocks. So these objects are kept until the
+send is done.
 """
 
 from __future__ import annotations
@@ -43,15 +45,17 @@ from megatron.adaptive.transport.interface import (
 )
 
 DEPTH = 4
-"""Number of messages after which tags repeat, and of receives posted ahead."""
-# Up to this size a copy of a payload costs less than a second message of gloo.
+"""Number of receives posted ahead, which is also the number of messages after which tags repeat."""
+# Size in bytes up to which a payload is copied behind its header, because the copy costs less than
+# a second gloo message.
 _PACKED_BYTES = 1 << 20
-# Receives stay posted between steps, however long a checkpoint takes. The executor enforces the
-# deadlines, and a peer that dies closes its connection.
+# Timeout of posted receives. It is very long, because receives stay posted between steps, however
+# long a checkpoint takes. A peer that dies is noticed by its closed connection, and the executor
+# enforces the deadlines.
 POSTED_FOR = datetime.timedelta(days=20)
 CLOSE_S = 30.0
 _TICK_S = 0.002
-# Gloo sends these element types; others are sent as bytes.
+# Element types that gloo can send. Tensors of other types are sent as bytes.
 _OF_GLOO = frozenset(
     (
         torch.float32,
@@ -68,7 +72,7 @@ _OF_GLOO = frozenset(
 
 @dataclass(slots=True)
 class _Posted:
-    """Contains a posted receive; ``payload`` is a part of the packet or a message of its own."""
+    """Contains a posted receive. ``payload`` is part of the packet, or a separate gloo message."""
 
     packet: Packet
     work: Any
@@ -78,7 +82,7 @@ class _Posted:
 
 @dataclass(slots=True)
 class _Sent:
-    """Contains a message that gloo is sending, and keeps the memory that gloo reads."""
+    """Contains a message that gloo is sending, and keeps its memory alive until then."""
 
     peer: int
     packet: Packet
@@ -87,18 +91,18 @@ class _Sent:
 
 
 class GlooTransport:
-    """Implements ``Transport`` for the peers of one pipeline group over a gloo group.
+    """Implements the interface ``Transport`` over a gloo process group of a pipeline's ranks.
 
     Args:
-        group: Gloo process group of the pipeline's ranks, which nothing else uses.
+        group: Gloo process group of the pipeline's ranks. Nothing else may use it.
         peers: Global ranks with which this rank exchanges messages.
-        device: Device to which received tensors go.
-        payload_shape: Shape of every payload if all are equal, ``None`` if they vary. It must be
-            the same on all ranks: gloo aborts a process that receives more than it has posted.
+        device: Device on which received tensors are placed.
+        payload_shape: Shape of all payloads, ``None`` if shapes vary. It must be the same on all
+            ranks, because gloo aborts a process that receives more bytes than it expects.
         dtype: Element type of the payloads.
-        describe: Function that returns the text for a peer in error messages (host, stage).
-        timeout_s: Limit in seconds of a send that waits because the peer takes no messages.
-        completions: Queue for messages and failures; ``None`` for a new one.
+        describe: Function that returns a peer's display name for error messages (host, stage).
+        timeout_s: Maximum time in seconds that a send waits for a peer which takes no messages.
+        completions: Queue for received messages and failures; ``None`` makes a new one.
     """
 
     name = "gloo"
@@ -164,7 +168,7 @@ class GlooTransport:
             count = len(self._pending)
             left = end - time.monotonic()
             try:
-                # Gloo rounds to milliseconds, and 0 means no limit.
+                # Gloo rounds the timeout to milliseconds, and 0 would mean no limit.
                 if left >= _TICK_S:
                     self._reap(datetime.timedelta(seconds=left))
                     continue
@@ -193,7 +197,7 @@ class GlooTransport:
                 )
 
     def _say_end(self, peer: int) -> None:
-        """Sends an end message for each receive the peer has posted, so that none stays in gloo."""
+        """Sends an end message for each receive that the peer has posted, so that all complete."""
         shape = (0,) if self._shape is None else self._shape
         for _ in range(self._ahead):
             self._send(peer, None, torch.empty(shape, dtype=self._dtype))
@@ -224,7 +228,7 @@ class GlooTransport:
             raise self._lost(peer, error) from error
 
     def _reap(self, timeout: datetime.timedelta) -> None:
-        """Waits for the oldest send and drops its tensors."""
+        """Waits until the oldest send is done and releases its tensors."""
         sent = self._pending.popleft()
         try:
             for work in sent.works:
@@ -234,7 +238,7 @@ class GlooTransport:
         self._free.append(sent.packet)
 
     def _receive(self, peer: int) -> None:
-        """Receives messages until the peer closes; the body of a receiver thread."""
+        """Receives messages until the peer closes the channel. Runs in a receiver thread."""
         try:
             with self._receiving():
                 self._receive_all(peer)
@@ -244,11 +248,11 @@ class GlooTransport:
             self._broken(peer, self._lost(peer, error))
 
     def _broken(self, peer: int, error: Exception) -> None:
-        """Puts the error that ended a channel into the queue; a thread of the channel calls it."""
+        """Puts the error that ended a channel into the queue. Called in a thread of the channel."""
         self.completions.put(error)
 
     def _receiving(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context of a receiver thread."""
+        """Returns the context in which a receiver thread runs."""
         return contextlib.nullcontext()
 
     def _receive_all(self, peer: int) -> None:
@@ -302,7 +306,7 @@ class GlooTransport:
         return header, payload
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Receives the payload of a header; blocks until the payload has arrived."""
+        """Waits for the payload that belongs to a header, and returns it."""
         payload = torch.empty(header.shape, dtype=header.dtype)
         if payload.numel():
             tag = 2 * (sequence % DEPTH) + 1
@@ -320,7 +324,7 @@ class GlooTransport:
 
 
 def raw(payload: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous payload, as bytes if gloo and NCCL do not support its type."""
+    """Returns a contiguous payload, as bytes if gloo and NCCL cannot send its type."""
     return payload if payload.dtype in _OF_GLOO else payload.view(-1).view(torch.uint8)
 
 
@@ -328,15 +332,15 @@ _HEADER_BYTES = 8 * HEADER_WORDS
 
 
 class Packet:
-    """Owns the memory of one message: the header, and the payload if its shape is known.
+    """Owns the memory of a message: the header, and the payload if its shape is known.
 
     Args:
-        shape: Shape of the payload, ``None`` if it is a message of its own.
+        shape: Shape of the payload, ``None`` if the payload is a separate message.
         dtype: Element type of the payload.
 
     Attributes:
-        raw: Memory that is sent and received, ``[128 + payload bytes] uint8``.
-        payload: Payload as a part of this memory, which it keeps alive.
+        raw: Bytes that are sent or received, ``[128 + payload bytes] uint8``.
+        payload: View of the payload in this memory. The view keeps the memory alive.
     """
 
     __slots__ = ("_words", "payload", "raw")
@@ -346,22 +350,23 @@ class Packet:
         self.raw = torch.empty(_HEADER_BYTES + count * dtype.itemsize, dtype=torch.uint8)
         storage = self.raw.untyped_storage()
         self._words = self.raw[:_HEADER_BYTES].view(torch.int64).numpy()
-        # Autograd must not see a view of `raw`: the receiver makes the payload a leaf of its graph.
+        # Not made as a view of `raw`, because the receiver makes the payload a leaf of its autograd
+        # graph and a view cannot be one.
         offset = _HEADER_BYTES // dtype.itemsize
         self.payload = torch.empty(0, dtype=dtype)
         if shape is not None:
             self.payload.set_(storage, offset, shape)  # type: ignore[call-overload]
 
     def fill(self, header: Header, payload: torch.Tensor | None) -> None:
-        """Writes the header, and copies the payload unless it is ``None``."""
+        """Writes the header into the packet, and copies the payload there unless it is ``None``."""
         self._words[:] = header.words()
         if payload is not None:
             self.payload.copy_(payload)
 
     def header(self, *, peer: int) -> Header:
-        """Reads the header that came from ``peer``.
+        """Reads the header of a packet that came from ``peer``.
 
         Raises:
-            TransportError: If the words are not a header.
+            TransportError: If the packet does not begin with a valid header.
         """
         return Header.decode(self._words.tolist(), peer=peer)

@@ -1,8 +1,9 @@
 """Defines the interface between transports and the pipeline executor.
 
 A transport connects one pipeline rank with its neighbours. Messages between two ranks keep their
-order; messages of different peers go into one completion queue in the order of their arrival. A
-send never waits for the peer's work: if the peer has no room, the transport keeps the message.
+order. Received messages of all peers go into one completion queue, in the order of arrival. A send
+never waits until the peer has finished its work: if the channel is full, the transport keeps the
+message for later.
 
 ::
 
@@ -12,13 +13,14 @@ send never waits for the peer's work: if the peer has no room, the transport kee
       executor C ──────────────── channel C→B ────┤                raises a channel's error
                                   other threads ──┘
 
-Two queues share one interface: :class:`CompletionQueue` here, in Python, and ``NativeQueue`` of
-``native.py``, whose items come from the C++ extension. ``select.py`` chooses the transport of each
-pair from both ends' :class:`Endpoint`, and ``connect.py`` makes it.
+The completion queue has two implementations: :class:`CompletionQueue` in this file, and
+``NativeQueue`` in ``native.py`` for messages of the C++ extension. ``select.py`` chooses the
+transport of each pair of ranks from their :class:`Endpoint` descriptions, and ``connect.py`` makes
+it.
 
-The header of a message (label, shape, element type, sequence) is defined here too: the table of
-element types, whose codes are those of ``csrc/common/message.h``, and the words that precede a
-payload over gloo. The native transports write the same fields into a C++ struct.
+This file also defines the header of a message: label, shape, element type and sequence number.
+Element types have the codes of ``csrc/common/message.h``. Over gloo the header is sent as integers
+before the payload; the native transports write the same fields into a C++ struct.
 """
 
 from __future__ import annotations
@@ -38,19 +40,19 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Describes a rank to the other ranks: its host, its abilities and its addresses.
+    """Describes a rank to the other ranks: its host, the transports it can use, its addresses.
 
     Attributes:
         rank: Global rank.
-        host: Name of its host, for messages.
-        machine: Identifier that is equal for ranks that can see each other's processes; see
-            ``liveness.here``.
-        user: Numeric user id.
-        device: Type of its device, ``cpu`` or ``cuda``.
-        addresses: Addresses by kind of link: ``unix``, ``tcp``.
-        cpus: Numbers of the processors on which it may run; empty if unknown.
-        ports: Active RDMA ports, such as ``mlx5_0:1``.
-        lacks: Reasons why it cannot use a transport, by the transport's name.
+        host: Name of the rank's host, for error messages.
+        machine: Identifier that is equal for ranks which can see each other's processes, as
+            returned by ``liveness.here``.
+        user: Numeric id of the Unix user who runs the rank.
+        device: Type of the rank's device, ``cpu`` or ``cuda``.
+        addresses: Addresses on which the rank listens, by kind of link: ``unix``, ``tcp``.
+        cpus: Numbers of the processors on which the rank may run; empty if unknown.
+        ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
+        lacks: For each transport that the rank cannot use, the reason.
     """
 
     rank: int
@@ -71,59 +73,60 @@ class Endpoint:
 
 
 class Transport(Protocol):
-    """Owns the channels of one rank. Only the executor's thread calls it."""
+    """Owns the channels of one rank. Only the executor's thread calls its methods."""
 
     name: str
 
     @property
     def completions(self) -> Completions:
-        """Returns the queue of messages and failures of all channels."""
+        """Returns the queue into which all channels put received messages and failures."""
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Starts to send ``tensor`` to global rank ``peer`` and returns at once.
+        """Starts to send ``tensor`` to global rank ``peer`` and returns immediately.
 
-        The transport keeps the storage alive until it is sent. The caller may drop or replace
-        ``tensor.data`` afterwards but must not write to its memory.
+        The transport keeps the tensor's storage alive until it is sent. After the call the caller
+        may release the tensor or replace ``tensor.data``, but must not write to its memory.
 
         Raises:
-            PeerLostError: If the peer is gone.
+            PeerLostError: If the peer's process has ended.
         """
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialized tensor for a payload that will be sent to ``peer``.
 
-        Its memory is the channel's if there is room, otherwise ordinary memory. In both cases the
-        tensor, or a view that begins at its first element, may be sent. The channel's memory is
-        sent without a copy and then belongs to the peer: do not write to it after the send. A
-        tensor that is dropped unsent returns its memory.
+        The tensor lies in memory of the channel if a slot is free, otherwise in ordinary memory. In
+        both cases the tensor, or a view that begins at its first element, may be sent. Memory of
+        the channel is sent without a copy and then belongs to the peer, so do not write to it after
+        the send. If the tensor is released without a send, the memory returns to the channel.
         """
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """Returns facts about the channel to each peer, at least its ``kind``."""
+        """Returns properties of the channel to each peer, at least the transport (``kind``)."""
 
     def flush(self, timeout_s: float) -> None:
         """Waits until all messages have left this process.
 
         Raises:
-            DeadlineError: If messages are left after ``timeout_s`` seconds.
+            DeadlineError: If some messages have not left after ``timeout_s`` seconds.
         """
 
     def close(self) -> None:
-        """Notifies the peers, drains the channels and stops the threads. Idempotent."""
+        """Notifies the peers, waits until all messages are sent, and stops threads. Idempotent."""
 
 
 class Arrival:
-    """Represents a message that has arrived.
+    """Represents a received message, whose payload can be taken.
 
     Attributes:
-        label: Label of the message.
+        label: Action and step for which the message is the input.
         peer: Global rank of the sender.
         nbytes: Size of the payload in bytes.
-        arrived_ns: Time at which the receive was complete, of ``time.monotonic_ns``; ``None`` if
-            no thread observes it, because the peer writes into the memory directly.
+        arrived_ns: Time at which the receive was complete, by ``time.monotonic_ns``. ``None`` if
+            the peer writes into the memory directly, so that no thread sees the arrival.
     """
 
-    # An object of the C++ extension is an arrival too, so this class has no slots.
+    # Empty, because classes with slots cannot be combined with the arrival class of the C++
+    # extension.
     __slots__ = ()
 
     label: Label
@@ -132,12 +135,15 @@ class Arrival:
     arrived_ns: int | None
 
     def take(self) -> torch.Tensor:
-        """Returns the payload, which the caller owns. Call it once, in the order of arrival."""
+        """Returns the payload, which then belongs to the caller.
+
+        Call this method once per arrival, in the order of arrival.
+        """
         raise NotImplementedError
 
 
 class HeldArrival(Arrival):
-    """Represents an arrival whose payload a function returns."""
+    """Represents an arrival whose payload is returned by a function."""
 
     __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
 
@@ -161,11 +167,11 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Reports that a message has arrived at another member of the decision group.
+    """Reports that a message has arrived at another rank of the decision group.
 
     Attributes:
-        label: Label of the message.
-        peer: Global rank of the member.
+        label: Action and step for which the message is the input.
+        peer: Global rank at which the message has arrived.
     """
 
     label: Label
@@ -173,47 +179,48 @@ class Notice:
 
 
 Item = Arrival | Notice
-"""Item that an executor takes out of a queue."""
+"""Item of the completion queue."""
 
 Listener = Callable[[Item | Exception], None]
 
 
 class Completions(Protocol):
-    """Queues arrivals and failures of all channels of a process in the order of their occurrence.
+    """Queues the arrivals and failures of all channels of a process, in the order of time.
 
-    Any thread may put items, one thread takes them. A wait releases the GIL and never polls.
+    Any thread may add items, and one thread takes them. Waiting releases Python's global lock (GIL)
+    and sleeps, without polling.
     """
 
     def listen(self, listener: Listener) -> None:
-        """Calls ``listener`` with each later item, right after the item can be taken.
+        """Calls ``listener`` with each item that is added from now on, after it has been queued.
 
-        The listener does not run in the thread that takes items, so it is called even while that
-        thread is busy. There is one listener, and it must not raise.
+        The listener does not run in the thread that takes items, so that it is called even while
+        that thread is busy. There is only one listener, and it must not raise exceptions.
         """
 
     def put(self, item: Item | Exception) -> None:
-        """Adds an arrival, or the error that ended a channel."""
+        """Adds an arrival, or an error that ended a channel."""
 
     def poll(self) -> Item | None:
-        """Returns the oldest item, ``None`` if there is none now.
+        """Returns the oldest item, or ``None`` if the queue is empty.
 
         Raises:
-            TransportError: If a channel failed.
+            TransportError: If the oldest item is the error of a channel.
         """
 
     def wait(self, deadline_s: float) -> Item | None:
-        """Waits for an item until ``deadline_s`` of ``time.monotonic``.
+        """Waits for an item until the time ``deadline_s`` of ``time.monotonic``.
 
         Returns:
-            The oldest item, ``None`` if the deadline passed.
+            The oldest item, or ``None`` if the deadline has passed.
 
         Raises:
-            TransportError: If a channel failed.
+            TransportError: If the oldest item is the error of a channel.
         """
 
 
 class CompletionQueue:
-    """Implements :class:`Completions` in Python. Its listener runs in the thread that puts."""
+    """Implements the completion queue in Python. :meth:`put` calls the listener."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Item | Exception] = queue.SimpleQueue()
@@ -239,7 +246,7 @@ class CompletionQueue:
 
 
 def delivered(item: Item | Exception) -> Item:
-    """Returns an item that leaves a queue, or raises it if it is a channel's error."""
+    """Returns an item taken out of a queue, or raises it if it is the error of a channel."""
     if isinstance(item, Exception):
         raise item
     return item
@@ -247,16 +254,16 @@ def delivered(item: Item | Exception) -> Item:
 
 HEADER_WORDS = 16
 KINDS = (ActionKind.F, ActionKind.B)
-"""Kinds of actions that take a message; the code of a kind is its index."""
+"""Kinds of actions that have a message as input. The index of a kind is its code in messages."""
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
-"""Code by kind of action."""
+"""Code in messages of each kind of action."""
 
 MAX_DIMENSIONS = 7
 _MAGIC = 0x4D41_5031  # "MAP1"
 _END = -1
 _VARIANT_SHIFT = 8
 
-# The order is that of ElementType in message.h.
+# The order must be that of the enum ElementType in message.h, because the index is the code.
 _PLAIN = (
     "float32",
     "float16",
@@ -272,9 +279,9 @@ _PLAIN = (
     "complex128",
 )
 _FLOAT8 = len(_PLAIN)
-# These types are sent as another one of the same size (8-bit floats as bytes) and viewed as their
-# own type by the receiver; their variant is above 0. A number must never change its meaning. Types
-# that the installed torch lacks are left out.
+# Types that are sent as another type of the same size (8-bit floats as bytes). The receiver views
+# them as their own type, which it knows from the variant, a number above 0. The numbers must never
+# change, because other versions read them. Types that the installed torch lacks are left out.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
@@ -296,17 +303,17 @@ CODE_OF: dict[torch.dtype, tuple[int, int]] = {
     )
     if hasattr(torch, name)
 }
-"""Code and variant of every element type that can be sent."""
+"""Code and variant in messages of every element type that can be sent."""
 
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
-"""Element type by code and variant."""
+"""Element type for each code and variant in messages."""
 
 
 def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
-    """Returns code and variant of an element type.
+    """Returns the code and the variant of an element type in messages.
 
     Raises:
-        TransportError: If a message cannot contain this type, or tensors of so many dimensions.
+        TransportError: If a message cannot contain this type or this number of dimensions.
     """
     code = CODE_OF.get(dtype)
     if code is None or dimensions > MAX_DIMENSIONS:
@@ -319,7 +326,7 @@ def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor without pending negation or conjugation, itself if it is one."""
+    """Returns a contiguous tensor without lazy negation or conjugation, a copy only if needed."""
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -327,7 +334,7 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Names a message: the input of ``action`` in step ``step`` on the receiving rank."""
+    """Identifies a message: the input of ``action`` in step ``step`` on the receiving rank."""
 
     step: int
     action: Action
@@ -335,13 +342,13 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Describes the payload that follows it on a channel.
+    """Describes the payload that follows the header on a channel.
 
     Attributes:
-        label: Label of the message; ``None`` if the sender closes the channel.
+        label: Action and step that the message is for; ``None`` if the sender closes the channel.
         shape: Shape of the payload.
         dtype: Element type of the payload.
-        sequence: Number of the message on its channel, from 0.
+        sequence: Number of the message on its channel, counted from 0.
     """
 
     label: Label | None
@@ -350,7 +357,7 @@ class Header:
     sequence: int
 
     def words(self) -> list[int]:
-        """Returns the 16 words of the header.
+        """Returns the header as 16 integers.
 
         Raises:
             TransportError: If the payload has an unsupported type or too many dimensions.
@@ -367,10 +374,10 @@ class Header:
 
     @staticmethod
     def decode(numbers: Sequence[int], *, peer: int) -> Header:
-        """Reads a header from ``peer`` and checks each field.
+        """Makes a header from integers that ``peer`` sent, and checks each field.
 
         Raises:
-            TransportError: If a field is outside its range.
+            TransportError: If the value of a field is invalid.
         """
         magic, sequence, step, kind, chunk, microbatch, code, dimensions = numbers[:8]
         variant, plain = divmod(code, 1 << _VARIANT_SHIFT)

@@ -1,6 +1,6 @@
-"""Detects that another rank of the job is gone, and ends this one if its main thread cannot.
+"""Detects that another rank of the job has died, and ends this rank if its main thread hangs.
 
-The main thread may be inside a collective that never returns, so two other threads watch:
+The main thread may wait for ever in a collective with the dead rank, so two other threads watch:
 
 ::
 
@@ -9,8 +9,9 @@ The main thread may be inside a collective that never returns, so two other thre
     ranks elsewhere          the store, every 2 s: a notice of ───────┘    on_lost(), and after
                              a loss, and a beat per machine                the grace _exit(1)
 
-It owns the threads, the pidfds and its keys in the store. It does not report why a process ended
-(a pidfd shows only that it did), and does not restart anything.
+A pidfd is a file descriptor for a process, which becomes readable when the process ends. The store
+is the key-value store of the job. This file does not find out why a process ended, and does not
+restart anything.
 """
 
 from __future__ import annotations
@@ -38,26 +39,29 @@ import torch.distributed as dist
 from megatron.adaptive.errors import PeerLostError
 
 _PERIOD_S = 2.0
-# Period in which the states of this machine's ranks are read from /proc.
+# Interval in seconds at which the states of this machine's ranks are read from /proc.
 _LOOK_S = 1.0
-# A channel that detects the silence gives a better message, so it gets this much more time.
+# Extra time in seconds before a silent rank counts as lost. A channel may notice the silence itself
+# in this time, and it gives a better error message.
 _MARGIN_S = 1.0
-# If this limit is too short for a store under load, a rank that left normally counts as lost. If it
-# is too long, a launcher ends a surviving rank before its line is written.
+# Maximum time in seconds for an answer of the store. If it is too short for a busy store, a rank
+# that left normally counts as lost. If it is too long, the launcher ends a surviving rank before
+# the rank has written its error line.
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-# This set of silent ranks means the store, which rank 0 or the launcher serves.
+# This set in place of silent ranks means that the store does not answer. Rank 0 or the launcher
+# runs it.
 _STORE = frozenset({-1})
-# A notice with this prefix was already shown to the user.
+# Prefix of a notice that the user has already seen, so that it is not shown again.
 _SHOWN = "told: "
 
 
 def here(pp_rank: int) -> dict[str, Any]:
-    """Returns host, process and pipeline rank of this process for :class:`Watcher`.
+    """Returns this process's host, process id, pipeline rank and machine, for :class:`Watcher`.
 
     ``machine`` is equal for ranks that can see each other's process ids and sockets. Containers on
-    one host may share its name but not these.
+    one host may have the same host name, but cannot see each other's processes.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     spaces = Path("/proc/self/ns")
@@ -70,10 +74,10 @@ def here(pp_rank: int) -> dict[str, Any]:
 
 
 def describe(places: Sequence[Mapping[str, Any]], rank: int) -> str:
-    """Returns the text for a rank in messages.
+    """Returns a rank's display name for messages.
 
     Args:
-        places: Result of :func:`here` of every rank.
+        places: For every rank, its result of :func:`here`.
         rank: Global rank.
     """
     location = places[rank]
@@ -84,35 +88,36 @@ def describe(places: Sequence[Mapping[str, Any]], rank: int) -> str:
 
 
 class Watcher:
-    """Watches every other rank of the job until :meth:`leave`, :meth:`report` or :meth:`close`.
+    """Watches all other ranks until :meth:`leave`, :meth:`report` or :meth:`close` is called.
 
-    All methods may be called from any thread.
+    Methods may be called from any thread.
 
-    If a rank ends before it left, the line ``error: rank ...`` is written to stderr at once,
-    ``on_lost`` is called once with the same text, and after ``grace_s`` seconds this process ends
-    with status 1. A loss is final: neither :meth:`close` nor a handler of SIGTERM keeps the process
-    alive.
+    If a rank ends without having called :meth:`leave`, it is lost. The line ``error: rank ...`` is
+    then written to stderr at once, ``on_lost`` is called once with the same text, and after
+    ``grace_s`` seconds this process ends with exit status 1. From then on neither :meth:`close` nor
+    a SIGTERM handler can keep the process alive.
 
-    A rank of this machine that is stopped (SIGSTOP) for ``silent_s`` counts as lost too. When this
-    process ends by itself, it kills the stopped ranks, because a launcher's signal would not end
-    them.
+    A rank of this machine that is stopped by SIGSTOP for ``silent_s`` counts as lost too. When this
+    process ends because of a loss, it kills the stopped ranks, because they would not react to the
+    launcher's request to end.
 
     Args:
-        places: ``host``, ``pid`` and ``pp_rank`` of each global rank, and ``machine`` if known;
-            see :func:`here`.
+        places: ``host``, ``pid`` and ``pp_rank`` of each global rank, and ``machine`` if known, as
+            returned by :func:`here`.
         rank: Global rank of this process.
-        store: Store of the job, shared by all ranks. ``None`` watches only this machine, and the
-            end of any peer before :meth:`leave` counts as a loss.
-        on_lost: Function that a thread of the watcher calls, so that a main thread that still runs
-            can react; it must not block.
-        grace_s: Time in seconds from ``on_lost`` to the end of the process.
-        silent_s: Time in seconds after which a machine whose ranks are all silent counts as lost,
-            and so does a stopped process.
-        is_launchers_store: Whether the launcher serves the store; otherwise rank 0 does.
+        store: Key-value store that all ranks of the job share. With ``None``, only the ranks of
+            this machine are watched, and a rank that ends before this one calls :meth:`leave`
+            counts as lost.
+        on_lost: Function that a thread of the watcher calls after a loss, so that the main thread
+            can react if it still runs. The function must not block.
+        grace_s: Time in seconds from the call of ``on_lost`` to the end of the process.
+        silent_s: Time in seconds after which a machine counts as lost if none of its ranks gives a
+            sign of life. A process counts as lost if it stays stopped for this time.
+        is_launchers_store: Whether the launcher runs the store; otherwise rank 0 does.
 
     Attributes:
-        on_lost: Callback for a loss; may be replaced at any time.
-        position: Progress of this rank for the message, such as ``iteration 7``.
+        on_lost: Function that is called after a loss. It may be replaced at any time.
+        position: Text on the progress of this rank for error messages, such as ``iteration 7``.
     """
 
     def __init__(
@@ -150,23 +155,24 @@ class Watcher:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
-        """Waits up to ``timeout_s`` seconds for a loss and returns it, ``None`` if there was none.
+        """Waits up to ``timeout_s`` seconds for a loss, and returns it or ``None``.
 
-        A main thread whose connection broke learns here which rank was lost. The message is on
-        stderr already.
+        When a connection breaks, the main thread calls this method to learn which rank was lost.
+        The error message has already been written to stderr.
         """
         self._decided.wait(timeout_s)
         return self._lost
 
     def report(self, reason: str, *, is_shown: bool = False) -> None:
-        """Informs the other ranks that this one ends because of ``reason``; waits at most 2 s.
+        """Informs the other ranks that this rank ends because of ``reason``; waits at most 2 s.
 
-        The first notice of a job is kept, so a rank that fails because another one did changes
-        nothing. This rank no longer watches afterwards.
+        Only the first notice of a job is kept, so the notice of a rank that fails as a consequence
+        is ignored. After this call, this rank stops watching.
 
         Args:
-            reason: Reason in one line.
-            is_shown: Whether the user has already seen it; the other ranks then end silently.
+            reason: Reason for the end, of which the first line is sent.
+            is_shown: Whether the user has already seen the reason; the other ranks then end
+                silently.
         """
         if self._silence() and self._board is not None:
             line = (reason.splitlines() or [""])[0]
@@ -175,10 +181,10 @@ class Watcher:
         self._local.kill_stopped()
 
     def leave(self) -> None:
-        """Marks this rank as done; call it on every rank after the last barrier.
+        """Marks this rank as done, so that its end is no loss. Call it after the last barrier.
 
-        It returns when the store has stored the mark. Rank 0, whose process may serve the store,
-        also waits up to 5 s until all ranks have left.
+        The call returns when the store has recorded the mark. Rank 0, whose process may run the
+        store, also waits up to 5 s until all ranks have left.
         """
         if self._silence() and self._board is not None:
             self._board.leave(wait_for_all=self._rank == 0)
@@ -196,13 +202,13 @@ class Watcher:
             self._thread.join(1.0)
 
     def _silence(self) -> bool:
-        """Ignores later losses; returns False if there was one before."""
+        """Ignores losses from now on; returns False if there was one before."""
         with self._lock:
             self._quiet = True
             return self._lost is None
 
     def _watch(self) -> None:
-        """Watches the processes of this machine; the body of a thread."""
+        """Watches the processes of this machine. Runs in a thread."""
         local = self._local
         try:
             while (changes := local.look()) is not None:
@@ -221,18 +227,19 @@ class Watcher:
             local.close()
 
     def _judge(self, gone: set[int]) -> None:
-        """Decides whether ended processes left normally or are lost."""
+        """Finds out whether ended processes had left normally or are lost."""
         answer = self._board.ask(gone) if self._board is not None else None
         left, notice = answer if answer is not None else (set(), None)
         if gone - left:
             self._lose(notice or self._fact(gone - left), publish=notice is None)
 
     def _hear(self, ranks: AbstractSet[int], news: str) -> None:
-        """Handles news from the store.
+        """Handles a notice from the store, or the silence of ranks.
 
         Args:
-            ranks: Ranks that cannot be reached, ``_STORE`` for the store, empty for a notice.
-            news: Reason, or the text of the notice.
+            ranks: Ranks that give no sign of life; ``_STORE`` if the store does not answer; empty
+                for a notice.
+            news: Text of the notice, or reason why the ranks count as lost.
         """
         if ranks == _STORE and self._is_launchers_store:
             self._lose(f"the launcher that serves the job's store is gone: {news}", publish=False)
@@ -244,11 +251,11 @@ class Watcher:
             self._lose(news, publish=False)
 
     def _lose(self, fact: str, *, publish: bool) -> None:
-        """Announces the loss of a rank and ends this process after the grace time.
+        """Announces that a rank is lost, and ends this process after the grace time.
 
         Args:
-            fact: Text about the lost rank.
-            publish: Whether to publish the loss to the other ranks.
+            fact: Text that says which rank was lost and how.
+            publish: Whether to inform the other ranks through the store.
         """
         is_shown = fact.startswith(_SHOWN)
         fact = fact.removeprefix(_SHOWN)
@@ -261,8 +268,8 @@ class Watcher:
                 f"{f' in {self.position}' if self.position else ''}; the job cannot go on without "
                 "it, start again from the last checkpoint"
             )
-        # If this thread cannot run again (another holds the GIL, or the interpreter hangs at exit),
-        # the C thread of faulthandler ends the process.
+        # A fallback in case this thread never runs again, because another holds the GIL or the
+        # interpreter hangs at exit: the C thread of faulthandler then ends the process.
         faulthandler.dump_traceback_later(self._grace_s + 5.0, exit=True, file=2)
         if not is_shown:
             _write_line(f"error: {self._lost}")
@@ -283,21 +290,22 @@ class Watcher:
 
 
 class _Local:
-    """Watches the processes of this machine. One thread uses it, except for `kill_stopped`.
+    """Watches the processes of this machine. Methods except `kill_stopped` are for one thread.
 
     Args:
-        pids: Process ids by global rank.
-        wake: Descriptor that ends a wait.
-        stopped_s: Time in seconds after which a stopped process counts as gone.
+        pids: Process ids of the ranks to watch, by global rank.
+        wake: File descriptor that becomes readable to end a wait.
+        stopped_s: Time in seconds after which a stopped process counts as lost.
 
     Attributes:
-        stopped_s: This time, rounded up to a multiple of the period of looks.
+        stopped_s: The same time, rounded up to a multiple of the polling interval.
     """
 
     def __init__(self, pids: Mapping[int, int], wake: int, stopped_s: float) -> None:
         self._wake = wake
         self._pids = {rank: (pid, _started(pid)) for rank, pid in pids.items()}
-        # Looks are counted, not time: while this process was stopped, others may have run.
+        # The number of polls is counted, not time. While this process itself is stopped, time
+        # passes but other processes may be running.
         self.stopped_s = math.ceil(stopped_s / _LOOK_S) * _LOOK_S
         self._looks = dict.fromkeys(pids, 0)
         self._look_s = time.monotonic()
@@ -305,18 +313,19 @@ class _Local:
         self._poll.register(wake, select.POLLIN)
         self._watched: dict[int, int] = {}
         for rank, pid in pids.items():
-            # Without a pidfd (old kernel, sandbox, ended process) looks at /proc show the end.
+            # If there is no pidfd (old kernel, sandbox, ended process), polling /proc shows the
+            # end.
             with contextlib.suppress(AttributeError, OSError):
                 fd = os.pidfd_open(pid)
                 self._watched[fd] = rank
                 self._poll.register(fd, select.POLLIN)
 
     def look(self) -> tuple[set[int], set[int]] | None:
-        """Waits for the end of a process, at most one period of looks.
+        """Waits until a process ends, for at most one polling interval.
 
         Returns:
-            Ranks that ended, and ranks that have been stopped for too long; ``None`` if the watcher
-            is closed.
+            Ranks whose processes ended, and ranks that have been stopped for too long; ``None`` if
+            the watcher was closed.
         """
         gone: set[int] = set()
         for fd, _ in self._poll.poll(1000 * _LOOK_S):
@@ -341,7 +350,7 @@ class _Local:
         }
 
     def kill_stopped(self) -> None:
-        """Kills the stopped processes, which a request to end would not reach."""
+        """Kills stopped processes, because they do not react to a request to end."""
         for rank, (pid, _) in self._pids.items():
             if self._is_stopped(rank):
                 with contextlib.suppress(OSError):
@@ -353,14 +362,14 @@ class _Local:
         return fields[0] == "T" and fields[19] == started
 
     def close(self) -> None:
-        """Closes the descriptors."""
+        """Closes the file descriptors."""
         for fd in (*self._watched, self._wake):
             os.close(fd)
         self._watched.clear()
 
 
 class _Board:
-    """Exchanges notices of the ranks through the store; one thread owns the connection.
+    """Exchanges notices between ranks through the store, in a thread that owns the connection.
 
     ::
 
@@ -368,15 +377,15 @@ class _Board:
         adaptive/left/<r>   rank r is done
         adaptive/beat/<m>   counter that each rank of machine m increments every 2 s
 
-    While ranks may die, only calls that the store answers at once are used; ``wait`` is used when
-    all leave.
+    Only calls that the store answers immediately are used while ranks may die. The blocking
+    ``wait`` is used only at the end, when all ranks leave.
 
     Args:
-        store: Store of the job.
-        machines: Machine of each global rank.
+        store: Key-value store of the job.
+        machines: Identifier of each global rank's machine.
         rank: Global rank of this process.
-        silent_s: Time in seconds after which a silent machine counts as lost.
-        hear: Function for lost ranks and notices, see ``Watcher._hear``.
+        silent_s: Time in seconds after which a machine without a sign of life counts as lost.
+        hear: Function that is called for lost ranks and notices, ``Watcher._hear``.
     """
 
     def __init__(
@@ -405,12 +414,12 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Returns the seconds for which the store has not answered the present call."""
+        """Returns how long the store has not answered the current call, in seconds."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Returns which of ``ranks`` have left and the notice of a loss; ``None`` if unanswered."""
+        """Returns which ``ranks`` have left and the notice of a loss, ``None`` without answer."""
 
         def look(store: dist.Store) -> tuple[set[int], str | None]:
             return {r for r in ranks if store.check([f"left/{r}"])}, _notice(store)
@@ -418,7 +427,7 @@ class _Board:
         return self._call(look, _ASK_S)
 
     def publish(self, fact: str) -> None:
-        """Publishes the notice that a rank is lost, unless there is one already."""
+        """Publishes a notice that a rank is lost, unless there is one already."""
 
         def put(store: dist.Store) -> None:
             if not store.check([_LOST]):
@@ -427,10 +436,11 @@ class _Board:
         self._call(put, _ASK_S)
 
     def leave(self, *, wait_for_all: bool) -> None:
-        """Marks this rank as done; ``wait_for_all`` also waits for the marks of all ranks."""
+        """Marks this rank as done, and with ``wait_for_all`` waits until all ranks are marked."""
 
         def mark(store: dist.Store) -> None:
-            # Unlike set, add returns after the store has stored the value.
+            # add() is used because, unlike set(), it returns only after the store has recorded the
+            # value.
             store.add(f"left/{self._rank}", 1)
             if wait_for_all:
                 keys = [f"left/{rank}" for rank in range(self._world_size)]
@@ -439,12 +449,12 @@ class _Board:
         self._call(mark, _LEAVE_S + 1.0)
 
     def close(self) -> None:
-        """Stops the thread."""
+        """Stops the thread that talks to the store."""
         self._jobs.put(None)
         self._thread.join(1.0)
 
     def _call(self, job: Callable[[dist.Store], Any], limit_s: float) -> Any:
-        """Runs ``job`` on the store's thread; returns ``None`` if it takes longer or fails."""
+        """Runs ``job`` in the store's thread; returns ``None`` if it exceeds the limit or fails."""
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def run(store: dist.Store) -> None:
@@ -461,9 +471,9 @@ class _Board:
             return None
 
     def _run(self, store: dist.Store) -> None:
-        """Runs jobs and, in every period, a tick; the body of the thread."""
+        """Runs jobs, and :meth:`_tick` at every interval. Runs in the store's thread."""
         try:
-            # Calls that wait on the job's connection must not delay this one, so it has another.
+            # A connection of its own, because other calls may block the job's connection for long.
             if hasattr(store, "clone"):
                 store = store.clone()
             store = dist.PrefixStore("adaptive", store)
@@ -485,14 +495,14 @@ class _Board:
             self._hear(_STORE, f"the job's store does not answer: {reason}")
 
     def _tick(self, store: dist.Store) -> None:
-        """Sends a beat, and reads the notice and the beats of the other machines."""
+        """Sends a sign of life (beat), and reads the notice and the other machines' beats."""
         store.add(f"beat/{self._own_machine}", 1)
         notice = _notice(store)
         if notice is not None:
             self._busy_since = None
             self._hear(set(), notice)
-        # Silence is measured in beats of this rank: if this process was stopped, time has passed,
-        # but no other machine was silent.
+        # Silence is measured in beats of this rank instead of time. If this process was stopped,
+        # time has passed although no other machine was silent.
         for machine, ranks in enumerate(self._ranks):
             if machine == self._own_machine:
                 continue
@@ -513,13 +523,13 @@ def _notice(store: dist.Store) -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Returns the start time of a running process as in /proc, ``None`` if it has ended."""
+    """Returns a process's start time from /proc, which identifies it; ``None`` if it has ended."""
     fields = _status(pid)
     return None if fields[0] in "ZX" else fields[19]
 
 
 def _status(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on; only ``X`` if the process is gone."""
+    """Returns the fields of /proc/PID/stat from the state on, only ``X`` for an ended process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -527,15 +537,15 @@ def _status(pid: int) -> list[str]:
 
 
 def _write_line(line: str) -> None:
-    """Writes to the descriptor of stderr, because the main thread may hold the stream's lock."""
+    """Writes to stderr's file descriptor, because the main thread may hold the stream's lock."""
     with contextlib.suppress(OSError):
-        # The cursor may be in a line with a progress bar.
+        # Begins a new line on a terminal, because the cursor may be behind a progress bar.
         prefix = "\n" if os.isatty(2) else ""
         os.write(2, f"{prefix}{line}\n".encode())
 
 
 def _flush_output() -> None:
-    """Flushes stdout and stderr in a thread, because the main thread may hold their locks."""
+    """Flushes stdout and stderr in a thread, because the main thread may block their locks."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -1,19 +1,19 @@
-"""Sends tensors by the C++ extension: over shared memory, RDMA verbs or TCP.
+"""Sends tensors with the C++ extension, over shared memory, RDMA verbs or TCP.
 
-One ``_C.Node`` per process and job owns the channels to all peers and their common queue. A message
-is copied out of the caller's memory at once if the channel has room; otherwise its tensor is kept
-until there is room::
+One ``_C.Node`` per process and job owns the channels to all peers and the common queue of received
+messages. A message is copied from the caller's memory at once if the channel has a free slot;
+otherwise the tensor is kept until a slot is free::
 
     send()      tensor ──copy──> slot of the channel ──> peer
     reserve()            slot ─────── send() ──────────> peer     computed in place, no copy
     take()               slot <──────────────────────── peer      a view, no copy
 
-A received message is a tensor over the channel's own memory (a slot). The slot returns to the
-sender when its last view is gone, in any order and from any thread. A receiver that occupies nearly
-all slots of a channel copies the next messages out of their slots, so that a small channel does not
-block its sender for ever.
+A received message is a tensor in a slot, a piece of the channel's own memory. The slot returns to
+the sender when the last view of the tensor is released, in any order and from any thread. If a
+receiver holds nearly all slots of a channel, the next messages are copied out of their slots, so
+that the sender is not blocked for ever.
 
-``staging.py`` handles tensors of GPUs; ``docs/transport.md`` describes the bytes of a message.
+``staging.py`` handles GPU tensors; ``docs/transport.md`` describes the bytes of a message.
 """
 
 from __future__ import annotations
@@ -52,20 +52,22 @@ _CLOSE_S = 30.0
 _DROP_AFTER_S = 0.1
 _STOP = object()
 
-# Arguments are always capsules here, so the checks of torch.utils.dlpack are skipped.
+# The inner function of torch.utils.dlpack, without its checks: arguments are always DLPack
+# capsules.
 _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
     torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack
 )
 
 
 def make_tensors_with(module: ModuleType, table: Any) -> None:
-    """Lets the extension make and read tensors by torch's table of C functions.
+    """Lets the extension make and read tensors through torch's table of C functions.
 
-    That takes half the time of DLPack capsules, which is most of the time of a small message.
+    This takes half as long as through DLPack capsules, which would be most of the time of a small
+    message.
 
     Args:
-        module: Extension module.
-        table: Capsule of torch's table, ``None`` for an older torch, which has none.
+        module: The C++ extension, as a Python module.
+        table: Capsule with torch's table of functions, ``None`` for an older torch, which has none.
     """
     module.use_torch(table, _from_dlpack)
 
@@ -78,16 +80,17 @@ def _load() -> ModuleType:
 
 
 class NativeTransport:
-    """Implements ``Transport`` over channels of the C++ extension. ``connect.py`` makes it.
+    """Sends and receives over channels of the C++ extension. ``connect.py`` opens the channels.
 
     Args:
-        node: The ``_C.Node``, whose channels are open.
-        kinds: Kind of transport of each peer.
-        device: Device to which received tensors go.
-        describe: Function that returns the text for a peer in error messages.
-        least_free: Number of slots of a channel that its receiver leaves to the sender.
-        make_staging: Function that makes the staging, from a function that sends tensors of the
-            host. By default a GPU gets :class:`Staging`, and a CPU none.
+        node: The ``_C.Node`` of the C++ extension, whose channels are open.
+        kinds: For each peer by global rank, the transport: ``shm``, ``rdma`` or ``tcp``.
+        device: Device on which received tensors are placed.
+        describe: Function that returns a peer's display name for error messages.
+        least_free: Number of slots per channel that the receiver must leave free for the sender.
+        make_staging: Function that makes the object which copies between GPU and host; its argument
+            is a function that sends host tensors. By default a GPU gets :class:`Staging` and a CPU
+            none.
     """
 
     def __init__(
@@ -142,7 +145,8 @@ class NativeTransport:
             if reserved_for == peer and settled(tensor) is tensor:
                 self._node.commit(peer, token, *tag, tensor.shape)
                 return
-            # The slot belongs to another channel, or does not contain the elements in order.
+            # Copied, because the slot belongs to another channel or has the elements in another
+            # order.
             tensor = tensor.clone()
         tensor = settled(tensor)
         self._node.send(
@@ -151,7 +155,8 @@ class NativeTransport:
             tensor.shape,
             tensor.data_ptr(),
             tensor.nbytes,
-            # The storage is kept and not the tensor, into which its owner may put another storage.
+            # The storage is kept alive instead of the tensor, because the tensor's owner may give
+            # the tensor another storage before the send.
             tensor.untyped_storage(),
         )
 
@@ -193,7 +198,7 @@ class NativeTransport:
             self._node.close(max(_DROP_AFTER_S, end_s - time.monotonic()))
 
     def _drain(self, end_s: float) -> None:
-        """Flushes, and drops arrivals meanwhile, because a peer that closes waits for its slots."""
+        """Sends all messages, and releases arrivals, because a closing peer waits for its slots."""
         while True:
             try:
                 self.flush(min(_DROP_AFTER_S, max(0.0, end_s - time.monotonic())))
@@ -201,7 +206,7 @@ class NativeTransport:
             except DeadlineError:
                 if time.monotonic() >= end_s:
                     raise
-            # flush() reports a peer that is gone.
+            # Errors are ignored here, because flush() reports a peer that has died.
             with contextlib.suppress(TransportError):
                 while self.completions.poll() is not None:
                     pass
@@ -209,9 +214,9 @@ class NativeTransport:
 
 @lru_cache(maxsize=1)
 def _arrival_class(module: ModuleType) -> type[Any]:
-    """Returns the class of messages in the memory of their channel; see :class:`Arrival`.
+    """Returns the class of received messages whose payload lies in memory of the channel.
 
-    The extension makes its objects and implements most of their methods.
+    The extension makes the objects of this class and implements most methods of :class:`Arrival`.
     """
 
     class NativeArrival(module.Arrival, Arrival):  # type: ignore[misc, name-defined]
@@ -222,12 +227,15 @@ def _arrival_class(module: ModuleType) -> type[Any]:
             return _label_of(self)
 
         def _take(self) -> torch.Tensor:
-            """Takes a payload that the extension cannot take alone."""
+            """Returns a payload that the extension cannot return without help from Python."""
             tensor = _viewed(self, self.tensor())
             return tensor.clone() if self.free_slots < self.least_free else tensor
 
         def settle(self) -> None:
-            """Returns the slot if slots run out, because the payload may be taken much later."""
+            """Copies the payload out of its slot if few slots are free.
+
+            The payload may be taken much later, and the sender needs the slot before.
+            """
             native: Any = self
             if native.free_slots < native.least_free:
                 native._settled = _viewed(native, native.tensor()).clone()
@@ -236,15 +244,16 @@ def _arrival_class(module: ModuleType) -> type[Any]:
 
 
 class DeviceArrival(Arrival):
-    """Represents a message for a GPU, in the memory of the GPU or of the host.
+    """Represents a received message for a GPU, which lies in memory of the GPU or of the host.
 
     Args:
-        native: The ``_C.Arrival``.
-        staging: Staging of the GPU.
-        least_free: Number of free slots of the channel below which the payload is copied.
+        native: The message as an object of the C++ extension, ``_C.Arrival``.
+        staging: Object that copies between the GPU and the channel.
+        least_free: Number of free slots in the channel below which the payload is copied out of its
+            slot.
     """
 
-    # The attributes of the base are properties, because most are never read.
+    # The attributes of Arrival are properties here, because most are never read.
     __slots__ = ("_copied", "_least_free", "_native", "_settled", "_staging")
 
     def __init__(self, native: Any, staging: Staging, least_free: int) -> None:
@@ -260,7 +269,7 @@ class DeviceArrival(Arrival):
     arrived_ns = property(lambda self: self._native.arrived_ns)  # type: ignore[assignment]
 
     def take(self) -> torch.Tensor:
-        """Returns the payload on the device, a view of its slot if the slot is on the device."""
+        """Returns the payload on the GPU, a view of the slot if the slot is in GPU memory."""
         if self._copied is not None:
             return self._copied()
         native = self._native
@@ -271,7 +280,7 @@ class DeviceArrival(Arrival):
         return tensor.clone() if native.free_slots < self._least_free else tensor
 
     def settle(self) -> None:
-        """Returns the slot if slots run out, as a ``NativeArrival`` does."""
+        """Copies the payload out of its slot if few slots are free for the sender."""
         native = self._native
         if native.free_slots >= self._least_free:
             return
@@ -285,7 +294,7 @@ class DeviceArrival(Arrival):
 
 
 def _viewed(native: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the payload of a ``_C.Arrival`` viewed as its own type."""
+    """Returns the payload as its own element type, if another one was sent in its place."""
     variant = native.variant
     return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
 
@@ -299,7 +308,7 @@ def _label_of(native: Any) -> Label:
 
 @lru_cache(maxsize=1 << 16)
 def _action(kind: int, chunk: int, microbatch: int) -> Action:
-    """Returns an action. It is cached, because making one takes as long as a message."""
+    """Returns an action. Cached, because making an action takes as long as a small message."""
     if kind >= len(KINDS):
         raise TransportError(
             f"a message of kind {kind} arrived, which is no input of an action; do all ranks run "
@@ -309,12 +318,13 @@ def _action(kind: int, chunk: int, microbatch: int) -> Action:
 
 
 class NativeQueue:
-    """Implements :class:`~megatron.adaptive.transport.interface.Completions` over a node's queue.
+    """Implements the completion queue with the queue of a ``_C.Node``.
 
     Args:
-        node: The ``_C.Node``.
-        staging: Staging of the GPU if payloads go to one.
-        least_free: Number of free slots of a channel below which its payloads are copied.
+        node: The object of the C++ extension that receives the messages, ``_C.Node``.
+        staging: Object that copies between GPU and channels, ``None`` for a CPU.
+        least_free: Number of free slots in a channel below which payloads are copied out of their
+            slots.
     """
 
     def __init__(self, node: Any, staging: Staging | None = None, least_free: int = 2) -> None:
@@ -324,7 +334,8 @@ class NativeQueue:
         self._node = node
         self._wait = node.wait_until
         self._arrival = module.Arrival
-        # Items of this type are returned as the node delivers them.
+        # Type of the items that can be returned as the node delivers them, without a call of
+        # _open().
         self._ready: type | None = None
         if staging is None:
             self._ready = _arrival_class(module)
@@ -333,10 +344,10 @@ class NativeQueue:
         self._thread: threading.Thread | None = None
 
     def listen(self, listener: Listener) -> None:
-        """Calls ``listener`` with each later item, see the base class.
+        """Calls ``listener`` with each item that arrives from now on.
 
-        A thread takes the items from the node, and passes them to the listener and to the waiting
-        thread.
+        A new thread takes the items from the node, and passes them to the listener and then to the
+        thread that waits for items.
         """
         forwarded = CompletionQueue()
         forwarded.listen(listener)
@@ -345,7 +356,8 @@ class NativeQueue:
             target=self._forward, args=(forwarded,), name="arrivals", daemon=True
         )
         self._thread.start()
-        # A daemon thread that returns from C++ after the interpreter's end would end the process.
+        # Stopped at exit, because a daemon thread that returns from C++ after the interpreter has
+        # ended would end the process.
         atexit.register(_stop, weakref.ref(self))
 
     def put(self, item: Item | Exception) -> None:
@@ -361,9 +373,11 @@ class NativeQueue:
     def wait(self, deadline_s: float) -> Item | None:
         if self._forwarded is not None:
             return self._forwarded.wait(deadline_s)
-        # Python does not read the clock: in a virtual machine that may take as long as a message.
+        # The deadline is passed on unchanged, because reading the clock in Python may take as long
+        # as a message in a virtual machine.
         item = self._wait(deadline_s)
-        # The type is checked here, because a call of _open() takes as long as this whole method.
+        # The type is checked here, to save a call of _open(), which takes as long as this whole
+        # method.
         return item if type(item) is self._ready else self._open(item)  # type: ignore[return-value]
 
     def stop(self) -> None:
@@ -375,16 +389,16 @@ class NativeQueue:
             thread.join()
 
     def _open(self, item: Any) -> Item | None:
-        """Returns an item of the node for the executor, or raises it if it is an error."""
+        """Converts an item of the node for the executor, or raises it if it is an error."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
-        # A thread of Python put any other item into the queue.
+        # Any other item was put into the queue by a Python thread.
         if isinstance(item, Exception):
             raise item
         return item  # type: ignore[no-any-return]
 
     def _forward(self, forwarded: CompletionQueue) -> None:
-        """Passes items of the node to a queue until the stop; the body of a thread."""
+        """Passes items of the node to another queue until stopped. Runs in a thread."""
         if self._staging is not None:
             self._staging.make_current()
         while True:

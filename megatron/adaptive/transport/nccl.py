@@ -1,22 +1,22 @@
-"""Sends tensors over NCCL: payloads go between GPUs, headers over gloo.
+"""Sends tensors over NCCL: payloads directly between GPUs, headers over gloo.
 
 NCCL has no tags: it matches the operations of both ends in the order in which they are posted. A
-posted kernel spins on the GPU until the other end has posted its own. Therefore each directed
-channel has its own communicator, with one thread and one stream at each end, and an end posts an
-operation only when it can run at once::
+posted operation occupies the GPU, waiting in a loop, until the other end has posted its own.
+Therefore each channel (one direction between two ranks) has its own communicator, with one thread
+and one stream at each end. An end posts an operation only when the operation can run at once::
 
     sender                                            receiver
       executor: send() ── event ──┐
-      thread: sleeps until the computation is there
+      thread: sleeps until the computation is done
               header over gloo ───────────────────>  thread: posts the receive on its stream
-              posts the send on its stream  =======>          sleeps until the payload is there
+              posts the send on its stream  =======>          sleeps until the payload has come
               sleeps until the send is done                   arrival ──> queue of the executor
-              drops the tensor
+              releases the tensor
 
 No compute stream waits for a message, so a late rank delays only the ranks that need its result,
-and not its tensor-parallel neighbours. An arrival is announced when its data is there, so a
-run-time policy only sees inputs that can be used. A message is dropped when its send is done, so a
-channel keeps the messages on their way and one more.
+and not its tensor-parallel neighbours. An arrival is announced only when its data has arrived, so a
+run-time scheduling rule only sees inputs that can be used. The memory of a message is released when
+its send is done, so a channel keeps the messages that are being sent and one more.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from megatron.adaptive.transport.interface import Arrival, Header, HeldArrival, 
 from megatron.adaptive.transport.worker import Worker
 
 _FIRST = -1
-"""Priority of the transport's streams.
+"""Priority of the CUDA streams for messages, higher than that of compute streams.
 
-CUDA maps streams to a few hardware queues, in which a kernel that cannot start yet blocks kernels
-of other streams. Streams of different priorities have different queues, so no message waits behind
-a computation.
+CUDA maps streams to a few hardware queues. In such a queue a kernel that cannot start yet blocks
+kernels of other streams. Streams of different priorities use different queues, so no message waits
+behind a computation.
 """
 
 
 class NcclTransport(GlooTransport):
-    """Sends and receives over one communicator per direction and peer.
+    """Sends and receives tensors over NCCL, with a communicator per peer and direction.
 
     Args:
-        group: Gloo group of the pipeline's ranks for headers, used by nothing else.
-        outgoing: Communicators of two ranks for messages to a peer, by peer; the lower rank is 0.
-        incoming: Communicators for messages from a peer, by peer.
-        streams: Streams of the device.
-        options: Further options of :class:`GlooTransport`.
+        group: Gloo process group of the pipeline's ranks, which is used only for headers.
+        outgoing: Communicator for messages to each peer. The lower of the two ranks has index 0.
+        incoming: Communicator for messages from each peer.
+        streams: Source of streams on the device.
+        options: Other arguments of :class:`GlooTransport`.
     """
 
     name = "nccl"
@@ -85,7 +85,7 @@ class NcclTransport(GlooTransport):
             raise self._failures[peer]
         payload = settled(tensor.detach())
         header = Header(label, tuple(payload.shape), payload.dtype, self._sent[peer])
-        # Values that a header cannot contain must raise before anything is sent.
+        # Called to raise an error for values that a header cannot contain, before anything is sent.
         header.words()
         self._hand_over(peer, header, payload, self._streams.mark())
 
@@ -128,7 +128,7 @@ class NcclTransport(GlooTransport):
         self._senders[peer].do(functools.partial(self._deliver, peer, header, payload, computed))
 
     def _deliver(self, peer: int, header: Header, payload: torch.Tensor, computed: Moment) -> None:
-        """Sends a message; blocks the channel's thread until the send is done."""
+        """Sends a message, and blocks the channel's thread until the send is done."""
         if peer in self._failures:
             return
         computed.synchronize()
@@ -155,8 +155,9 @@ class NcclTransport(GlooTransport):
             yield
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Receives the payload of a header; blocks until the payload has arrived."""
-        # The memory belongs to this thread's stream, so it need not wait for earlier computation.
+        """Waits for the payload that belongs to a header, and returns it."""
+        # Allocated in this thread's own stream, so the receive need not wait for earlier
+        # computations.
         payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
         if payload.numel():
             self._incoming[peer].recv([raw(payload)], int(peer > self._rank), 0).wait()
@@ -172,46 +173,48 @@ def free(group: Any, *, is_idle: bool) -> None:
     """Frees a communicator of two ranks.
 
     Args:
-        group: The communicator.
-        is_idle: Whether no operation is pending. Pending ones will not complete and are aborted.
+        group: The communicator to free.
+        is_idle: Whether no operation is pending. If false, pending operations are aborted, because
+            they would never complete.
     """
-    # An older torch lacks both methods and frees the communicator with its last reference.
+    # An older torch has neither method. It frees the communicator with the last reference to it.
     end = getattr(group, "shutdown" if is_idle else "abort", None)
     if end is not None:
         end()
 
 
-# The transport sees the device only as Streams, so that tests run its threads on the host.
+# The transport uses the device only through the protocol Streams, so that tests can run its threads
+# without a GPU.
 
 
 class Moment(Protocol):
-    """Marks the end of the work that a stream has been given so far."""
+    """Marks a point in a stream: the end of all work that was submitted before."""
 
     def synchronize(self) -> None:
-        """Blocks, without the GIL, until the device has reached this point."""
+        """Blocks until the device has reached this point, without holding Python's global lock."""
 
 
 class Streams(Protocol):
-    """Provides the streams of a device. Any thread may call it."""
+    """Provides the streams of a device. Any thread may call its methods."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the device and a new stream are current."""
+        """Returns a context in which this device and a new stream on it are current."""
 
     def mark(self) -> Moment:
-        """Returns the end of the work given so far to the calling thread's current stream."""
+        """Returns the point that the calling thread's current stream has been given work up to."""
 
     def use(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a finished tensor of another stream for use in the current one.
+        """Makes a complete tensor of another stream usable in the current stream.
 
-        Its memory is not reused before the current stream is done with it.
+        The memory of the tensor is not reused before the current stream has finished using it.
         """
 
 
 class CudaStreams:
-    """Provides the streams of a GPU.
+    """Provides CUDA streams of a GPU.
 
     Args:
-        device: Device of the GPU, with its index.
+        device: GPU with its index, such as ``cuda:0``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -234,7 +237,7 @@ class CudaStreams:
 
 
 class HostStreams:
-    """Provides streams on a CPU, where all work is done when a call returns."""
+    """Stands in for streams on a CPU, where all work is done when a call returns."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -247,10 +250,10 @@ class HostStreams:
 
 
 class _Passed:
-    """Represents a moment in the past."""
+    """Stands for a point of a stream that has been reached already."""
 
     def synchronize(self) -> None:
-        """Returns at once."""
+        """Returns immediately."""
 
 
 _PASSED = _Passed()

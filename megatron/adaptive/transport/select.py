@@ -1,4 +1,4 @@
-"""Chooses the transport of each pair of ranks from the endpoints of both.
+"""Chooses the transport of each pair of ranks from the descriptions of both ranks.
 
 ::
 
@@ -9,9 +9,9 @@
                       else tcp
       no extension    gloo
 
-Owns the rules, the texts of their reasons and the size of a channel. Both ends of a pair call the
-same function with the same endpoints, so they choose the same without negotiation. ``connect.py``
-makes the channels.
+This file also words the reason of each choice for the log, and computes the memory of a channel.
+Both ranks of a pair call the same function with the same endpoints, so they choose the same
+transport without negotiation. ``connect.py`` opens the channels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from megatron.adaptive.transport.interface import Endpoint
 
 DEFAULT_SLOT_BYTES = 1 << 20
 _DEFAULT_SLOTS = 8
-# Slots that a receiver keeps free, and slots that a sender may reserve before it sends.
+# Number of slots that a receiver keeps free, and number of slots that a sender may reserve before
+# it sends.
 _FREE_SLOTS = 2
 _RESERVABLE_SLOTS = 2
 _LEAST_SLOTS = 4
@@ -38,10 +39,10 @@ _LARGEST_SLOT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Names the transport of a pair.
+    """Names the transport of a pair of ranks, and the reason.
 
     Attributes:
-        kind: Name of the transport.
+        kind: Name of the transport: ``shm``, ``rdma``, ``tcp``, ``nccl`` or ``gloo``.
         reason: Reason for the choice, for the log.
     """
 
@@ -78,22 +79,22 @@ def why_not(kind: str, first: Endpoint, second: Endpoint) -> str | None:
 
 
 def candidates(end: Endpoint, other: Endpoint) -> tuple[str, ...]:
-    """Returns the transports to try for a pair, the best first; the last is always possible."""
+    """Returns the transports to try for a pair, the best first. The last always works."""
     first = ("nccl",) if "cuda" in (end.device, other.device) else ()
     near = ("shm",) if end.machine == other.machine else ("rdma",)
     return (*first, *near, "tcp", "gloo")
 
 
 def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choice:
-    """Returns the transport of a pair, the same for both orders of the ends.
+    """Chooses the transport of a pair, the same if the two ends are exchanged.
 
     Args:
-        first: One end of the pair.
-        second: Other end of the pair.
-        forced: Transport that the user requires, ``None`` for any.
+        first: Endpoint of one rank.
+        second: Endpoint of the other rank.
+        forced: Transport that the user requires, ``None`` to choose the best.
 
     Raises:
-        SetupError: If the required transport cannot connect the pair; names the reason.
+        SetupError: If the required transport cannot connect the pair. Gives the reason.
     """
     if first.rank > second.rank:
         first, second = second, first
@@ -115,7 +116,7 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
 
 
 def _reason(kind: str, missed: list[str]) -> str:
-    """Returns the reason for a kind, with the reasons against the kinds before it."""
+    """Returns the text that explains a choice, with the reasons against better transports."""
     reasons = {
         "shm": "same machine",
         "rdma": "both have an active port",
@@ -125,7 +126,7 @@ def _reason(kind: str, missed: list[str]) -> str:
 
 
 def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
-    """Returns the choices of all pairs as text; pairs with the same choice share a line."""
+    """Returns the choices of all pairs as lines of text. Pairs with the same choice share one."""
     lines = []
     for choice in dict.fromkeys(choices.values()):
         pairs = [f"{low}-{high}" for (low, high), kind in sorted(choices.items()) if kind == choice]
@@ -139,11 +140,11 @@ def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sorts pairs of ranks into the order in which all ranks connect them.
 
     The order consists of rounds in which no rank occurs twice. Each pair is in the first round that
-    has neither of its ranks. A row of ranks or a ring takes two or three rounds, however long it
-    is. A rank that connects its own pairs in this order waits only for earlier rounds.
+    contains neither of its ranks. A chain or ring of ranks takes two or three rounds, however long
+    it is. A rank that connects its own pairs in this order waits only for pairs of earlier rounds.
 
     Args:
-        pairs: Pairs of ranks, the lower one first.
+        pairs: Pairs of ranks that must be connected, the lower rank first.
     """
     rounds: list[list[tuple[int, int]]] = []
     for pair in sorted(pairs):
@@ -162,11 +163,11 @@ def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ChannelSize:
-    """Describes the memory of a directed channel.
+    """Describes the memory of a channel (one direction between two ranks).
 
     Attributes:
-        slot_bytes: Size of a slot in bytes, the largest payload in one piece.
-        slots: Number of slots; each contains one payload.
+        slot_bytes: Size of a slot in bytes. Larger payloads are sent in several pieces.
+        slots: Number of slots. Each contains one payload or a piece of one.
     """
 
     slot_bytes: int
@@ -179,10 +180,10 @@ class ChannelSize:
 
     @property
     def least_free(self) -> int:
-        """Returns the number of slots that a receiver leaves to the sender, with reserved slots.
+        """Returns how many slots a receiver leaves to the sender, including reserved slots.
 
-        With fewer, a sender could wait for a slot while the receiver waits for that very message
-        before it returns slots.
+        With fewer slots there could be a deadlock: the sender waits for a slot, while the receiver
+        waits for the sender's next message before it returns slots.
         """
         return _FREE_SLOTS + self.reservable
 
@@ -193,19 +194,19 @@ def size_of_channel(
     slot_bytes: int | None = None,
     slots: int | None = None,
 ) -> ChannelSize:
-    """Returns the size of a channel.
+    """Computes how many slots a channel has, and their size.
 
-    A slot is occupied from the send of its message until the receiver drops the tensor, which for
-    an activation is after its backward. No sender waits if there is a slot for every microbatch in
-    flight, two for messages on their way and two for payloads that are being computed. If that is
-    more than 256 MiB or 64 slots, the channel gets as many slots as fit, at least 4. A receiver
-    that occupies nearly all slots copies further messages, so that the input of its next action
-    always has room.
+    A slot is occupied from the send of its message until the receiver releases the tensor, which
+    for an activation is after its backward pass. No sender waits if there is a slot for every
+    microbatch in flight, two for messages that are being sent, and two for payloads that are being
+    computed. If that is more than 256 MiB or 64 slots, the channel gets as many slots as fit, at
+    least 4. A receiver that occupies nearly all slots copies the next messages out of their slots,
+    so that the input of its next action can always arrive.
 
     Args:
         payload_bytes: Size of the messages in bytes, ``None`` if it varies.
-        in_flight: Largest number of messages that the receiver keeps at a time, ``None`` if
-            unknown.
+        in_flight: Maximum number of received messages that the receiver keeps at the same time,
+            ``None`` if unknown.
         slot_bytes: Slot size that the user chose, ``None`` for the default.
         slots: Number of slots that the user chose, ``None`` for the default.
     """

@@ -1,19 +1,21 @@
 """Sends GPU tensors through a native channel without synchronizing the GPU.
 
-If a channel connects the memories of two GPUs (``cuda-ipc``, see ``docs/cuda_ipc.md``), the
-extension copies, waits and returns slots, and this file only passes it the compute stream.
-Otherwise tensors go through pinned memory of the host::
+If a channel connects the memories of two GPUs directly (``cuda-ipc``, described in
+``docs/cuda_ipc.md``), the C++ extension copies the tensors, waits and returns slots. This file then
+only passes the compute stream to the extension. Otherwise tensors go through pinned (page-locked)
+memory of the host::
 
     send      compute stream ── event ──> copy stream: tensor ──> slot ── event ──> worker: commit
     receive   slot ──> copy stream: tensor ── event ──> compute stream waits for it
                                                └─────> worker: return the slot
 
 A private stream per direction lets copies overlap with computation. A worker thread per direction
-waits for their events, asleep and without the GIL, so that the executor never waits.
+sleeps until an event of its stream, without holding Python's global lock (GIL), so that the
+executor never waits.
 
-Slots of shared memory are pinned when the channel is open, so that the GPU copies to and from them
-directly. If that fails (a limit on locked memory), and over networks, copies go through buffers of
-the driver, which makes them slower and blocking.
+Slots in shared memory are pinned when the channel is opened, so that the GPU can copy to and from
+them directly. If pinning fails, for example because of a limit on locked memory, and also over
+networks, copies go through buffers of the GPU driver. Such copies are slower and block.
 """
 
 from __future__ import annotations
@@ -34,13 +36,15 @@ _DLPACK_HOST, _DLPACK_CUDA = (1, 0), 2
 
 
 class Staging:
-    """Copies the tensors of a native transport between GPU and channels.
+    """Copies tensors between a GPU and the channels of a native transport.
 
     Args:
-        node: The ``_C.Node``. The executor's thread and a worker here use its channels in turn.
-        device: Device of the GPU.
-        peers: Global ranks with a channel.
-        send_from_host: Function that sends a tensor of the host, without a copy if it is a slot.
+        node: The ``_C.Node``, whose channels the executor's thread and a worker thread of this
+            object use in turn.
+        device: GPU to and from which tensors are copied.
+        peers: Global ranks to which this rank has a channel.
+        send_from_host: Function that sends a host tensor, without a copy if the tensor lies in a
+            slot.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class Staging:
     ) -> None:
         self._node = node
         self._send_from_host = send_from_host
-        # Type and index of the device in DLPack.
+        # Type and index of the device in the numbering of DLPack.
         self._dlpack_device = _DLPACK_HOST
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -62,11 +66,11 @@ class Staging:
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
         self._pinned: list[int] = []
-        # This rank sends to these peers from pinned slots.
+        # Peers to which this rank sends from pinned slots.
         self._pinned_out: set[int] = set()
-        # Only peers whose channel connects two GPUs are listed.
+        # Slot size for each peer whose channel connects two GPUs directly; other peers are missing.
         self._slot_bytes: dict[int, int] = {}
-        # The lock guards the node's channels.
+        # Guards the node's channels, which the executor's thread and a worker use.
         self._lock = threading.Lock()
         for peer in peers:
             info = node.info(peer)
@@ -78,11 +82,11 @@ class Staging:
         self._releasing = Worker("host-to-device", self._failed, self._on_device)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized tensor of the device for a payload."""
+        """Returns an uninitialized tensor on the device for a payload."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Starts to copy a tensor to the host; a worker sends it to ``peer`` when it is there."""
+        """Starts to copy a tensor to the host; a worker then sends the copy to ``peer``."""
         payload = settled(tensor.detach())
         code, variant = code_of(payload.dtype, payload.dim())
         if peer in self._slot_bytes:
@@ -93,9 +97,9 @@ class Staging:
             with self._lock:
                 host = self._node.reserve_tensor(peer, code, tuple(payload.shape))
         if host is None:
-            # There is no free pinned slot that is large enough. A copy to unpinned memory would
-            # block this thread until the computation is done, so the worker copies the payload from
-            # this pinned memory into a slot.
+            # No pinned slot that is large enough is free. A copy into unpinned memory would block
+            # this thread until the computation is done. So the payload is copied into other pinned
+            # memory, from which the worker copies it into a slot.
             host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
         elif variant:
             host = host.view(payload.dtype)
@@ -104,7 +108,7 @@ class Staging:
         with torch.cuda.stream(self._out):
             host.copy_(payload, non_blocking=True)
             done.record()
-        # The allocator must not reuse the payload's memory before the copy is done.
+        # Prevents the allocator from reusing the payload's memory before the copy is done.
         payload.record_stream(self._out)
 
         def commit() -> None:
@@ -115,7 +119,7 @@ class Staging:
         self._committing.do(commit)
 
     def _send_between_gpus(self, peer: int, label: Label, payload: torch.Tensor) -> None:
-        """Passes a tensor to the extension, through the host if it does not fit into a slot."""
+        """Sends a tensor with the extension, through the host if it does not fit into a slot."""
         stream = torch.cuda.current_stream(self._device)
         is_direct = 0 < payload.nbytes <= self._slot_bytes[peer]
         if not is_direct:
@@ -142,21 +146,23 @@ class Staging:
             )
 
     def lend(self, native: Any) -> Any:
-        """Returns a payload on the device as a tensor for the current stream.
+        """Returns a payload in GPU memory as a tensor in its slot, for use in the current stream.
 
-        When the tensor is dropped, its slot is returned after the work that this stream has then.
+        When the tensor is released, its slot returns to the sender after all work that the stream
+        has been given until then.
         """
         stream = torch.cuda.current_stream(self._device)
         return native.tensor_on(stream.cuda_stream, *self._dlpack_device)
 
     def copy_out(self, take: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Copies a payload on the device out of its slot.
+        """Copies a payload in GPU memory out of its slot.
 
         Args:
-            take: Function that returns the payload.
+            take: Function that returns the payload in its slot.
 
         Returns:
-            Function that returns the copy and makes the then current stream wait for it.
+            Function that returns the copy and makes the stream that is current at its call wait for
+            the copy.
         """
         done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._in):
@@ -172,13 +178,13 @@ class Staging:
         return reach
 
     def receive(self, host: torch.Tensor) -> torch.Tensor:
-        """Returns a payload of the host on the device.
+        """Copies a payload from the host to the device and returns it.
 
-        The current stream waits for the copy. ``host``, a slot, is released when it is copied.
+        The current stream waits for the copy. The slot ``host`` is released when the copy is done.
         """
         done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._in):
-            # The memory belongs to the copy stream, so the copy need not wait for computation.
+            # Allocated in the copy stream, so that the copy need not wait for computations.
             tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
             tensor.copy_(host, non_blocking=True)
             done.record()
@@ -187,23 +193,23 @@ class Staging:
         tensor.record_stream(current)
 
         def release(host: torch.Tensor = host) -> None:
-            # The argument keeps the slot alive until the copy is done.
+            # The default value of the argument keeps the slot alive until the copy is done.
             done.synchronize()
 
         self._releasing.do(release)
         return tensor
 
     def make_current(self) -> None:
-        """Makes the GPU current in the calling thread."""
+        """Makes the GPU the current device of the calling thread."""
         make_current(self._device)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all copies are done and sent; returns False if the time passed."""
+        """Waits until all copies are done and sent. Returns False if the time limit passed."""
         end_s = time.monotonic() + timeout_s
         return self._committing.flush(end_s) and self._releasing.flush(end_s)
 
     def close(self) -> None:
-        """Stops the threads and unpins the slots. No message may be in progress."""
+        """Stops the threads and unpins the slots. No message may be in transfer."""
         self._committing.close()
         self._releasing.close()
         runtime = torch.cuda.cudart()
@@ -213,12 +219,12 @@ class Staging:
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Returns the context for the jobs of a worker."""
+        """Returns the context in which a worker runs its jobs."""
         self.make_current()
         yield
 
     def _pin(self, peer: int, info: Mapping[str, Any]) -> None:
-        """Locks the pages of a channel's slots if the channel provides their addresses."""
+        """Pins the memory of a channel's slots if the channel provides their addresses."""
         with torch.cuda.device(self._device):
             for direction in ("send", "receive"):
                 address = info.get(f"{direction}_address")

@@ -1,4 +1,4 @@
-"""Runs jobs in order in a thread, for parts of a transport that wait for a device."""
+"""Runs jobs one after the other in a thread, for work of a transport that waits for a device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ Job = Callable[[], None]
 
 
 class Worker:
-    """Runs jobs in order in a thread and drops each one when it is done.
+    """Runs jobs one after the other in a thread, and releases each job when it is done.
 
     Args:
         name: Name of the thread.
-        failed: Callback for a job's error. The thread runs it and continues with the next job.
-        within: Factory of the context for all jobs (device and stream). The thread enters it once.
+        failed: Function that the thread calls with the error of a failed job, before the next job.
+        within: Function that makes the context for all jobs (device and stream), which the thread
+            enters once.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class Worker:
 
     @property
     def pending(self) -> int:
-        """Returns the number of jobs that are not done."""
+        """Returns the number of jobs that were added and are not done."""
         return self._added - self._done
 
     def do(self, job: Job) -> None:
-        """Adds a job; only one thread may call it."""
+        """Adds a job to the queue. Only one thread may call this method."""
         self._added += 1
         self._jobs.put(job)
 
@@ -51,10 +52,10 @@ class Worker:
         """Waits until all jobs are done.
 
         Args:
-            end_s: End of the wait, in seconds of ``time.monotonic``.
+            end_s: Time at which the wait ends, by ``time.monotonic``.
 
         Returns:
-            Whether all jobs are done; False if the time passed or :meth:`give_up` was called.
+            Whether all jobs are done. False if the time passed or :meth:`give_up` was called.
         """
         with self._moved:
             self._moved.wait_for(
@@ -64,16 +65,16 @@ class Worker:
             return self._done == self._added
 
     def give_up(self) -> None:
-        """Ends every wait for the jobs, which may never be done; any thread may call it."""
+        """Ends every :meth:`flush`, because the jobs may never be done. Any thread may call it."""
         with self._moved:
             self._is_given_up = True
             self._moved.notify_all()
 
     def close(self, limit_s: float | None = None) -> bool:
-        """Stops the thread after the jobs that it already has.
+        """Stops the thread when it has done the jobs in its queue.
 
         Args:
-            limit_s: Longest wait for the thread in seconds, ``None`` for no limit.
+            limit_s: Maximum time in seconds to wait for the thread, ``None`` for no limit.
 
         Returns:
             Whether the thread has ended.
@@ -87,14 +88,15 @@ class Worker:
             with self._within():
                 self._do_jobs(self._do)
         except Exception as error:
-            # There is no device or stream, so the jobs are dropped.
+            # The context could not be entered, so there is no device or stream. The jobs are
+            # skipped.
             self._failed(error)
             self._do_jobs(lambda job: None)
 
     def _do_jobs(self, do: Callable[[Job], None]) -> None:
         while (job := self._jobs.get()) is not None:
             do(job)
-            # The job's memory must be free before the next wait.
+            # Release the job's memory before the thread waits for the next job.
             del job
             with self._moved:
                 self._done += 1

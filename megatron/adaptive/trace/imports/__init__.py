@@ -1,5 +1,5 @@
 """Reads traces that other programs wrote.
 
-- ``published``  tables of operations, a row each, as published with arXiv 2505.05713
-- ``profiles``   the JSON of torch.profiler, a file per rank, and spans of Megatron-LM
+- ``published``  tables with a row per operation, as published with arXiv 2505.05713
+- ``profiles``   JSON files of torch.profiler (one per rank), and spans of Megatron-LM
 """

@@ -1,14 +1,15 @@
-"""Reads traces of other programs as one run: torch.profiler's JSON, or OpenTelemetry spans.
+"""Reads the traces of another program's run: torch.profiler's JSON or OpenTelemetry spans.
 
-A file of torch.profiler may be gigabytes large, so it is read as a stream: a byte search skips
-events of other categories, and only ranges and communication kernels are parsed. Their names show
-their kind, see :data:`_COMPUTES`. A loop without such names gets them by
-``torch.profiler.record_function("forward_step")`` around its forward and ``"backward_step"`` around
-its backward. If a file has ranges on a GPU's timeline, they are used and the host's are not.
-Messages have no microbatch: a received one belongs to the next compute, a sent one to the last
-compute. The rest follows the rules of published tables (see ``published``).
+A file of torch.profiler may be gigabytes large, so it is read as a stream. A byte search skips
+events of other categories, so that only named ranges and communication kernels are parsed. The name
+of a range shows the kind of operation (:data:`_COMPUTES`). A training loop without such names can
+add them with ``torch.profiler.record_function("forward_step")`` around the forward pass and
+``"backward_step"`` around the backward pass. If a file has ranges on a GPU's timeline, these are
+used instead of the host's. The files do not state the microbatch of a message. So a received
+message is assigned to the next computation, and a sent one to the previous computation. The rest
+follows the rules for published tables, which ``published`` describes.
 
-Spans of OpenTelemetry are those that Megatron-LM makes, see :func:`_spans` and :data:`_SPANS`.
+OpenTelemetry spans are recognized by the names that Megatron-LM gives them (:data:`_SPANS`).
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ CHUNK_BYTES = 4 << 20
 HEAD_BYTES = 1 << 18
 MOST_LINE_BYTES = 64 << 20
 MOST_HEAD_BYTES = 64 << 20
-"""Maximum size of the head before the first event, which lists the process groups of a rank."""
+"""Maximum size in bytes of a file's head before the first event, which lists process groups."""
 
 MOST_NS = 1 << 62
-"""Largest plausible time; a larger one means that the file is damaged."""
+"""Largest plausible time in nanoseconds. A larger one means that the file is damaged."""
 MOST_RANKS = 1 << 20
-"""Largest plausible number of ranks; a larger one means that the file is damaged."""
+"""Largest plausible number of ranks. A larger one means that the file is damaged."""
 
 _COMPUTES = {
     "forward-compute": r"PP:(\d{1,9})F(\d{1,9})|forward[ _-]?(?:step|compute|pass|\d+)?"
@@ -53,7 +54,7 @@ _COMPUTES = {
     "weight-compute": r"PP:(\d{1,9})W(\d{1,9})",
     "optimizer": r"Optimizer\.step#.*|optimizer[ _-]?step|_exec_optimizer_step",
 }
-"""Names of ranges of torch.distributed.pipelining (also torchtitan's), Megatron-LM, DeepSpeed."""
+"""Names of ranges in torch.distributed.pipelining (as in torchtitan), Megatron-LM and DeepSpeed."""
 _COLLECTIVES = {
     "all-reduce": r"all_?reduce",
     "all-gather": r"all_?gather",
@@ -67,7 +68,7 @@ _LABEL = re.compile(r"PP:(\d{1,9})(SEND|RECV)_(F|B)(\d{1,9})")
 _RANK = re.compile(r"(?i)(?<![a-z])rank[_-]?(\d{1,9})")
 _WORKER = re.compile(r"(?i)^worker[_-]?(\d{1,9})\.")
 _DEFAULT_NAME = re.compile(r"(.+)\.\d+\.pt\.trace\.json(?:\.gz)?")
-"""Default file name of the profiler's handler: host and process, then the time."""
+"""Default file name of the profiler's trace handler: host and process id, then the time."""
 _NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
 _DECORATION = re.compile(r"^\W+|\W+$")
 _BLANK = b"\xef\xbb\xbf \t\r\n"
@@ -88,7 +89,7 @@ _SPANS = {
     "grad_sync.finish": "grads-reduce-scatter",
     **{f"p2p.{e}_{w}": f"{w}-{e}" for w in ("forward", "backward") for e in ("recv", "send")},
 }
-"""Kind of operation by the name of Megatron-LM's span, without the prefix ``megatron.``."""
+"""Kind of operation for each Megatron-LM span name, without the prefix ``megatron.``."""
 _OUTER_SPANS = re.compile(
     r"(?:pretrain|train|forward_backward|grad_sync\.start|pp|model_init|startup|layer|activation"
     r"|evaluate|(?:save_|load_)?checkpoint)(?:\..*)?"
@@ -112,19 +113,19 @@ _NAMES |= {f"c{number}": name for number, name in enumerate(_COLLECTIVES)}
 
 @dataclass
 class _Event:
-    """Contains a range or kernel of a known kind; numbers are -1 if they are unknown.
+    """Contains a range or kernel of a known kind of operation. Unknown numbers are -1.
 
     Attributes:
         kind: Kind of operation as in a published table, or ``send``, ``recv`` or ``both`` for a
             message of unknown direction.
-        category: Category of the event in the file.
+        category: Category of the event (``cat`` in the file), such as a range or a kernel.
         start: Start in nanoseconds.
         length: Duration in nanoseconds.
-        stage: Stage of the model.
-        microbatch: Number of the microbatch.
+        stage: Number of the stage.
+        microbatch: Number of the microbatch in its step.
         root: Lowest rank of a collective's group.
-        step: Number of the step.
-        seq: Number of the operation among those of its kind in the step.
+        step: Number of the training step.
+        seq: Number of the operation among the operations of the same kind in the step.
     """
 
     kind: str
@@ -139,28 +140,28 @@ class _Event:
 
     @property
     def direction(self) -> str:
-        """Returns the first part of the kind: ``forward``, ``backward``, ..."""
+        """Returns the first part of the kind, such as ``forward`` or ``backward``."""
         return self.kind.split("-")[0]
 
 
 @dataclass
 class _RankFile:
-    """Contains the data that a rank's file provides.
+    """Contains what was read from the file of a rank.
 
     Attributes:
         path: Path of the file.
         rank: Global rank, -1 if unknown.
-        world_size: Number of ranks of the job, 0 if unknown.
-        groups: Ranks of the process groups by purpose: ``pp``, ``dp``, ``tp``.
-        base_ns: Offset of all times, in nanoseconds.
-        events: Ranges and kernels of known kinds.
-        steps: Number, category and start of each step that the profiler marked.
-        unknown: Count of ranges with unrecognized names, by name.
-        left_out: Count of events that are left out, by reason and name.
-        is_cut: Whether the file ends in the middle.
-        sizes: Number of pipeline, tensor and data-parallel ranks, empty if unknown.
-        only_group: Lowest rank of the only process group, -1 if there are several.
-        process: Host and process from a default file name, otherwise the file name.
+        world_size: Number of ranks in the job, 0 if unknown.
+        groups: Ranks in the rank's process groups, by kind of parallelism: ``pp``, ``dp``, ``tp``.
+        base_ns: Offset that is added to all times, in nanoseconds.
+        events: Ranges and kernels whose kind of operation is known.
+        steps: Number, category and start time of each step that the profiler marked.
+        unknown: Number of ranges with each unrecognized name.
+        left_out: Number of events that were left out, by reason and then by name.
+        is_cut: Whether the file is incomplete: ends in the middle of its content.
+        sizes: Pipeline, tensor-parallel and data-parallel size, empty if unknown.
+        only_group: Lowest rank of the process group if the file lists only one, otherwise -1.
+        process: Host and process id from a default file name, otherwise the file name.
     """
 
     path: Path
@@ -178,20 +179,20 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an event that is left out."""
+        """Counts an event that is left out of the trace, for the notes."""
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Contains a span of OpenTelemetry.
+    """Contains an OpenTelemetry span.
 
     Attributes:
-        resource: Attributes of the process.
+        resource: Attributes of the process that wrote the span, by name.
         name: Name of the span.
         start: Start in nanoseconds.
         end: End in nanoseconds.
-        attributes: Attributes of the span.
+        attributes: Attributes of the span itself, by name.
     """
 
     resource: Mapping[str, Any]
@@ -202,16 +203,16 @@ class _Span:
 
 
 def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
-    """Reads the traces of a job; returns ``None`` if no file is of torch.profiler or has spans.
+    """Reads a job's traces, or returns ``None`` if there are none of a known format.
 
     Args:
-        source: Folder with a file per rank or with files of spans, or path of a file of spans.
-        pipeline: Number of pipeline ranks if the files do not state it; ranks of a stage are then
-            consecutive, as in Megatron-LM.
+        source: Folder with torch.profiler files or span files, or path of one span file.
+        pipeline: Number of pipeline ranks, for files that do not state it. Then the ranks of a
+            stage are assumed to be consecutive, as in Megatron-LM.
 
     Raises:
-        TraceError: If a file cannot be read, there are two jobs, or no range is named as a forward
-            or backward.
+        TraceError: If a file cannot be read, the files are of two jobs, or no range is named like a
+            forward or backward pass.
     """
     kineto, spans = [], []
     for path in sorted(source.iterdir()) if source.is_dir() else [source]:
@@ -256,20 +257,20 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
 
 
 def _listed(names: Counter[str]) -> str:
-    """Returns the most frequent names with their counts, as text."""
+    """Returns the most frequent names with their counts as text, for messages."""
     return ", ".join(f"{printable(name[:60])} ({count})" for name, count in names.most_common(6))
 
 
 def _is_array(head: bytes) -> bool:
-    """Returns whether a file is a bare list of Chrome's events, without a head."""
+    """Returns whether a file is only a list of events in Chrome's format, without a head."""
     return head.lstrip(_BLANK).startswith(b"[") and b'"ph"' in head
 
 
 def _joined(files: list[_RankFile]) -> list[_RankFile]:
-    """Joins the files of each process and returns one for each rank.
+    """Merges the files of each process, and returns one entry for each rank.
 
-    Files that do not state their rank get the free ranks in the order of their names, with numbers
-    in names compared as numbers.
+    Files that do not state their rank get the remaining ranks, in the order of file names. Numbers
+    in file names are compared as numbers.
     """
     by_process: dict[tuple[str, int], _RankFile] = {}
     for file in sorted(files, key=lambda file: (_first_ns(file), file.path.name)):
@@ -298,7 +299,7 @@ def _natural_order(file: _RankFile) -> list[tuple[int, str]]:
 
 
 def _append(file: _RankFile, later: _RankFile) -> None:
-    """Appends a later file of the same process, with its steps after the earlier ones."""
+    """Appends a later file of the same process; its steps are numbered after the earlier ones."""
     last = max((number for number, _, _ in file.steps), default=-1)
     first = min((number for number, _, _ in later.steps), default=last + 1)
     shift = last + 1 - first if first <= last else 0
@@ -311,7 +312,7 @@ def _append(file: _RankFile, later: _RankFile) -> None:
 
 
 def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yields decompressed parts of a file, and records whether it is cut off."""
+    """Yields decompressed parts of a file, and notes in ``is_cut`` if its end is missing."""
     unpack = zlib.decompressobj(31) if file.path.suffix == ".gz" else None
     try:
         with file.path.open("rb") as stream:
@@ -332,7 +333,7 @@ def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
 
 
 def _read_spans(paths: list[Path]) -> list[_RankFile]:
-    """Reads Megatron-LM's spans: a file may have spans of all ranks, and a rank several files."""
+    """Reads Megatron-LM's spans. A file may have spans of several ranks, a rank several files."""
     ranks: dict[int, _RankFile] = {}
     jobs: dict[str, str] = {}
     for path in paths:
@@ -355,7 +356,8 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
                 ranks[rank] = _RankFile(path, rank, world, sizes=sizes)
             rank_file = ranks[rank]
             if short == "train_step":
-                # Spans between two steps belong to evaluations, so step -1 begins there.
+                # Spans between two steps belong to evaluations, which are left out. Step -1 stands
+                # for them.
                 number = _number(span.attributes, "iteration", len(rank_file.steps))
                 rank_file.steps.append((number, _SPAN, span.start))
                 rank_file.steps.append((-1, _SPAN, span.end))
@@ -372,7 +374,7 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
 
 
 def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns the whole number of an attribute, with any prefix in front of its name."""
+    """Returns an attribute as a whole number. Its name may have a prefix that ends in a dot."""
     for key, value in attributes.items():
         if f".{key}".endswith(f".{name}"):
             with suppress(TypeError, ValueError):
@@ -381,10 +383,11 @@ def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _spans(file: _RankFile) -> Iterator[_Span]:
-    """Yields the spans in a file.
+    """Yields the OpenTelemetry spans in a file.
 
-    The file is OTLP's JSON with a batch per line, or the output of the console exporter: spans over
-    one or several lines, with lines of a log between them.
+    The file is JSON of the OpenTelemetry protocol (OTLP) with a batch of spans per line, or output
+    of the console exporter. The latter has spans of one or several lines each, mixed with lines of
+    a log.
     """
     for text in _objects(file):
         try:
@@ -405,12 +408,12 @@ def _spans(file: _RankFile) -> Iterator[_Span]:
 
 
 def _unix_ns(clock: str) -> int:
-    """Converts an ISO time in UTC, which may end in ``Z``, to nanoseconds since 1970."""
+    """Converts a UTC time in ISO format, which may end in ``Z``, to nanoseconds since 1970."""
     return round(datetime.fromisoformat(clock.replace("Z", "+00:00")).timestamp() * 1e6) * 1000
 
 
 def _objects(file: _RankFile) -> Iterator[bytes]:
-    """Yields the text of each JSON object, which is a line or all lines between two braces."""
+    """Yields the text of each JSON object in a file: a line, or all lines between two braces."""
     held = b""
     parts: list[bytes] = []
     for chunk in _chunks(file):
@@ -457,7 +460,7 @@ def _read(path: Path) -> _RankFile:
             ]
             tokens.append(b'"name' + space + b"nccl")
             has_head = True
-        # The last event may continue in the next part.
+        # Keep the last event for the next part of the file, because the event may continue there.
         cut = held.rfind(b"{", 0, max(held.rfind(b'"ph"'), 0))
         if cut > 0:
             _take_events(file, held[:cut], tokens, decode)
@@ -471,10 +474,10 @@ def _read(path: Path) -> _RankFile:
 
 
 def _take_head(file: _RankFile, held: bytes) -> None:
-    """Reads the head of a file, before its events, and the facts in its name.
+    """Reads the head of a file (the part before its events), and the rank in the file name.
 
     Raises:
-        TraceError: If a value is impossible.
+        TraceError: If a value in the head is impossible.
     """
     head = held[: max(held.find(b'"traceEvents"'), 0)].decode("utf-8", "replace")
     decode = json.JSONDecoder().raw_decode
@@ -505,7 +508,7 @@ def _take_head(file: _RankFile, held: bytes) -> None:
 
 
 def _whole(value: Any, limit: int) -> int:
-    """Converts a value to a whole number from -1 up to a limit.
+    """Converts a value to a whole number between -1 and ``limit``.
 
     Raises:
         ValueError: If the value is out of range, or text that is not a number.
@@ -520,14 +523,15 @@ def _whole(value: Any, limit: int) -> int:
 def _take_events(
     file: _RankFile, data: bytes, tokens: list[bytes], decode: Any, *, is_cut: bool = False
 ) -> None:
-    """Reads the events of a part of a file.
+    """Reads the events in a part of a file.
 
     Args:
         file: File of the rank, to which the events are added.
-        data: Bytes of the part, which begins with an event.
-        tokens: Texts that mark events; an event without any of them is skipped.
-        decode: Decoder of the JSON object at the beginning of a text.
-        is_cut: Whether the file ends in the middle with this part.
+        data: Content of the part, which begins with an event.
+        tokens: Byte strings that occur in the events to read. An event without any of them is
+            skipped.
+        decode: Function that decodes the JSON object at the beginning of a text.
+        is_cut: Whether this is the last part of an incomplete file.
     """
     starts = set()
     for token in tokens:
@@ -550,7 +554,7 @@ def _take_events(
 
 
 def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
-    """Adds an event to its file if its kind is known; counts it otherwise."""
+    """Adds an event to ``file`` if its kind of operation is known; otherwise counts its name."""
     name = str(event.get("name", ""))
     category = str(event.get("cat", ""))
     try:
@@ -583,7 +587,8 @@ def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
         int(rank) for rank in re.findall(r"\d{1,9}", str(arguments.get("Process Group Ranks", "")))
     ]
     root = min(group) if group else file.only_group
-    # One kernel of NCCL sends, receives, or does both.
+    # NCCL uses the same kernel to send, to receive and to do both, so other data must show which it
+    # is.
     if kind == "both":
         kind = {"send": "send", "recv": "recv"}.get(
             str(arguments.get("Collective name", "")), "both"
@@ -593,10 +598,10 @@ def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
 
 
 def _ns(microseconds: Any) -> int:
-    """Converts a time of an event from microseconds to nanoseconds.
+    """Converts the time of an event from microseconds to nanoseconds.
 
     Raises:
-        ValueError: If no event can have this time.
+        ValueError: If the time is too large to be true.
     """
     time_ns = round(float(microseconds) * 1e3)
     if abs(time_ns) > MOST_NS:
@@ -620,7 +625,7 @@ def _check_same_job(folder: Path, files: list[_RankFile]) -> None:
 
 
 def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
-    """Returns pipeline rank, number of pipeline ranks, and replica of a rank."""
+    """Returns a rank's pipeline rank, the pipeline size, and the rank's replica."""
     world = max(file.world_size, file.rank + 1)
     group = file.groups.get("pp", [])
     if pipeline is not None:
@@ -673,7 +678,7 @@ def _rows(file: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[O
 
 
 def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
-    """Returns all operations of a rank, and its computes."""
+    """Returns all operations of a rank, and those that are computations."""
     events = sorted(file.events, key=lambda event: (event.start, -event.length))
     computes = [event for event in events if event.kind.endswith("-compute")]
     host = "user_annotation"
@@ -708,9 +713,9 @@ def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
 
 
 def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_Event]) -> None:
-    """Sets the step of each event and label from the steps marked on a timeline.
+    """Sets the step of each event and label, from the marks of steps on the same timeline.
 
-    Without marks a step ends with its optimizer.
+    If there are no marks, each optimizer call ends a step.
     """
     steps = sorted((start, number) for number, category, start in file.steps if category == line)
     if not steps:
@@ -723,10 +728,10 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 
 
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
-    """Returns the messages that have no span, because one call both sends and receives.
+    """Returns messages that have no span of their own, because one call sends and receives.
 
-    The wait for an input begins at the end of the compute before it, and a result leaves at the end
-    of its compute.
+    Their times are estimated: the wait for an input begins at the end of the previous computation,
+    and a result is sent at the end of its computation.
     """
     has_span = {(e.step, e.direction, e.seq) for e in messages if e.kind.endswith(f"-{end}")}
     missing = []
@@ -745,7 +750,7 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Returns the computes that are not within another of their kind, numbered by step."""
+    """Returns the computations that are not nested in one of their kind, numbered per step."""
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     outermost = []
@@ -763,16 +768,17 @@ def _outermost(computes: list[_Event]) -> list[_Event]:
 def _messages(
     end: str, messages: list[_Event], labels: list[_Event], computes: list[_Event]
 ) -> list[_Event]:
-    """Returns messages with direction and number of the compute that took or made them.
+    """Returns the messages, each with the direction and number of its computation.
 
-    A message without a label is for the next compute, or from the last one. If an input arrives
-    within the range of its compute, the compute begins at the arrival.
+    A received message without a label belongs to the next computation, a sent one to the previous.
+    If an input arrives within the range of its computation, the computation is taken to begin at
+    the arrival.
 
     Args:
-        end: Kind of message, ``send`` or ``recv``.
+        end: Side of the messages, ``send`` or ``recv``.
         messages: Messages of the rank, ordered by start.
-        labels: Labels of the messages, which are used if there is one for each.
-        computes: Computes of the rank, ordered by start.
+        labels: Named ranges around messages, which are used only if there is one for each message.
+        computes: Computations of the rank, ordered by start.
     """
     starts = [event.start for event in computes]
     compute_of = {(e.step, e.direction, e.stage, e.microbatch): e for e in computes}

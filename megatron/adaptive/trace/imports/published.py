@@ -1,8 +1,8 @@
-"""Reads the published table of a training job's operations, and writes a run into a folder.
+"""Reads a table of a training job's operations in a published format, and writes traces.
 
-A table is Parquet or CSV and has a row per operation, see :data:`COLUMNS`. Computes have their
-microbatch. Messages have only a number: the n-th input that a rank received is for the n-th of its
-computes that need one.
+A table is a Parquet or CSV file with a row per operation and the columns :data:`COLUMNS`. For a
+computation the table states the microbatch. Messages are only numbered: the n-th input that a rank
+received belongs to the n-th of its computations that need one.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ from megatron.adaptive.trace.trace_format import (
 )
 
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
-"""Required columns: replica, pipeline rank, global rank, iteration, kind of operation, start and
-duration in seconds, and the number of the operation among those of its kind in its step and rank.
+"""Required columns of a table.
+
+They are: replica, pipeline rank, global rank, iteration, kind of operation, start and duration in
+seconds. The last one numbers the operations of the same kind, step and rank.
 """
 OPTIONAL = ("mc", "gmc", "mb_id", "group")
-"""Optional columns: chunk on the rank, chunk in the model, microbatch, and lowest rank of a
-collective's group. Without the first two a rank has one chunk.
+"""Optional columns of a table.
+
+They are: chunk on the rank, chunk in the model, microbatch, and lowest rank of a collective's
+group. Without the first two, each rank has one chunk.
 """
 _FROM_0 = ("dp_rank", "stage", "rank", "step")
 ENDINGS = (".parquet", ".csv")
@@ -57,7 +61,7 @@ _MESSAGES = {"forward": ("F", 1), "backward": ("B", -1)}
 
 
 class OperationRow(NamedTuple):
-    """Contains a row of a table, times in nanoseconds; see :data:`COLUMNS`, :data:`OPTIONAL`."""
+    """Contains a row of a table, in the order of the columns, with times in nanoseconds."""
 
     dp_rank: int
     stage: int
@@ -74,10 +78,10 @@ class OperationRow(NamedTuple):
 
 
 def read_table(path: Path) -> RunTrace:
-    """Reads a file with a table.
+    """Reads the trace of a run from a file with a table.
 
     Raises:
-        TraceError: If the file cannot be read, lacks a column, or contradicts itself.
+        TraceError: If the file cannot be read, or the table lacks a column or contradicts itself.
         SetupError: If the file is Parquet and pyarrow is not installed.
     """
     try:
@@ -123,13 +127,14 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
 
 
 def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0) -> RunTrace:
-    """Makes a run from a table's columns.
+    """Makes the trace of a run from a table's columns.
 
     Args:
-        columns: Columns by the names in :data:`COLUMNS` and :data:`OPTIONAL`, as arrays or
-            sequences.
-        origin: Path of the source, for messages.
-        world_size: Number of processes of the job; the highest rank plus one if that is larger.
+        columns: Columns as arrays or sequences, by the names in :data:`COLUMNS` and
+            :data:`OPTIONAL`.
+        origin: Path of the table, for error messages.
+        world_size: Number of ranks in the job. If ranks in the table are higher, the highest rank
+            plus one is used.
 
     Raises:
         TraceError: If a column is missing or has an impossible value, or the table contradicts
@@ -173,9 +178,11 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
 
 
 def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
-    """Shifts ranks whose first step begins far from that of the others; returns starts and notes.
+    """Shifts the times of ranks whose clock seems to differ; returns start times and notes.
 
-    All arguments are columns of the table, times in nanoseconds.
+    A rank's clock seems to differ if its first step begins far from that of the others.
+
+    All arguments are columns of the table; times are in nanoseconds.
     """
     rows = np.flatnonzero(step == step.min())
     ranks, index = np.unique(rank[rows], return_inverse=True)
@@ -197,7 +204,7 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 
 
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Shifts each step to begin after the one before, because tables may begin every step at 0."""
+    """Shifts each step behind the previous one, because every step of a table may begin at 0."""
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
     last = np.full(len(first), -np.inf)
@@ -213,14 +220,14 @@ def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
 
 
 class _Table:
-    """Turns rows of a table into spans.
+    """Converts the rows of a table into trace spans.
 
     Args:
-        table: Columns of numbers by name.
+        table: Columns of whole numbers, by name.
         kind_names: Names of the kinds of operations.
-        kind: Index into ``kind_names`` of each row.
-        start_ns: Start of each row, in nanoseconds.
-        duration: Duration of each row, in nanoseconds.
+        kind: Kind of each row, as an index into ``kind_names``.
+        start_ns: Start of the operation in each row, in nanoseconds.
+        duration: Duration of the operation in each row, in nanoseconds.
     """
 
     def __init__(
@@ -253,15 +260,15 @@ class _Table:
         self._group = table.get("group", zeros - 1)
 
     def run(self, origin: Path, world_size: int, notes: list[str]) -> RunTrace:
-        """Returns the table as a run.
+        """Returns the trace of the run that the table describes.
 
         Args:
-            origin: Path of the source.
-            world_size: Number of processes of the job, at least.
-            notes: Notes on the table, one line each.
+            origin: Path of the table, for error messages.
+            world_size: Minimum number of ranks in the job.
+            notes: Remarks about the table for the user, one line each.
 
         Raises:
-            TraceError: If the table has no computes, or contradicts itself.
+            TraceError: If the table has no computations, or contradicts itself.
         """
         computes = self._rows(*_COMPUTES)
         if not len(computes):
@@ -303,7 +310,7 @@ class _Table:
         return replace(run, caveats=tuple(notes))
 
     def _blocks(self, rows: Ints, spans: TraceTable) -> dict[int, dict[int, TraceTable]]:
-        """Returns spans by worker and iteration; ``rows`` are the rows of the table they are of."""
+        """Returns the spans by worker and iteration. ``rows`` has the table row of each span."""
         order = np.lexsort((spans.start_ns, spans.iteration, self._worker[rows]))
         worker = self._worker[rows][order]
         spans = spans.take(order)
@@ -316,7 +323,7 @@ class _Table:
         return blocks
 
     def _rows(self, *names: str) -> Ints:
-        """Returns rows of these kinds, ordered by step, rank and number."""
+        """Returns the rows of these kinds of operations, ordered by step, rank and number."""
         kinds = [index for index, name in enumerate(self._kind_names) if name in names]
         rows = np.flatnonzero(np.isin(self._kind, kinds))
         keys = (self._seq[rows], self._worker[rows], self._step[rows])
@@ -324,7 +331,7 @@ class _Table:
         return ordered
 
     def _placement(self, origin: Path, rows: Ints, num_ranks: int, num_chunks: int) -> Placement:
-        """Returns the placement of stages, after a check that chunks and stages agree."""
+        """Returns which rank holds which stage, and checks that chunks and stages agree."""
         chunk = np.maximum(self._chunk[rows], 0)
         if (chunk * num_ranks + self._stage[rows] != self._model_chunk[rows]).any():
             raise TraceError(
@@ -334,7 +341,7 @@ class _Table:
         return Placement(num_ranks=num_ranks, num_chunks=num_chunks)
 
     def _check_once(self, origin: Path, computes: Ints) -> None:
-        """Raises a ``TraceError`` if a compute occurs twice."""
+        """Raises a ``TraceError`` if the same computation occurs twice."""
         keys = [key[computes] for key in (self._worker, self._step, self._kind, self._seq)]
         again = computes[find_rows(keys, keys) != np.arange(len(computes))]
         if len(again):
@@ -346,7 +353,7 @@ class _Table:
             )
 
     def _check_microbatches(self, computes: Ints) -> None:
-        """Numbers the microbatches by their order if the table does not, or not uniquely."""
+        """Numbers microbatches by their order, unless the table has unique numbers for them."""
         keys = [self._step, self._worker, self._kind, self._chunk]
         columns = [*(key[computes] for key in keys), self._microbatch[computes]]
         is_unique = (find_rows(columns, columns) == np.arange(len(computes))).all()
@@ -356,7 +363,7 @@ class _Table:
         self._microbatch[order] = nth_of_equal([key[order] for key in keys])
 
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
-        """Returns rows of the table and the span of each; a received message has two spans."""
+        """Returns all spans, each with its table row. A received message has two spans."""
         parts: list[tuple[Ints, TraceTable]] = []
 
         def add(rows: Ints, kind: str, **columns: Any) -> None:
@@ -404,13 +411,13 @@ class _Table:
         return np.concatenate(row_parts), TraceTable.concat(span_parts)
 
     def _paired(self, messages: Ints, computes: Ints) -> tuple[Ints, Ints]:
-        """Pairs the n-th message of a rank in a step with its n-th compute; both are ordered."""
+        """Pairs a rank's n-th message in a step with its n-th computation. Both are ordered."""
         keys = [[self._step[rows], self._worker[rows]] for rows in (messages, computes)]
         partner = find_rows([*keys[1], nth_of_equal(keys[1])], [*keys[0], nth_of_equal(keys[0])])
         return messages[partner >= 0], computes[partner[partner >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """Returns the global rank of a pipeline rank of each worker's pipeline, -1 if missing."""
+        """Returns the global rank of a pipeline rank in each worker's pipeline, -1 if missing."""
         index = find_rows(
             [self._pp_rank, self._dp_rank, self._tp_rank],
             [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],
@@ -418,7 +425,7 @@ class _Table:
         return np.where(index >= 0, self._ranks[index], -1)
 
     def _roots(self, name: str, rows: Ints) -> Ints:
-        """Returns the lowest rank of each collective's group, -1 if it is unknown."""
+        """Returns the lowest rank in each collective's process group, -1 if unknown."""
         worker = self._worker[rows]
         pp_rank = self._pp_rank[worker]
         dp_rank = self._dp_rank[worker]
@@ -436,10 +443,10 @@ class _Table:
 
 
 def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
-    """Writes a run into a folder without other traces, a file per rank.
+    """Writes the trace of a run into a folder, with a file per rank.
 
     Raises:
-        TraceError: If the folder contains traces, or cannot be written.
+        TraceError: If the folder already contains traces, or cannot be written.
     """
     folder = Path(folder)
     if trace_files(folder):

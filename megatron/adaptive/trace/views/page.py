@@ -1,14 +1,15 @@
-"""Writes a run as one self-contained page for the browser: ``.html``.
+"""Writes a run as one self-contained ``.html`` page for the browser.
 
-The page contains plotly.js, its own scripts and the spans, and loads nothing else. Its timeline has
-a row per rank with actions and waits, and arrows from sends to receives. It can also show the ideal
-step, in which no rank is slower than others, and the bytes of activations. A slider selects the
-iteration. The page of a large run contains some of its iterations and replicas, so that it opens
-quickly, and lists what was left out.
+The page contains plotly.js, its own scripts and the trace's spans (named time intervals), and loads
+nothing else. Its timeline has a row per rank with actions and waits, and arrows from sends to
+receives. It can also show the ideal step, in which no rank is slower than others, and the size of
+the activations in memory. A slider selects the iteration. The page of a large run contains only
+some iterations and replicas, so that it opens quickly, and lists what was left out.
 
-A page contains at most :data:`MAX_SPANS` spans. If there are more, it contains fewer iterations; if
-a single step has too many, its shortest spans are left out. The visible part is drawn as bars, or
-as shares of time if there are too many (``page_draw.js``).
+A page contains at most :data:`MAX_SPANS` spans. If there are more, the page contains fewer
+iterations. If a single step has too many, its shortest spans are left out. The visible spans are
+drawn as bars. If they are too many for bars, the page shows what fraction of the time each kind
+takes (``page_draw.js``).
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ from megatron.adaptive.trace.whatif.operations import ideal_steps
 MAX_SPANS = 1_000_000
 """Maximum number of spans in a page, which then stays below 30 MB."""
 MAX_ACTIONS = 40_000
-"""Maximum number of actions in a step that is drawn together with its ideal step."""
+"""Maximum number of actions in a step for which the ideal step is simulated and drawn too."""
 
 SCRIPTS = ("page_data.js", "page_draw.js", "page.js")
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Contains the rows that the page shows at a time: a replica, or all ranks.
+    """Contains the rows that the page shows at the same time: the ranks of a replica, or all ranks.
 
     Attributes:
-        name: Name of the group.
-        labels: Label of each row.
+        name: Name by which the reader selects the group.
+        labels: Text in front of each row.
         traces: Trace of each row's rank, ``None`` if it was not recorded.
     """
 
@@ -79,19 +80,22 @@ def write_page(
     labels: Mapping[int, str] | None = None,
     nodes: Mapping[str, Sequence[int]] | None = None,
 ) -> list[str]:
-    """Writes the page, replacing the file.
+    """Writes the page of a run, replacing the file.
 
     Args:
         run: Trace of the run.
         target: Path of the ``.html`` file.
-        iterations: Numbers of the iterations to choose from.
-        dp_rank: Data-parallel replica to show; ``None`` for some of them.
-        figures: Figures of these iterations of all ranks; computed if missing.
-        labels: Labels by global rank. If present, one chart shows all these ranks, not replicas.
-        nodes: Rows of that chart by node name; the reader may choose one node.
+        iterations: Numbers of the iterations to show. The page of a large run shows some of them.
+        dp_rank: Data-parallel replica to show; ``None`` lets this module choose some replicas.
+        figures: Measured quantities (step time, idle time and so on) of all ranks in these
+            iterations; computed if ``None``.
+        labels: Text for each row by global rank. If given, one chart shows all these ranks, instead
+            of a chart per replica.
+        nodes: Numbers of the chart's rows by name of their node, so that the reader can select a
+            node. Only used with ``labels``.
 
     Returns:
-        Notes on what was left out, one line each.
+        Notes on what the page leaves out, one line each.
 
     Raises:
         TraceError: If an iteration or the replica does not exist or has no records, or the file
@@ -112,7 +116,8 @@ def write_page(
     return notes
 
 
-# JSON escapes of unprintable characters; one more backslash makes the page show the escape itself.
+# JSON escapes of unprintable characters. Another backslash is put before each, so that the page
+# shows the escape itself instead of the character.
 _UNPRINTABLE = re.compile(
     r"(?<!\\)((?:\\\\)*)\\(u(?:00[01]|00[89]|007(?=f)|061(?=c)|200(?=[ef])|202(?=[89a-e])|206(?=[6-9])).)"
 )
@@ -130,12 +135,12 @@ def write_html(
 
     Args:
         target: Path of the ``.html`` file.
-        title: Title of the window.
-        package: Package with a folder ``assets`` that contains ``NAME.html``, ``NAME.css`` and the
+        title: Title of the browser window.
+        package: Python package whose folder ``assets`` contains ``NAME.html``, ``NAME.css`` and the
             scripts.
-        name: Name of the template, whose ``{{blocks}}`` is replaced by data and scripts.
-        blocks: Id and content of each block of data, written as JSON.
-        scripts: Names of the scripts, run in this order after plotly.js.
+        name: ``NAME`` of the template, in which ``{{blocks}}`` is replaced by data and scripts.
+        blocks: Id and content of each block of data. The content is written as JSON.
+        scripts: File names of the scripts, in the order in which they run after plotly.js.
 
     Raises:
         TraceError: If the file cannot be written.
@@ -172,7 +177,7 @@ def _label(pp_rank: int, trace: RankTrace | None) -> str:
 
 
 def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) -> dict[str, Any]:
-    """Returns the page's summary of the whole run."""
+    """Returns the data for the page's summary of the whole run."""
     header = next(trace for group in groups for trace in group.traces if trace).header
     last = iterations[-1]
     microbatches = max(t.num_microbatches.get(last, 0) for g in groups for t in g.traces if t)
@@ -203,7 +208,7 @@ def _blocks(
     groups: Sequence[_Group],
     notes: list[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields name and content of the blocks of all groups and iterations; adds to the notes."""
+    """Yields the data block of each group and iteration; adds lines to the notes."""
     num_short = 0
     num_unsimulated = 0
     for index, iteration in enumerate(iterations):
@@ -225,20 +230,20 @@ def _blocks(
 def _block(
     run: RunTrace, iteration: int, group: _Group, budget: int, bubble: float
 ) -> dict[str, Any]:
-    """Returns the data of one iteration of one group.
+    """Returns the data block for one iteration of one group of ranks.
 
     Args:
         run: Trace of the run.
         iteration: Number of the iteration.
-        group: Ranks to show.
-        budget: Maximum number of bars.
-        bubble: Idle share of the step, mean over the group's ranks.
+        group: Ranks whose spans the block contains.
+        budget: Maximum number of bars in the block.
+        bubble: Fraction of the step in which ranks are idle, as the mean over the group's ranks.
     """
     nothing = TraceTable.concat([])
     tables = [trace.table([iteration]) if trace else nothing for trace in group.traces]
     rows, left_out = _longest(rows_of(tables, run.num_chunks), budget)
     start_ns, end_ns, step_ns = _extent(tables, rows)
-    # The page first shows the step and the optimizer update after it.
+    # The range that the page shows first ends after the optimizer update that follows the step.
     updates = [table.of_kind("reduce", "optimizer").end_ns for table in tables]
     updated_ns = [int(end.max()) - start_ns for end in updates if len(end)]
     head = {
@@ -256,7 +261,7 @@ def _block(
     ideal = TraceTable.concat(list((ideal_tables or {}).values()))
     first_ns = int(ideal.start_ns.min()) if ideal_tables else 0
     last_ns = int(ideal.end_ns.max()) if ideal_tables else 0
-    # Times of the page are multiples of this unit, so that they fit into 32 bits.
+    # Times in the page are multiples of this unit, chosen so that they fit into 32 bits.
     unit_ns = 1 + (end_ns - start_ns) // (2**31 - 1)
     lower = rows_of([(ideal_tables or {}).get(rank, nothing) for rank in present], run.num_chunks)
     bars = span_columns(lower, len(tables), first_ns, unit_ns)
@@ -275,7 +280,7 @@ def _block(
 
 
 def _extent(tables: list[TraceTable], rows: Mapping[str, Ints]) -> tuple[int, int, int]:
-    """Returns the extent of an iteration, in nanoseconds.
+    """Returns when an iteration starts and ends and how long its actions take, in nanoseconds.
 
     Returns:
         Start of the first action, end of the last bar, and time from the first action's start to
@@ -291,11 +296,11 @@ def _extent(tables: list[TraceTable], rows: Mapping[str, Ints]) -> tuple[int, in
 
 
 MAX_ITERATIONS = 20
-"""Maximum number of iterations in a page."""
+"""Maximum number of iterations that a page contains."""
 SLOWEST = 4
-"""Number of iterations that are included because they took longest."""
+"""Number of the slowest iterations, which a page always includes."""
 MAX_REPLICAS = 4
-"""Number of replicas up to which all are drawn; otherwise the first and the slowest are."""
+"""Maximum number of replicas to draw. Of more, only the first and the slowest are drawn."""
 
 
 def choose(
@@ -305,17 +310,18 @@ def choose(
     dp_rank: int | None,
     labels: Mapping[int, str] | None,
 ) -> tuple[list[int], list[_Group], list[str]]:
-    """Chooses the iterations and replicas of a page.
+    """Chooses which iterations and replicas a page shows.
 
     Args:
         run: Trace of the run.
-        figures: Figures of the run.
-        iterations: Numbers of the iterations to choose from.
-        dp_rank: Replica to show, ``None`` for some of them.
-        labels: Labels by global rank, see :func:`write_page`.
+        figures: Measured quantities of the run, such as step times.
+        iterations: Numbers of the iterations to show. The page of a large run shows some of them.
+        dp_rank: Data-parallel replica to show; ``None`` chooses some replicas.
+        labels: Text for each row by global rank, as in :func:`write_page`.
 
     Returns:
-        Iterations in ascending order; groups of ranks; notes on what was left out, one line each.
+        Chosen iterations in ascending order; groups of ranks; notes on what was left out, one line
+        each.
 
     Raises:
         TraceError: If nothing was recorded in these iterations.
@@ -341,7 +347,7 @@ def choose(
 def _groups(
     run: RunTrace, figures: RunFigures, dp_rank: int | None, labels: Mapping[int, str] | None
 ) -> tuple[list[_Group], list[str]]:
-    """Returns the groups of ranks of a page, and notes on what was left out."""
+    """Returns the groups of ranks that a page shows, and notes on what was left out."""
     if labels is not None:
         every = [run.ranks[rank] for rank in labels]
         return [_Group("all ranks", list(labels.values()), every)], []
@@ -364,7 +370,7 @@ def _groups(
 
 
 def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[int]:
-    """Returns up to ``most`` iterations: the slowest, and evenly spaced ones."""
+    """Returns up to ``most`` iterations: the slowest ones, and others at equal distances."""
     if len(asked) <= most:
         return list(asked)
     step_ns = figures.step_ns.max(axis=1)[np.searchsorted(figures.iterations, asked)]
@@ -374,7 +380,7 @@ def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[in
 
 
 def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
-    """Returns all replicas, or the first and the slowest of many."""
+    """Returns all replicas, or only the first and the slowest if they are many."""
     if len(present) <= MAX_REPLICAS:
         return tuple(present)
     steps = [figures.step_ns[:, figures.dp_rank == d].max(axis=1).mean() for d in present]
@@ -382,18 +388,18 @@ def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
 
 
 def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
-    """Returns a block of data: compressed columns, and values that are written as JSON.
+    """Returns a block of data for the page: compressed columns, and values to write as JSON.
 
     Args:
-        columns: Columns of whole numbers below 2^53.
-        head: Other data of the block.
+        columns: Columns of whole numbers below 2^53, by name.
+        head: Other values of the block, by name.
     """
     most = np.iinfo("int32").max
     typed = {
         name: column.astype("float64" if np.abs(column).max(initial=0) > most else "int32")
         for name, column in columns.items()
     }
-    # Wide columns come first, so that each begins at a multiple of its width.
+    # Columns with wide elements come first, so that each column begins at a multiple of its width.
     ordered = sorted(typed.items(), key=lambda pair: -pair[1].itemsize)
     listed = [[name, column.dtype.name, len(column)] for name, column in ordered]
     packed = gzip.compress(b"".join(column.tobytes() for _, column in ordered), 6, mtime=0)
@@ -403,13 +409,15 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
 def span_columns(
     rows: Mapping[str, Ints], num_rows: int, start_ns: int, unit_ns: int
 ) -> dict[str, Ints]:
-    """Returns the columns of bars; ``offset`` is the index of each row's first bar.
+    """Returns the columns of bars for the page.
+
+    The additional column ``offset`` has the index of each row's first bar.
 
     Args:
-        rows: Columns from :func:`rows_of`.
-        num_rows: Number of rows.
-        start_ns: Time 0 of the page, in nanoseconds.
-        unit_ns: Unit of all times of the page, in nanoseconds.
+        rows: Columns of bars as returned by :func:`rows_of`.
+        num_rows: Number of rows in the chart.
+        start_ns: Time that is 0 in the page, in nanoseconds.
+        unit_ns: Unit of all times in the page, in nanoseconds.
     """
     columns = {name: column for name, column in rows.items() if name != "row"}
     columns["offset"] = np.searchsorted(rows["row"], np.arange(num_rows + 1))
@@ -423,13 +431,13 @@ def span_columns(
 def message_columns(
     messages: Messages, row_of: Mapping[int, int], start_ns: int, unit_ns: int
 ) -> dict[str, Ints]:
-    """Returns the columns of the messages between rows, ordered by the time of sending.
+    """Returns the columns of messages between rows, in the order in which they were sent.
 
     Args:
         messages: Messages of one iteration.
-        row_of: Row by global rank.
-        start_ns: Time 0 of the page, in nanoseconds.
-        unit_ns: Unit of all times of the page, in nanoseconds.
+        row_of: Row number of each global rank.
+        start_ns: Time that is 0 in the page, in nanoseconds.
+        unit_ns: Unit of all times in the page, in nanoseconds.
     """
     order = np.argsort(messages.sent_ns, kind="stable")
     rows = np.full(max(row_of, default=0) + 1, -1, dtype=np.int64)
@@ -458,15 +466,16 @@ _SPAN_COLUMNS = (
 
 
 def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
-    """Returns the bars of some ranks' spans; messages and whole steps have no bar.
+    """Returns the bars for the spans of some ranks; messages and whole steps have none.
 
     Args:
-        tables: Spans of one iteration, a table per row.
+        tables: Spans of one iteration, as a table for each row.
         num_chunks: Number of chunks per rank.
 
     Returns:
-        Columns of bars, ordered by row and start: ``row``, ``start`` (ns, absolute), ``length``
-        (ns), ``category``, and columns of the tables by name.
+        Columns of bars, ordered by row and start: ``row``, ``start`` (nanoseconds on the trace's
+        clock), ``length`` (nanoseconds), ``category``, and those columns of the tables that the
+        page shows.
     """
     rows = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     table = TraceTable.concat(tables)
@@ -485,14 +494,14 @@ def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
 
 
 def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints], int]:
-    """Returns the longest bars, ``budget`` at most, and the number of bars left out."""
+    """Returns up to ``budget`` bars, the longest ones, and the number of bars left out."""
     left_out = max(0, len(rows["row"]) - budget)
     kept = np.sort(np.argsort(rows["length"], kind="stable")[left_out:])
     return {name: column[kept] for name, column in rows.items()}, left_out
 
 
 def _category_of(table: TraceTable, num_chunks: int) -> Ints:
-    """Returns ``[spans] int64``: indices into :func:`categories`, -1 for spans without a bar."""
+    """Returns each span's index in :func:`categories`, -1 for spans without a bar."""
     index_of = {
         (category.kind, category.chunk, category.cause): index
         for index, category in enumerate(categories(num_chunks))

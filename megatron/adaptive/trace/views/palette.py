@@ -1,8 +1,9 @@
-"""Defines the colours of the views: forward blue, backward green, weight orange, idle grey.
+"""Defines the colours of the views: F (forward) blue, B (backward) green, W orange, idle grey.
 
-The chunk sets the lightness, from dark (chunk 0) to light. The hues stay distinct under the common
-kinds of colour blindness, where blue keeps its hue and this green turns yellow-brown. A wait has
-the tint of its cause, lighter than any action; idle time without a recorded wait is grey.
+The number of the chunk sets the lightness of an action, from dark (chunk 0) to light. The hues can
+be distinguished with the common kinds of colour blindness, in which blue stays blue and this green
+looks yellow-brown. A wait has a tint that depends on its cause and is lighter than any action. Idle
+time without a recorded wait is grey.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WAIT_NAMES = {
     "group": "wait for group",
     "": "wait, cause unknown",
 }
-"""Legend text by the cause of a wait (``Span.reason``); empty for a cause unknown here."""
+"""Legend text for each cause of a wait (``Span.reason``). The empty cause stands for all others."""
 WAIT_COLORS = {
     "input": "F6C9C9",
     "memory": "D6C4EE",
@@ -30,7 +31,7 @@ WAIT_COLORS = {
     "group": "B5E3DF",
     "": "CACACF",
 }
-"""Fill as ``RRGGBB`` by the cause of a wait."""
+"""Fill colour for each cause of a wait, as ``RRGGBB``."""
 
 OTHER_COLORS = {
     "data": "#B4477E",
@@ -43,14 +44,14 @@ OTHER_COLORS = {
 }
 OTHER_NAMES = {"data": "reading data", "reduce": "gradient reduction"}
 LEGEND_CHUNKS = 4
-"""Number of chunks up to which the legend lists all; of more it lists some, evenly spaced."""
+"""Maximum number of chunks in the legend. Of more chunks the legend lists evenly spaced ones."""
 
 _HUES = {"F": (0.585, 0.72), "B": (0.350, 0.52), "W": (0.095, 0.85)}
 _DARK, _LIGHT, _SINGLE = 0.33, 0.78, 0.44
 
 
 def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
-    """Returns the fill of an action as ``RRGGBB``, distinct for up to about a hundred chunks."""
+    """Returns an action's fill colour as ``RRGGBB``, distinct for up to about a hundred chunks."""
     hue, saturation = _HUES[action]
     if num_chunks <= 1:
         lightness = _SINGLE
@@ -63,12 +64,12 @@ def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
 
 
 def cause_of(wait: Span) -> str:
-    """Returns the cause of a wait, empty for a cause without a colour here."""
+    """Returns the cause of a wait, or an empty text if the cause has no colour of its own."""
     return wait.reason if wait.reason in WAIT_NAMES else ""
 
 
 def fill_of(span: Span | None, num_chunks: int) -> str:
-    """Returns the fill of an action, a wait or, for ``None``, other idle time as ``RRGGBB``."""
+    """Returns a span's fill colour as ``RRGGBB``; ``None`` stands for other idle time."""
     if span is None:
         return IDLE
     if span.action == "wait":
@@ -77,7 +78,7 @@ def fill_of(span: Span | None, num_chunks: int) -> str:
 
 
 def text_color(fill: str) -> str:
-    """Returns ``FFFFFF`` or a near black, the one with the higher contrast on ``fill``."""
+    """Returns white or nearly black as ``RRGGBB``, whichever has more contrast on ``fill``."""
     channels = [int(fill[i : i + 2], 16) / 255 for i in (0, 2, 4)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -86,15 +87,15 @@ def text_color(fill: str) -> str:
 
 @dataclass(frozen=True)
 class Category:
-    """Describes a category of spans that share a colour.
+    """Describes a category of spans that have the same colour.
 
     Attributes:
-        name: Name in the legend.
-        color: Colour as in CSS.
+        name: Text in the legend.
+        color: Colour in the syntax of CSS.
         kind: Kind of span from ``trace_format.KINDS``, or ``other``.
-        chunk: Chunk of an action, -1 for other spans.
+        chunk: Number of an action's chunk, -1 for other spans.
         cause: Cause of a wait, empty for other spans.
-        in_legend: Whether the legend lists it.
+        in_legend: Whether the legend lists the category.
     """
 
     name: str
@@ -106,7 +107,7 @@ class Category:
 
 
 def categories(num_chunks: int) -> list[Category]:
-    """Returns all categories of spans, in the order of the legend."""
+    """Returns all categories of spans, in the order in which the legend lists them."""
     shown = {round(i * (num_chunks - 1) / (LEGEND_CHUNKS - 1)) for i in range(LEGEND_CHUNKS)}
     listed = [
         Category(

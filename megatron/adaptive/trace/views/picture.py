@@ -1,6 +1,6 @@
-"""Draws a step as a picture with time to the right and a row per stage, and maps of slow ranks.
+"""Draws pictures of a step (time to the right, a row per rank) and maps of slow ranks.
 
-Waits have the tint of their cause, other idle time is grey.
+Waits have a tint that depends on their cause; other idle time is grey.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ DPI = 150
 WIDTH_IN = 14.0
 MAX_WIDTH_IN = 22.0
 FORWARD_IN = 0.13
-"""Width of a short action, in inches; the picture grows for it, up to ``MAX_WIDTH_IN``."""
+"""Width of a short action in inches. To reach it the picture gets wider, up to ``MAX_WIDTH_IN``."""
 AROUND_IN = 1.5
-"""Height of the parts above and below the rows, in inches."""
+"""Total height of what is above and below the rows, in inches."""
 ROW_IN_FEW = 0.62
 ROW_IN_MANY = 0.36
 MANY_ROWS = 8
-"""Number of rows up to which a row is ``ROW_IN_FEW`` inches high."""
+"""Maximum number of rows with a height of ``ROW_IN_FEW`` inches. More rows are lower."""
 MAX_ROWS_IN = 100.0
-"""Maximum height of all rows, in inches: picture viewers are limited to 65,536 pixels."""
+"""Maximum height of all rows together in inches, as viewers are limited to 65,536 pixels."""
 BAR = 0.80
-"""Height of a bar as a share of its row; the rest is the gap to the next bar."""
+"""Height of a bar as a fraction of its row. The rest is the gap to the next bar."""
 INK = "#1F2328"
 FAINT = "#6B6B70"
 DIGIT_EM = 0.64
-"""Width of a digit, in font sizes."""
+"""Width of a digit as a multiple of the font size."""
 DIGIT_HEIGHT_EM = 1.15
 SMALLEST_PT = 4.5
-"""Smallest font size of a bar's text, in points; smaller texts are left out."""
+"""Smallest font size of the text in a bar, in points. Text that would be smaller is left out."""
 UPRIGHT_BELOW_PT = 5.5
-"""Font size below which texts are turned upright, in points."""
+"""Font size in points below which the text in bars is turned by 90 degrees."""
 POINTS_PER_IN = 72
 VISIBLE = 2000
-"""The legend leaves out causes of waits that are shorter than the step divided by this."""
+"""Causes of waits that last less than the step time divided by this are not in the legend."""
 
 
 def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
-    """Writes a step as ``.png`` or another format of matplotlib's, replacing the file.
+    """Writes a picture of a step as ``.png`` or in another format of matplotlib.
 
     Args:
         step: Step to draw.
-        path: Path of the file, whose ending chooses the format.
+        path: Path of the file. Its ending, such as ``.png``, sets the format.
 
     Raises:
         TraceError: If the file cannot be written.
@@ -87,11 +87,13 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     causes = {cause_of(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
     _draw_legend(figure, step.num_chunks, step.actions, causes)
     figure.draw_without_rendering()
-    # Bars and texts within the axes do not change the layout.
+    # The bars and texts drawn from here on lie within the axes, so the layout is not computed
+    # again.
     figure.set_layout_engine("none")
     points = axes.get_window_extent().width / DPI * POINTS_PER_IN
     points_per_ns = points / max(step.step_ns, 1)
-    # A wider edge would hide the bars of a dense chart.
+    # Edges are thin compared with the bars, because wider edges would hide the bars of a dense
+    # chart.
     edge_pt = min(0.5, 0.05 * durations[len(durations) // 2] * points_per_ns)
     _draw_rows(axes, step, edge_pt)
     _write_texts(axes, step, points_per_ns, row_in, min(9.0 if row_in > 0.5 else 7.5, text_pt))
@@ -146,7 +148,7 @@ def _draw_rows(axes: Axes, step: PipelineStep, edge_pt: float) -> None:
 def _draw_bars(
     axes: Axes, row: int, bars: Sequence[tuple[float, float, str]], edge_pt: float = 0
 ) -> None:
-    """Draws bars with white edges in a row; each has a start, a length and a colour ``RRGGBB``."""
+    """Draws bars, given by start, length and colour ``RRGGBB``, with white edges in a row."""
     axes.broken_barh(
         [(start, length) for start, length, _ in bars],
         (row - BAR / 2, BAR),
@@ -161,8 +163,8 @@ def _write_texts(
 ) -> None:
     """Writes ``chunk-microbatch`` into the bars that are wide enough.
 
-    All bars of a kind of action have one font size and one direction: upright if the text would be
-    too small along the bar.
+    For each kind of action, all texts have the same font size and direction. They are turned by 90
+    degrees if they would otherwise be too small.
     """
     height_pt = row_in * BAR * POINTS_PER_IN
     for action in step.actions:
@@ -172,7 +174,7 @@ def _write_texts(
         letters = DIGIT_EM * np.array(list(map(len, texts)))
         along = 0.88 * widths / letters
         upright = np.minimum(0.95 * widths / DIGIT_HEIGHT_EM, 0.88 * height_pt / letters)
-        # The common size fits into nine tenths of the bars.
+        # The common size is chosen so that the text fits into nine tenths of the bars.
         turned = min(largest, np.sort(along)[len(bars) // 10]) < UPRIGHT_BELOW_PT
         sizes = upright if turned else along
         common = max(min(largest, np.sort(sizes)[len(bars) // 10]), SMALLEST_PT)
@@ -207,7 +209,7 @@ def _write_title(figure: Figure, axes: Axes, step: PipelineStep) -> None:
 def _draw_legend(
     figure: Figure, num_chunks: int, actions: Collection[str], causes: Collection[str]
 ) -> None:
-    """Draws the legend: colours of actions by chunk, of causes of waits, and of idle time."""
+    """Draws the legend: the colours of actions by chunk, of waits by cause, and of idle time."""
     patches = [
         Patch(color=category.color, label=category.name)
         for category in categories(num_chunks)
@@ -222,11 +224,11 @@ PANEL_ROW_IN, PANEL_TITLE_IN = 0.16, 0.42
 
 
 def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.PathLike[str]) -> None:
-    """Writes simulated steps as a picture with a panel each, replacing the file.
+    """Writes a picture with a panel for each simulated step, replacing the file.
 
     Args:
         steps: Title and simulated step of each panel, from the top.
-        path: Path of the file, whose ending chooses the format.
+        path: Path of the file. Its ending, such as ``.png``, sets the format.
 
     Raises:
         TraceError: If the file cannot be written.
@@ -257,15 +259,15 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
 
 
 MAX_HEAT_ROWS = 64
-"""Maximum number of ranks that are drawn; of more, the slowest are."""
+"""Maximum number of ranks in a map of lost time. Of more ranks the slowest are drawn."""
 
 
 def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> None:
-    """Writes a picture of the lost time: ranks by steps, and replicas by stages.
+    """Writes a picture with two maps of lost time: ranks by steps, and replicas by stages.
 
     Args:
         run: Trace of the run.
-        answers: Analysis by ``what_if`` of the run.
+        answers: Result of ``what_if`` for the run.
         path: Path of the ``.png`` file, which is replaced.
 
     Raises:
@@ -279,7 +281,7 @@ def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> 
     figure = _figure(WIDTH_IN * 0.8, height, DPI * 2 // 3)
     whole, part = figure.subplots(1, 2, width_ratios=(3, 1))
     for axes, values in ((whole, ranks[shown]), (part, stages)):
-        # Values are durations over the usual ones: white is usual, red slower, blue faster.
+        # Values are durations divided by the usual ones. White is usual, red slower, blue faster.
         image = axes.imshow(
             values, aspect="auto", cmap="RdBu_r", vmin=0.5, vmax=1.5, interpolation="nearest"
         )

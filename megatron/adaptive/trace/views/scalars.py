@@ -1,12 +1,12 @@
-"""Writes a trace as curves for TensorBoard: one run per rank, so that ranks share a chart.
+"""Writes a trace as curves for TensorBoard, in which each rank is a curve of the same chart.
 
 ::
 
     <folder>/mean/events.out.tfevents.trace          mean over the ranks
     <folder>/rank 00003/events.out.tfevents.trace    one rank: its part of each step
 
-Every iteration is a point at the time at which it ran. TensorBoard's own writer makes the files,
-each appears only when it is complete, and writing again replaces them.
+Every iteration is a point at the time at which the iteration ran. TensorBoard's own writer makes
+the files. A file appears only when it is complete, and is replaced if the trace is written again.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron.adaptive.trace.read import RunTrace
 
 FILE_NAME = "events.out.tfevents.trace"
 MEAN = "mean"
-"""Name of the folder with the means over ranks."""
+"""Name of the folder with the curves of means over ranks."""
 
 
 def write_scalars(
     run: RunTrace, figures: RunFigures, folder: str | os.PathLike[str]
 ) -> tuple[str, ...]:
-    """Writes curves of the bubble fraction, the step time and the parts of the step.
+    """Writes curves of the fraction of idle time, the step time, and the parts of the step.
 
     Args:
         run: Trace of the run.
-        figures: Figures of the ranks to show.
+        figures: Measured quantities of the ranks to show, by iteration.
         folder: Folder for TensorBoard's ``--logdir``; files of an earlier call are replaced.
 
     Returns:
@@ -42,7 +42,7 @@ def write_scalars(
     Raises:
         TraceError: If a file cannot be written.
     """
-    # TensorBoard is slow to import, and only this function needs it.
+    # Imported here because TensorBoard is slow to import, and only this function needs it.
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -50,7 +50,8 @@ def write_scalars(
     curves = {f"{tag}{run.bubble_note}": values for tag, values in _curves(figures)}
     is_recorded = figures.num_actions > 0
     header = next(iter(run.ranks.values())).header
-    # Times of a run with several clocks are already times of day of one of them.
+    # Trace times are monotonic and must be shifted to times of day. Only a run with several clocks
+    # already has times of day, those of one of its clocks.
     is_monotonic = len(run.alignment.clocks) == 1
     lead_ns = header.unix_ns - header.monotonic_ns if is_monotonic else 0
     moments_s = (figures.step_start_ns.max(axis=1) + lead_ns) / 1e9
@@ -77,7 +78,7 @@ def write_scalars(
 
 
 def _curves(figures: RunFigures) -> Iterator[tuple[str, Floats]]:
-    """Yields name and values, ``[iterations, ranks]``, of each curve."""
+    """Yields each curve's name, and its values for each rank, ``[iterations, ranks]``."""
     yield "pipeline/bubble fraction", figures.bubble_fraction
     yield "pipeline/step time ms", figures.step_ns / NS_PER_MS
     for number, part in enumerate(PARTS.values()):

@@ -1,14 +1,14 @@
-"""Writes a run's pipeline as an Excel workbook.
+"""Writes the trace of a pipeline as an Excel workbook with these sheets.
 
-- *order*       the actions of one iteration in executed order, wide enough to read
-- *time*        the same on a time scale
+- *order*       the actions of one iteration in the order in which they ran, wide enough to read
+- *time*        the same actions on a time scale
 - *summary*     per rank: busy time, waits by cause, bubble, durations of actions, peaks, bytes;
                 first for the drawn iteration, then the mean over all iterations of the workbook
 - *iterations*  per iteration: step time, bubble, waits
 - *charts*      Excel's own charts of the last two sheets, which follow changes of their cells
 
-The workbook shows one replica, and names it if there are several. It sets columns, merges cells and
-makes styles in ways that stay fast for charts of hundreds of thousands of cells.
+The workbook shows one replica, and names the replica if there are several. Columns, merged cells
+and styles are made in ways that stay fast for charts of hundreds of thousands of cells.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ TITLE_ROW = 1
 TIME_ROW = 2
 FIRST_ROW = 3
 PATCH_COLUMNS = 8
-"""Number of columns of a colour sample in the legend."""
+"""Width of a colour sample in the legend, in columns."""
 MAX_COLUMNS = 16_384
 GRID_COLUMNS = MAX_COLUMNS - LABEL_COLUMNS
 FORWARD_COLUMNS = 4
-"""Number of columns of a short action in the sheet *order*, so that its text fits."""
+"""Width in columns of a short action in the sheet *order*, so that its text fits."""
 MAX_BINS = 600
-"""Maximum number of columns of the sheet *time*."""
+"""Maximum number of time columns in the sheet *time*."""
 
 CENTRE = Alignment(horizontal="center", vertical="center", shrink_to_fit=True)
 LEFT = Alignment(horizontal="left", vertical="center")
@@ -64,18 +64,18 @@ SEPARATOR = Border(left=Side(style="thin", color="FFFFFF"))
 _FAINT = Font(size=8, color="6B6B70")
 BOLD = Font(bold=True)
 MAX_ITERATIONS = 20_000
-"""Maximum number of rows of the sheet *iterations*; a longer run shows one in every few."""
+"""Maximum number of rows in the sheet *iterations*. For a longer run, iterations are skipped."""
 MAX_RANK_COLUMNS = 256
-"""Maximum number of ranks in the sheet *iterations*, each in its column."""
+"""Maximum number of ranks in the sheet *iterations*. Each rank has a column."""
 
 MS = "0.000"
 COUNT = "#,##0"
 SHARE = "0.0%"
 HEAD_ROW = 2
 HEAD_HEIGHT = 44
-"""Height of a head row, in points: three lines."""
+"""Height of a header row in points, enough for three lines of text."""
 PART_COLUMN = 5
-"""First column of the parts of the step in *summary*."""
+"""First of the columns with the parts of the step in the sheet *summary*."""
 
 PART_COLORS = {
     "busy": chunk_color("F", 0, 1),
@@ -86,17 +86,17 @@ PART_COLORS = {
 }
 
 _Column = tuple[str, str, Floats]
-"""Column of *summary*: head, number format, values by rank."""
+"""Column of the sheet *summary*: header, number format, and a value for each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChartCell:
-    """Describes adjacent columns of a row that show one action, wait or idle time.
+    """Describes a range of columns in a row that shows one action, wait or idle time.
 
     Attributes:
-        start: First column, from 0 in the time columns.
-        end: Column after the last one.
-        span: Action or wait, ``None`` for other idle time.
+        start: First column of the range; 0 is the first time column.
+        end: Column after the last column of the range.
+        span: Action or wait to show, ``None`` for other idle time.
     """
 
     start: int
@@ -106,12 +106,14 @@ class ChartCell:
 
 @dataclass(frozen=True)
 class Chart:
-    """Contains a step on columns of equal time.
+    """Contains a step divided into columns that each stand for the same time.
 
     Attributes:
         unit_ns: Time per column, in nanoseconds.
-        num_columns: Number of columns of the longest row; other recorded rows are filled up to it.
-        rows: Cells of each pipeline rank, without gaps; empty for a rank without a trace.
+        num_columns: Number of columns in the longest row. Other rows with a trace are padded to
+            this length.
+        rows: Cells of each pipeline rank without gaps between them; empty for a rank without a
+            trace.
     """
 
     unit_ns: int
@@ -122,13 +124,13 @@ class Chart:
 def write_workbook(
     run: RunTrace, step: PipelineStep, figures: RunFigures, target: str | os.PathLike[str]
 ) -> None:
-    """Writes a workbook, replacing the file.
+    """Writes a run's workbook, replacing the file.
 
     Args:
-        run: Trace of the run; its notes are printed below the summary.
+        run: Trace of the run. Its notes are written below the summary.
         step: Iteration to draw.
-        figures: Figures of the ranks of its pipeline over the iterations to cover, which contain
-            ``step.iteration``.
+        figures: Measured quantities of the ranks in the step's pipeline, for the iterations that
+            the workbook covers. They must include ``step.iteration``.
         target: Path of the ``.xlsx`` file.
 
     Raises:
@@ -157,10 +159,11 @@ def write_workbook(
 
 
 def lay_out(step: PipelineStep) -> Chart:
-    """Places a step on a grid of columns.
+    """Places a step on a grid of columns, wide enough for the text of most actions.
 
-    A tenth of the actions may be shorter than :data:`FORWARD_COLUMNS` columns. Each action has at
-    least one column, so a row drifts to the right of its true time if many actions are shorter.
+    A tenth of the actions may be narrower than :data:`FORWARD_COLUMNS` columns. Each action has at
+    least one column, so a row extends to the right of its true time if many actions are shorter
+    than a column.
     """
     durations = sorted(span.duration_ns for row in step.rows for span in row)
     short_ns = durations[len(durations) // 10]
@@ -169,9 +172,11 @@ def lay_out(step: PipelineStep) -> Chart:
 
 
 def fill_bins(step: PipelineStep) -> Chart:
-    """Cuts a step into at most :data:`MAX_BINS` columns of 1, 2 or 5 times a power of ten ns.
+    """Divides a step into at most :data:`MAX_BINS` columns of equal time.
 
-    A column shows the action or wait at its middle.
+    The time per column is 1, 2 or 5 times a power of ten, in nanoseconds.
+
+    A column shows the action or wait at the middle of its time.
     """
     powers = (10**power for power in range(19))
     units = (factor * power for power in powers for factor in (1, 2, 5))
@@ -185,13 +190,13 @@ def fill_bins(step: PipelineStep) -> Chart:
 
 
 def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least: int) -> Chart:
-    """Places spans on columns.
+    """Places spans on columns of equal time.
 
     Args:
         rows: Spans of each rank, ordered by start.
         unit_ns: Time per column, in nanoseconds.
-        num_columns: Minimum number of columns.
-        least: Minimum number of columns of a span.
+        num_columns: Minimum number of columns of the chart.
+        least: Minimum number of columns per span.
     """
     cells_of = [list(_cells(row, unit_ns, least)) for row in rows]
     num_columns = max(num_columns, *(row[-1].end for row in cells_of if row), 0)
@@ -203,7 +208,7 @@ def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least
 
 
 def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]:
-    """Yields the cells of a row, with idle cells between its spans."""
+    """Yields the cells of a row: one for each span, and idle cells between them."""
     column = 0
     for span in row:
         start = max(column, round(span.start_ns / unit_ns))
@@ -217,7 +222,7 @@ def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
-    """Adds the sheet *order*, cut off at the maximum number of columns of a sheet."""
+    """Adds the sheet *order*. Columns beyond the maximum that Excel allows are cut off."""
     chart = lay_out(step)
     about = "cells read chunk-microbatch, width is time"
     if chart.num_columns > GRID_COLUMNS:
@@ -250,25 +255,26 @@ def _draw(
     column_width: float,
     tick: int,
 ) -> int:
-    """Draws a sheet with a row per rank and time to the right.
+    """Draws a chart with a row per rank and time to the right into a sheet.
 
     Args:
         sheet: Sheet to fill.
-        step: Step of the chart.
-        chart: Cells of the step.
-        title: Title of the sheet.
-        about: First line of the legend.
+        step: Step that the chart shows.
+        chart: Cells of the step, as placed on columns.
+        title: Text in the first row of the sheet.
+        about: Explanation in the first line of the legend.
         column_width: Width of a time column, in characters.
-        tick: Number of columns between the times in the head.
+        tick: Number of columns from one time in the header to the next.
 
     Returns:
-        Row below the legend of actions.
+        Number of the row below the legend of actions.
     """
     width = min(GRID_COLUMNS, chart.num_columns)
     sheet.sheet_view.showGridLines = False
     sheet.freeze_panes = f"B{FIRST_ROW}"
     sheet.column_dimensions["A"].width = max(12, *map(len, map(step.label, range(step.num_ranks))))
-    # One record sets the width of the whole range; column by column it would be 16,384 records.
+    # The width of all columns is set with one record for the range, because a record per column
+    # would be 16,384 records.
     columns = sheet.column_dimensions["B"]
     columns.min, columns.max, columns.width = 2, LABEL_COLUMNS + width, column_width
     sheet.cell(TITLE_ROW, 1, title).font = Font(bold=True, size=12)
@@ -329,8 +335,9 @@ def _patch(
 def _merge(sheet: Worksheet, row: int, start: int, end: int) -> None:
     """Merges columns ``start .. end - 1`` of a row.
 
-    The range is added to the sheet's set directly: the sheet's own method makes an object for each
-    covered cell and compares every pair of ranges, which takes minutes for a wide chart.
+    The range is added directly to the sheet's set of merged ranges. The sheet's own method makes an
+    object for each covered cell and compares every pair of ranges, which takes minutes for a wide
+    chart.
     """
     if end - start > 1:
         first, last = LABEL_COLUMNS + 1 + start, LABEL_COLUMNS + end
@@ -368,7 +375,7 @@ def _add_summary(workbook: Workbook, step: PipelineStep, figures: RunFigures) ->
 
 
 def _add_iterations(workbook: Workbook, step: PipelineStep, figures: RunFigures) -> int:
-    """Adds the sheet *iterations* and returns its number of iterations."""
+    """Adds the sheet *iterations* and returns the number of iterations on it."""
     sheet = workbook.create_sheet("iterations")
     total = len(figures.iterations)
     stride = -(-total // MAX_ITERATIONS)
@@ -407,7 +414,7 @@ def _add_charts(workbook: Workbook, step: PipelineStep, num_iterations: int) -> 
     bars = _bars(workbook["summary"], step)
     sheet.add_chart(bars, "B2")
     if num_iterations > 1:
-        # A row is about half a centimetre high.
+        # Place the second chart below the first one; a row is about half a centimetre high.
         row = 4 + int(bars.height / 0.5)
         sheet.add_chart(_curves(workbook["iterations"], num_iterations), f"B{row}")
 
@@ -431,7 +438,7 @@ def _bars(sheet: Worksheet, step: PipelineStep) -> BarChart:
         chart.series[-1].graphicalProperties.solidFill = PART_COLORS[part]
         chart.series[-1].graphicalProperties.line.solidFill = "FFFFFF"
     chart.set_categories(Reference(sheet, min_col=1, min_row=HEAD_ROW + 1, max_row=last))
-    # The first rank is on top.
+    # Excel draws the first row at the bottom, so the axis is reversed to put the first rank on top.
     chart.x_axis.scaling.orientation = "maxMin"
     chart.x_axis.delete = chart.y_axis.delete = False
     chart.y_axis.number_format = "0"
@@ -473,7 +480,7 @@ def _curves(sheet: Worksheet, num_iterations: int) -> LineChart:
 
 
 def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
-    """Returns the columns of *summary*: means or peaks of each rank over some rows of figures."""
+    """Returns the columns of *summary*: mean or maximum over some iterations for each rank."""
 
     def mean(values: Floats) -> Floats:
         is_recorded = figures.num_actions[rows] > 0
@@ -504,7 +511,7 @@ def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
 
 
 def _times(figures: RunFigures, rows: list[int]) -> Iterator[_Column]:
-    """Yields mean and standard deviation of each kind of action of each chunk, over the rows."""
+    """Yields columns with the mean and standard deviation of each action's time per chunk."""
     number = figures.count[rows].astype(np.float64)
     means = np.nan_to_num(figures.mean_ns[rows])
     spreads = np.nan_to_num(figures.std_ns[rows])
@@ -527,7 +534,7 @@ def _block(
     figures: RunFigures,
     columns: Sequence[_Column],
 ) -> int:
-    """Writes a table with its title and returns the row below it."""
+    """Writes a table with a title into a sheet and returns the row below the table."""
     sheet.cell(first_row, 1, text)
     for number, (name, _, _) in enumerate(columns, start=2):
         sheet.cell(first_row + 1, number, name)
@@ -560,7 +567,7 @@ def _mean(values: Floats) -> float:
 
 
 def _plain(value: float) -> float | int | None:
-    """Returns the value of a cell: an ``int`` for a whole number, ``None`` for NaN."""
+    """Converts a number for a cell: to ``int`` if it is whole, to ``None`` if it is NaN."""
     number = float(value)
     if np.isnan(number):
         return None

@@ -1,6 +1,6 @@
-"""Estimates what a run would gain from repairs, by simulating its recorded steps with other times.
+"""Estimates, by simulation, how much faster a run's steps would be without a cause of delay.
 
-- ``operations``  the operations of each rank, their dependencies, and the simulation
-- ``replay``      recorded times under other schedules, and with microbatches dealt over replicas
-- ``answers``     slowdowns, shares, causes and repairs
+- ``operations``  reads each rank's operations, finds their dependencies, and simulates them
+- ``replay``      simulates other schedules, and microbatches on other replicas
+- ``answers``     computes slowdowns, their causes, and what repairs would save
 """

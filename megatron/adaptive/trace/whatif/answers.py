@@ -1,16 +1,18 @@
-"""Reports how much time a run loses, to which ranks, and what each repair would gain.
+"""Reports how much time a run loses, which ranks cause it, and what each repair would save.
 
-Every figure comes from a simulation of the recorded steps with some durations replaced. The
-``ideal`` duration is the mean of the kind of work over replicas, stages and steps; for
-communication it is the median transfer. In the ideal step no rank is slower than others. A group's
-slowdown is the step with recorded durations for that group and ideal ones for the rest, divided by
-the ideal step. A repair's gain is the time that the step saves if only the repaired durations are
-replaced. Steps are simulated from their dependencies, without the gaps that the host left between
-operations.
+Every figure comes from a simulation of the recorded steps in which some durations are replaced. The
+``ideal`` duration of a computation is the mean over replicas, stages and steps for its kind
+(forward, backward and so on). The ideal duration of a message or collective is the median of its
+kind. In the ideal step, where all durations are ideal, no rank is slower than others. The slowdown
+of a group, such as a rank, is a ratio of two simulated step times. In the first the group has its
+recorded durations and all others have ideal ones; the second is the ideal step. The gain of a
+repair is the fraction of the step time that is saved if only the durations that the repair changes
+are replaced. An operation in the simulation starts when those that it depends on have ended,
+without the delays of the host (CPU) between operations.
 
-Source: arXiv 2505.05713, sections 3 and 4. The paper finds the lengths of microbatches by
-correlation. Here a microbatch's length is the median, over stages and kinds, of its duration
-divided by the usual one, and is treated like any other group.
+Source: arXiv 2505.05713, sections 3 and 4. The paper finds by correlation which microbatches have
+long sequences. Here the length of a microbatch is how many times as long as usual its actions take,
+the median over stages and kinds of work. Lengths are treated like any other group.
 """
 
 from __future__ import annotations
@@ -46,36 +48,36 @@ from megatron.adaptive.trace.whatif.operations import (
 from megatron.adaptive.trace.whatif.replay import recorded_times, rule_saves_s
 
 SPANS_AT_ONCE = 1_000_000
-"""Maximum number of spans that are read and linked at once, unless one step has more."""
+"""Maximum number of trace spans that are read at once, unless one step has more."""
 SETS_AT_ONCE = 8
-"""Number of sets of durations that are simulated at once."""
+"""Number of variants (sets of durations) of the steps that are simulated at once."""
 SLOWEST_WORKERS = 0.03
-"""Share of the ranks that count as the slowest workers, at least one rank."""
+"""Fraction of the ranks that count as the slowest ones (at least one rank does)."""
 SHOWN = 5
-"""Number of ranks and of links that are simulated one by one, the worst first."""
+"""Number of the worst ranks, and of the worst links, whose slowdown is computed."""
 SLOW = 1.05
-"""Slowdown below which no cause is named and no shares are printed."""
+"""Minimum slowdown for which a cause is named and its share of the slowdown is printed."""
 CAUSE_SHARE = 0.3
-"""Share of the slowdown that a cause must explain to be named."""
+"""Minimum fraction of the slowdown that a cause must explain to be named."""
 WORTH = 0.002
-"""Share of a step that a repair must gain to be listed."""
+"""Minimum fraction of the step time that a repair must save to be listed."""
 REPLAYED = 4
-"""Number of steps that are replayed under other schedules."""
+"""Number of steps that are simulated under other schedules."""
 RECORDED_SPAN_S = 1e-6
-"""Processor time of recording and writing a span, measured with the recorder."""
+"""CPU time of recording and writing a trace span, measured with the trace recorder."""
 
 CAUSES = ("worker", "last stage", "sequence lengths")
 
 
 @dataclass(frozen=True)
 class Repair:
-    """Describes a change that would make the run faster.
+    """Describes a change that would make the run faster, and by how much.
 
     Attributes:
-        description: Text that names the change.
-        flag: Flags or advice that make the change.
+        description: Short text that says what is changed.
+        flag: Command-line flags that make the change, or advice in words.
         step_s: Mean step time with the change, in seconds.
-        gain: Share of the simulated step that the change saves.
+        gain: Fraction of the simulated step time that the change saves.
     """
 
     description: str
@@ -89,23 +91,29 @@ class WhatIf:
     """Contains the what-if analysis of a run.
 
     Attributes:
-        where: Ranks of the run.
-        iterations: ``[steps]``, numbers of the steps.
-        recorded_s: ``[steps]``, seconds from the first start to the last end.
-        simulated_s: ``[steps]``, seconds of the simulation with recorded durations, which leaves
-            out gaps of the host.
-        ideal_s: ``[steps]``, seconds of the simulation with ideal durations.
-        slowdowns: Slowdown by kind of group (``stage``, ``replica``, ``rank``, ``kind``, ``link``,
-            ``length``) and name of the group.
-        by_step: Slowdowns of each step, ``[steps]``, for ``stage``, ``replica`` and ``kind``.
-        worker_share: Share of the slowdown that repairing the slowest workers would remove (Mw).
-        last_stage_share: Share that repairing the last stage would remove (Ms).
-        length_share: Share that microbatches of equal lengths would remove.
-        slowest: Workers that ``worker_share`` repairs, as indices into ``where.ranks``.
-        cause: Name from :data:`CAUSES`; ``none`` if little is lost, ``mixed`` if no single cause
-            explains enough of it.
-        repairs: Repairs, the largest gain first.
-        notes: Caveats, one line each.
+        where: Pipeline rank, replica and stages of each recorded rank.
+        iterations: ``[steps]``, number of each analyzed step (iteration).
+        recorded_s: ``[steps]``, recorded time of each step in seconds, from the first start to the
+            last end of an operation.
+        simulated_s: ``[steps]``, step time in seconds when simulated with the recorded durations,
+            without delays of the host between operations.
+        ideal_s: ``[steps]``, step time in seconds when simulated with the ideal durations.
+        slowdowns: Slowdown that each group causes, by type of group and then by name of the group.
+            Types are ``stage``, ``replica``, ``rank``, ``kind`` of work, ``link``, and ``length``
+            of microbatches.
+        by_step: The same slowdowns for each step, ``[steps]``, for the types ``stage``, ``replica``
+            and ``kind``.
+        worker_share: Fraction of the slowdown that would vanish if the slowest ranks were as fast
+            as others (Mw in the paper).
+        last_stage_share: Fraction of the slowdown that would vanish if the last stage were as fast
+            as others (Ms in the paper).
+        length_share: Fraction of the slowdown that would vanish if all microbatches took equally
+            long.
+        slowest: Slowest ranks, those of ``worker_share``, as indices into ``where.ranks``.
+        cause: Main cause of the slowdown, from :data:`CAUSES`; ``none`` if little time is lost,
+            ``mixed`` if no single cause explains enough of the loss.
+        repairs: Possible repairs, the one that saves most time first.
+        notes: Reservations about the result, one line each.
     """
 
     where: Pipelines
@@ -125,14 +133,15 @@ class WhatIf:
 
     @property
     def slowdown(self) -> float:
-        """Returns the mean simulated step divided by the mean ideal one (S in the paper)."""
+        """Returns the mean simulated step time divided by the mean ideal one (S in the paper)."""
         return float(self.simulated_s.mean() / self.ideal_s.mean())
 
     @property
     def launch_slowdown(self) -> float:
-        """Returns the mean recorded step divided by the mean simulated one.
+        """Returns the mean recorded step time divided by the mean simulated one.
 
-        The difference from 1 is the error of the simulation.
+        The difference from 1 is the error of the simulation, mainly delays of the host that it
+        leaves out.
         """
         return float(self.recorded_s.mean() / self.simulated_s.mean())
 
@@ -176,7 +185,7 @@ class WhatIf:
         }
 
     def format(self) -> str:
-        """Returns the analysis as lines of text."""
+        """Returns the analysis as lines of text to print."""
         lines = [
             f"steps {describe_numbers(self.iterations.tolist())} of {len(self.where.ranks)} ranks "
             f"take {self.recorded_s.mean():.4g} s; simulated {self.simulated_s.mean():.4g} s "
@@ -204,7 +213,7 @@ class WhatIf:
         return "\n".join(lines)
 
     def _format_shares(self) -> str:
-        """Returns the sentence on how much of the slowdown each repair would remove."""
+        """Returns the line of text on how much of the slowdown each repair would remove."""
         if self.slowdown < SLOW and self.cause != "none":
             return (
                 "  compared with the mean there is no slowdown to share out; see the repairs below"
@@ -221,10 +230,10 @@ class WhatIf:
 
 
 def _format_share(share: float) -> str:
-    """Returns a share as a percentage, or in words if the repair removes none or all of it.
+    """Returns a fraction as a percentage, or ``none`` or ``all`` if it is outside 0% to 100%.
 
-    A repaired step may be slower than the recorded one, or faster than the ideal one, because the
-    mean of the whole run replaces the repaired durations.
+    The fraction may be below 0 or above 1, because a repair replaces durations by the mean of the
+    whole run. So a repaired step may be slower than the recorded one, or faster than the ideal one.
     """
     if round(share, 2) <= 0:
         return "none"
@@ -233,13 +242,14 @@ def _format_share(share: float) -> str:
 
 @dataclass(eq=False)
 class _Part:
-    """Contains the operations of some steps with their dependencies.
+    """Contains the operations of the steps that are simulated together, with their dependencies.
 
     Attributes:
-        ops: Operations.
+        ops: Operations of these steps.
         graph: Dependencies of the operations.
-        ideal_s: ``[operations]``, ideal duration of each in seconds.
-        length: ``[operations]``, length of each operation's microbatch; 1 is the usual length.
+        ideal_s: ``[operations]``, ideal duration of each operation in seconds.
+        length: ``[operations]``, duration of the operation's microbatch relative to the usual
+            duration, which is 1.
     """
 
     ops: Operations
@@ -248,7 +258,10 @@ class _Part:
     length: Floats = field(default_factory=lambda: np.zeros(0))
 
     def column(self, group: str) -> Ints:
-        """Returns ``[operations]``: stage, replica, rank, kind or link of each, -1 for no link."""
+        """Returns ``[operations]``: number of each operation's stage, replica, rank, kind or link.
+
+        Operations that are no messages have the link -1.
+        """
         ops = self.ops
         where = ops.where
         if group == "replica":
@@ -258,7 +271,7 @@ class _Part:
         return {"stage": ops.stage, "rank": ops.worker, "kind": ops.kind}[group]
 
     def number_of_step(self, rows: slice | Mask = slice(None)) -> Ints:
-        """Returns ``[rows]``: index of each operation's step among the steps of this part."""
+        """Returns the index of each operation's step among the steps of this part."""
         _, step = np.unique(self.ops.iteration[rows], return_inverse=True)
         return step
 
@@ -268,11 +281,11 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
 
     Args:
         run: Trace of the run.
-        iterations: Numbers of the iterations to use; by default those in which the first replica
-            has all its operations.
+        iterations: Numbers of the iterations (steps) to analyze; by default those for which the
+            trace of the first replica is complete.
 
     Raises:
-        TraceError: If there is nothing to simulate, or the trace contradicts itself.
+        TraceError: If no step can be simulated, or the trace contradicts itself.
     """
     where = pipelines_of(run)
     chosen = sorted(set(run.iterations if iterations is None else iterations))
@@ -298,16 +311,17 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
 
 
 def what_if_table(table: Any) -> Any:
-    """Computes the slowdowns and repairs of a table of operations.
+    """Computes the what-if analysis of a table of operations, instead of a trace.
 
     Args:
-        table: Pandas ``DataFrame`` or dict of columns; see ``imports.published.COLUMNS``.
+        table: Pandas ``DataFrame``, or dict of columns by name. The columns are those of
+            ``imports.published.COLUMNS``.
 
     Returns:
-        A table with a row per figure. Its columns are ``what`` (``slowdown``, ``launch``,
-        ``share``, ``stage``, ``repair``, ...), ``name``, ``value`` (a slowdown, a share, or the
-        gain of a repair) and ``flag``. It is a ``DataFrame`` if the input is one, else a dict of
-        lists.
+        A table with one row per result. Its columns are ``what`` (``slowdown``, ``launch``,
+        ``share``, ``stage``, ``repair``, ...), ``name``, ``value`` (a slowdown, a fraction of it,
+        or the gain of a repair) and ``flag``. The table is a ``DataFrame`` if the input is one,
+        else a dict of lists.
 
     Raises:
         TraceError: If a column is missing, or the table contradicts itself.
@@ -333,7 +347,7 @@ def what_if_table(table: Any) -> Any:
 
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
-    """Yields groups of iterations with up to :data:`SPANS_AT_ONCE` spans each."""
+    """Divides the iterations into groups of up to :data:`SPANS_AT_ONCE` spans."""
     ranks = where.ranks.tolist()
     group: list[int] = []
     spans = 0
@@ -349,13 +363,13 @@ def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable
 
 
 Durations = Callable[[_Part], Floats]
-"""Function that returns ``[operations]`` seconds for a part, with some durations replaced."""
+"""Function from a part to durations in seconds, ``[operations]``, some of them replaced."""
 
 
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
-    """Multiplies computes by their lengths (power 1) or divides by them (power -1).
+    """Multiplies computing times by the lengths of microbatches (``power`` 1), or divides (-1).
 
-    The sum over the computes of a step stays the same.
+    The results are scaled so that the sum over all computations of a step stays the same.
     """
     times = durations_s * part.length**power
     rows = slice(0, part.ops.num_computes)
@@ -366,12 +380,12 @@ def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
 
 
 def _only(group: str, value: int) -> Durations:
-    """Uses recorded durations for a stage, replica, rank, kind or link, ideal ones for the rest."""
+    """Uses recorded durations for one stage, replica, rank, kind or link, ideal ones elsewhere."""
     return lambda part: np.where(part.column(group) == value, part.ops.duration_s, part.ideal_s)
 
 
 def _without(group: str, values: Sequence[int]) -> Durations:
-    """Uses ideal durations for some stages, ranks or kinds, recorded ones for the rest."""
+    """Uses ideal durations for some stages, ranks or kinds, recorded ones elsewhere."""
     return lambda part: np.where(
         np.isin(part.column(group), values), part.ideal_s, part.ops.duration_s
     )
@@ -379,12 +393,13 @@ def _without(group: str, values: Sequence[int]) -> Durations:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """Describes how a step is replayed.
+    """Describes how a step is simulated under another schedule.
 
     Attributes:
         name: Name of the schedule, ``1f1b`` or ``adaptive``.
         chunks: Number of chunks per rank.
-        is_dealt: True to assign microbatches to replicas by their lengths.
+        is_dealt: Whether microbatches are assigned to replicas by their lengths, so that all
+            replicas take equally long.
     """
 
     name: str
@@ -393,7 +408,7 @@ class _Schedule:
 
 
 def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
-    """Returns repairs by description and flag, the largest gain first."""
+    """Returns the repairs, the one that saves most time first."""
     repairs = [
         Repair(description, flag, step_s, 1 - step_s / whole)
         for (description, flag), step_s in steps_s.items()
@@ -402,7 +417,7 @@ def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> 
 
 
 class _Answers:
-    """Simulates the steps of a run with the sets of durations that the analysis needs."""
+    """Simulates the steps of a run with all replacements of durations that the analysis needs."""
 
     def __init__(self, run: RunTrace, where: Pipelines, parts: list[_Part]) -> None:
         self._run, self._where, self._parts = run, where, parts
@@ -414,10 +429,10 @@ class _Answers:
             part.length = self._lengths(part.ops)
 
     def all(self, notes: list[str]) -> WhatIf:
-        """Returns the whole analysis.
+        """Runs all simulations and returns the whole analysis.
 
         Args:
-            notes: Caveats, one line each.
+            notes: Reservations about the result, one line each.
         """
         where = self._where
         steps = self._simulate(self._groups())
@@ -474,7 +489,10 @@ class _Answers:
         )
 
     def _groups(self) -> dict[tuple[str, str], Durations]:
-        """Returns durations by kind and name of a group, and for the two plain simulations."""
+        """Returns the durations to simulate, by type and name of the group that stays as recorded.
+
+        The first two are the recorded step (``simulated``) and the ideal step.
+        """
         where = self._where
         sets: dict[tuple[str, str], Durations] = {
             ("", "simulated"): lambda part: part.ops.duration_s,
@@ -496,7 +514,7 @@ class _Answers:
         return sets
 
     def _shares(self, workers: list[int], slowest: list[int]) -> dict[tuple[str, str], Durations]:
-        """Returns durations with each cause repaired, and with only one slow rank as recorded."""
+        """Returns durations with one cause repaired, or with only one slow rank as recorded."""
         shares: dict[tuple[str, str], Durations] = {
             ("share", "worker"): _without("rank", slowest),
             ("share", "last stage"): _without("stage", [self._where.num_stages - 1]),
@@ -507,14 +525,17 @@ class _Answers:
         return shares
 
     def _repaired_s(self, whole: float, durations: Durations, steps: Floats) -> float:
-        """Returns the mean step with a repair; under a run-time rule the order changes with it."""
+        """Returns the mean step time with a repair, in seconds.
+
+        Under a run-time scheduling rule the repair also changes the order of actions.
+        """
         part = self._parts[-1]
         iterations = np.unique(part.ops.iteration).tolist()
         saved = rule_saves_s(self._header, part.ops, durations(part), iterations)
         return float(steps.mean()) if saved is None else whole - saved
 
     def _simulate(self, sets: Mapping[tuple[str, str], Durations]) -> dict[tuple[str, str], Floats]:
-        """Returns ``[steps]`` seconds for each set of durations."""
+        """Returns the simulated step times in seconds, ``[steps]``, for each set of durations."""
         names = list(sets)
         step_s: dict[tuple[str, str], Floats] = {}
         for low in range(0, len(names), SETS_AT_ONCE):
@@ -527,7 +548,7 @@ class _Answers:
         return step_s
 
     def _measure_cells(self) -> None:
-        """Measures ``[workers, chunks, 3]``: mean seconds of forward, backward and weight."""
+        """Computes the mean time of F, B and W in seconds, ``[ranks, chunks, 3]``."""
         shape = (len(self._where.ranks), self._where.stages.shape[1], WEIGHT + 1)
         total = np.zeros(shape)
         number = np.zeros(shape)
@@ -536,7 +557,8 @@ class _Answers:
             np.add.at(total, cell, part.ops.duration_s[: part.ops.num_computes])
             np.add.at(number, cell, 1)
         self._cells: Floats = total / np.maximum(number, 1)
-        # If every rank of a replica is slow, its microbatches are long and its ranks are not slow.
+        # If all ranks of a replica take longer, the reason is long microbatches, so divide by this
+        # factor to get the ranks' own speed.
         cell_sum_s = self._cells.sum(axis=(1, 2))
         ratio = cell_sum_s / self._stage_sum_s()[self._where.pp_rank]
         replica_factor = np.ones(int(self._where.replica.max()) + 1)
@@ -547,18 +569,18 @@ class _Answers:
         self._own_cells: Floats = self._cells / replica_factor[self._where.replica][:, None, None]
 
     def _stage_sum_s(self) -> Floats:
-        """Returns ``[pipeline ranks]``: seconds of one of each action, median of replicas."""
+        """Returns each pipeline rank's time for one F, B and W in seconds, median of replicas."""
         pp_rank = self._where.pp_rank
         number = np.bincount(pp_rank, minlength=len(self._where.stages))
         return medians(pp_rank, self._cells.sum(axis=(1, 2)), number)
 
     def _cell(self, ops: Operations) -> tuple[Ints, Ints, Ints]:
-        """Returns the index of each compute into ``[workers, chunks, 3]``."""
+        """Returns the index of each computation's mean time in ``[ranks, chunks, 3]``."""
         rows = slice(0, ops.num_computes)
         return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
 
     def _lengths(self, ops: Operations) -> Floats:
-        """Returns ``[operations]``: length of each compute's microbatch, 1 for other operations.
+        """Returns the relative length of each operation's microbatch, 1 if it has none.
 
         A length of 2 means that the microbatch takes twice as long as usual.
         """
@@ -573,7 +595,7 @@ class _Answers:
         return length
 
     def _worst_links(self) -> list[int]:
-        """Returns the links with the longest delays, numbered as in ``_Part.column``."""
+        """Returns the links with the longest total delay, numbered as in ``_Part.column``."""
         late: dict[int, float] = {}
         for part in self._parts:
             links, index = np.unique(part.column("link"), return_inverse=True)
@@ -584,9 +606,9 @@ class _Answers:
         return [link for link in worst if link >= 0 and late[link] > 0][:SHOWN]
 
     def _by_score(self, slow: Mapping[str, Mapping[str, float]]) -> list[int]:
-        """Returns workers, the slowest first.
+        """Returns the indices of all ranks, the slowest first.
 
-        A worker's score is the slowdown of its replica or of its stage, whichever is smaller.
+        A rank's score is the slowdown of its replica or of its stage, whichever is smaller.
         """
         where = self._where
         scores = [
@@ -599,7 +621,7 @@ class _Answers:
         return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
 
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
-        """Returns repairs by description: flags or advice, and the durations after the repair."""
+        """Returns, by description of a repair, its flags or advice and the repaired durations."""
         where = self._where
         repairs: dict[str, tuple[str, Durations]] = {}
         work_s = self._own_cells.sum(axis=(1, 2))
@@ -639,13 +661,13 @@ class _Answers:
         return repairs
 
     def _scaled(self, factors: Floats) -> Durations:
-        """Uses recorded durations, with the computes of each worker multiplied by its factor."""
+        """Uses recorded durations; a rank's factor multiplies those of its computations."""
         return lambda part: (
             part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag that makes stages equal, and a factor for each pipeline rank's work."""
+        """Returns the flag that makes all stages equal, and the factor of each rank's work."""
         header = self._header
         layers = np.array(header.layers, dtype=np.float64)
         if self._where.stages.shape[1] > 1 or len(layers) != len(usual) or not layers.all():
@@ -660,10 +682,10 @@ class _Answers:
         return f"--partition {format_partition(better)}", costs.stage_ns(better) / usual
 
     def _replays(self, simulated: Floats) -> dict[tuple[str, str], float]:
-        """Replays some steps under another schedule, with dealt microbatches, and with both.
+        """Simulates steps under another schedule, with microbatches on other replicas, or both.
 
         Returns:
-            Mean seconds of a step by description and flag.
+            Mean step time in seconds, by description and flag of the repair.
         """
         header = self._header
         times = recorded_times([part.ops for part in self._parts], header.work)
@@ -671,7 +693,8 @@ class _Answers:
             return {}
         steps = np.concatenate([np.unique(part.ops.iteration) for part in self._parts]).tolist()
         by_length = [step for _, step in sorted(zip(simulated.tolist(), steps, strict=True))]
-        # Short and long steps are both replayed: one from each quarter of the steps by duration.
+        # Simulate short and long steps: the middle one of each quarter of the steps sorted by
+        # duration.
         quantiles = (np.arange(REPLAYED) + 0.5) * len(by_length) / REPLAYED
         chosen = {by_length[int(index)] for index in quantiles} & set(times.steps)
         if not chosen:
@@ -700,14 +723,14 @@ class _Answers:
         }
 
     def _recording(self, whole_s: float) -> dict[tuple[str, str], float]:
-        """Estimates the step without tracing, if this project's recorder wrote the trace."""
+        """Estimates the step time without tracing, if this project's recorder wrote the trace."""
         if self._header.schedule == "imported":
             return {}
         spans = max(max(trace.num_spans.values()) for trace in self._run.ranks.values())
         return {("tracing off", "no --trace-dir"): whole_s - spans * RECORDED_SPAN_S}
 
     def _recorded(self) -> Floats:
-        """Returns ``[steps]``: seconds from the first start to the last end of each step."""
+        """Returns ``[steps]``: recorded time in seconds from the first start to the last end."""
         steps = []
         for part in self._parts:
             is_row = part.ops.source < 0
@@ -730,17 +753,17 @@ class _Answers:
         """Returns the cause whose repair would remove most of the slowdown.
 
         Args:
-            whole: Mean simulated step, in seconds.
-            base: Mean ideal step, in seconds.
-            shares: Share of the slowdown for each of :data:`CAUSES`.
-            slowest: Worker that is slowest.
-            repairs: All repairs.
+            whole: Mean simulated step time, in seconds.
+            base: Mean ideal step time, in seconds.
+            shares: Fraction of the slowdown that each of :data:`CAUSES` explains.
+            slowest: Index of the slowest rank.
+            repairs: All repairs, with their gains.
         """
         largest = int(np.argmax(shares))
         if whole >= SLOW * base:
             return CAUSES[largest] if shares[largest] >= CAUSE_SHARE else "mixed"
-        # A slow rank without replicas raises the mean it is compared with, so its slowdown is
-        # small; the gain of its repair still shows it.
+        # Without replicas, a slow rank raises the mean that it is compared with, so its slowdown is
+        # small. The gain of its repair still shows that the rank is slow.
         name = self._where.name(slowest)
         gains = [
             repair.gain for repair in repairs if repair.description.startswith(f"{name} as fast")

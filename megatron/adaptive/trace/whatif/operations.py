@@ -1,18 +1,19 @@
-r"""Reads the operations of some iterations as columns, and simulates them with any durations.
+r"""Reads the operations of some iterations as arrays, and simulates them with any durations.
 
-Owns the names of operations, their stages, and the split of a communication into waiting and
-transfer: the transfer begins when the last member does. Reads traces of this project and imported
-ones.
+This file names the operations, finds their stages, and splits each message or collective into
+waiting and transfer. The transfer begins when the last participating rank has joined. Traces of
+this project and imported ones are read.
 
 An operation starts when all operations that it depends on have ended:
 
-- the compute before it on its rank
-- the message with its input, or the compute that made the input if both are on one rank
-- the collective or optimizer step before it on its rank
-- the last compute that had ended when the operation was recorded to start
+- the previous computation of its rank
+- the message with its input, or the computation of the input if that ran on the same rank
+- the previous collective or optimizer step of its rank
+- for collectives, optimizer steps and computations that overlap with others of their rank: the last
+  computation of the rank that had ended at the recorded start
 
-A collective starts when its last member does. Parameters are gathered before the first forward of
-their chunk.
+A collective starts when its last participating rank joins. The all-gather of a chunk's parameters
+comes before the chunk's first forward pass.
 
 ::
 
@@ -20,12 +21,13 @@ their chunk.
                          \\-> message        ^ message   ^ all replicas    ^ all ranks
     rank 1   gather --------> F0 -> B0 -----/
 
-All steps and several sets of durations are simulated at once. Nodes are ordered by level: the
-length of the longest path from a node without a predecessor. A node with more than two predecessors
-gets helper nodes, so that a level costs two gathers, a maximum and a sum.
+All steps are simulated at once, with several sets of durations. The graph is processed in
+topological order, one level at a time. The level of a node is the length of the longest path to it
+from a node without predecessor. A node with more than two predecessors gets helper nodes, so that a
+level takes only two array look-ups, a maximum and a sum.
 
 Source: "Understanding Stragglers in Large Model Training Using What-if Analysis", arXiv 2505.05713,
-section 3; the names of kinds are those of its published traces.
+section 3. The names of the kinds of work are those of the traces published with the paper.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ NAMES = (
     "reduce",
     *COLLECTIVES,
 )
-"""Names of the kinds of work; the first five are computes, the others communication."""
+"""Names of the kinds of work. The first five are computations, the others communication."""
 FIRST_COMM = FORWARD_COMM
 _COLLECTIVE = len(NAMES) - len(COLLECTIVES)
 
@@ -75,13 +77,13 @@ _FAR = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Pipelines:
-    """Maps workers, the recorded ranks, to their pipeline ranks, replicas and stages.
+    """Contains the pipeline rank, replica and stages of each worker (recorded rank).
 
     Attributes:
         ranks: ``[workers]``, global rank of each worker.
         pp_rank: ``[workers]``, pipeline rank of each worker.
         replica: ``[workers]``, replica of each worker, numbered from 0 without gaps.
-        stages: ``[pipeline ranks, chunks]``, stage of each chunk.
+        stages: ``[pipeline ranks, chunks]``, number of the stage that is this chunk of this rank.
     """
 
     ranks: Ints
@@ -95,7 +97,7 @@ class Pipelines:
         return self.stages.size
 
     def name(self, worker: int) -> str:
-        """Returns the name of a worker: its rank, stages, and replica if there are several."""
+        """Returns the display name of a worker: rank, stages, and replica if there are several."""
         stages = self.stages[self.pp_rank[worker]].tolist()
         text = f"rank {self.ranks[worker]} (stage{'s' * (len(stages) > 1)} "
         text += ", ".join(map(str, stages))
@@ -104,30 +106,34 @@ class Pipelines:
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """Contains the operations of some iterations; every column is ``[operations]``.
+    """Contains the operations of some iterations; arrays have a value for each operation.
 
-    Computes come first, ordered by iteration, worker and start. Collectives and optimizer steps
-    follow in the same order, then messages, one for each compute whose input came from another
-    rank.
+    Computations (forward, backward and weight-gradient passes) come first, ordered by iteration,
+    worker and start. Collectives and optimizer steps follow in the same order. Messages come last,
+    one for each computation whose input came from another rank.
 
     Attributes:
-        where: Ranks of the run.
-        iteration: Number of the iteration.
-        worker: Index into ``where.ranks``; the receiver for a message.
-        kind: Index into :data:`NAMES`.
-        chunk: Chunk on the rank, -1 for none.
-        stage: Stage of the model; the stage of the rank's first chunk if there is no chunk.
+        where: Pipeline rank, replica and stages of each worker.
+        iteration: Number of the iteration (step).
+        worker: Index of the rank in ``where.ranks``; for a message, of the receiver.
+        kind: Kind of work, as an index into :data:`NAMES`.
+        chunk: Number of the chunk on its rank, -1 for operations of no chunk.
+        stage: Number of the stage; that of the rank's first chunk for operations of no chunk.
         microbatch: Number of the microbatch, -1 for none.
         start_ns: Start on the run's clock, in nanoseconds.
         end_ns: End on the run's clock, in nanoseconds.
-        duration_s: Duration in seconds; only the transfer for a communication.
-        group: Number of the collective that the operation is a member of, -1 for none.
+        duration_s: Duration in seconds, for communication without the time of waiting for other
+            ranks.
+        group: Number of the collective to which the operation belongs, -1 for none.
         source: Worker that sent the message, -1 for other operations.
-        input: Row of the compute whose result a compute needs or a message carries, -1 for none.
-        message: ``[computes]``, row of the message with the compute's input, -1 for none.
-        is_posted: True if the receiver waits for each message of a direction in turn.
-        num_computes: Number of computes.
-        orphans: Number of computes whose input no recorded compute produced.
+        input: Row of the computation whose result this computation needs or this message carries,
+            -1 for none.
+        message: ``[computations]``, row of the message with the input of each computation, -1 for
+            none.
+        is_posted: Whether receives are posted one at a time, so that a rank waits for the messages
+            of a direction in order.
+        num_computes: Number of computations.
+        orphans: Number of computations whose input is the result of no recorded computation.
     """
 
     where: Pipelines
@@ -153,7 +159,7 @@ class Operations:
         return len(self.kind)
 
     def describe(self, row: int) -> str:
-        """Returns the name of an operation: its rank, kind of work and microbatch."""
+        """Returns the display name of an operation: its rank, kind of work and microbatch."""
         text = f"{self.where.name(int(self.worker[row]))}: {NAMES[self.kind[row]]}"
         if self.microbatch[row] >= 0:
             text += f" of microbatch {self.microbatch[row]}"
@@ -163,11 +169,11 @@ class Operations:
 
 
 def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines:
-    """Returns the ranks whose operations are simulated: the first of each tensor-parallel group.
+    """Returns the ranks to simulate: the first of each tensor-parallel group.
 
     Args:
         run: Trace of the run.
-        ranks: Global ranks to choose from; ``None`` for all.
+        ranks: Global ranks of which to choose; ``None`` for all recorded ranks.
     """
     headers = [run.ranks[rank].header for rank in (run.ranks if ranks is None else ranks)]
     first = min(header.tp_rank for header in headers)
@@ -182,7 +188,7 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
 
 
 def usual_s(kinds: Sequence[Ints], durations_s: Sequence[Floats]) -> Floats:
-    """Returns ``[kinds of work]``: mean seconds of computes, median seconds of transfers."""
+    """Returns the ideal time of each kind of work in seconds: mean computation, median transfer."""
     kind = np.concatenate(kinds)
     duration = np.concatenate(durations_s)
     usual = np.zeros(len(NAMES))
@@ -197,12 +203,12 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
 
     Args:
         run: Trace of the run.
-        where: Ranks of the run.
-        iterations: Numbers of the iterations.
+        where: Pipeline rank, replica and stages of each worker.
+        iterations: Numbers of the iterations to read.
 
     Raises:
-        TraceError: If a file is damaged, nothing was recorded, or a backward began before its
-            forward.
+        TraceError: If a file is damaged, nothing was recorded, or a backward pass began before its
+            forward pass.
     """
     chosen = list(iterations)
     tables = [run.ranks[rank].table(chosen) for rank in where.ranks.tolist()]
@@ -253,7 +259,7 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
 
 
 def _in_order(table: TraceTable, worker: Ints, mask: Mask) -> Ints:
-    """Returns the rows of a mask, ordered by iteration, worker and start."""
+    """Returns the rows in which ``mask`` is true, ordered by iteration, worker and start."""
     rows = np.flatnonzero(mask)
     keys = (table.start_ns[rows], worker[rows], table.iteration[rows])
     ordered: Ints = rows[np.lexsort(keys)]
@@ -265,7 +271,7 @@ def _joined(first: Ints, second: Ints) -> Ints:
 
 
 def _kinds(table: TraceTable) -> Ints:
-    """Returns ``[spans]``: indices into :data:`NAMES`."""
+    """Returns the kind of work of each span, as an index into :data:`NAMES`."""
     by_kind = np.zeros(len(KIND) + 1, dtype=np.int64)
     for name, index in (("F", FORWARD), ("B", BACKWARD), ("W", WEIGHT), ("reduce", REDUCE)):
         by_kind[KIND[name]] = index
@@ -278,9 +284,10 @@ def _kinds(table: TraceTable) -> Ints:
 
 
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
-    """Returns the compute that made each compute's input, and how many of these are missing.
+    """Returns which computation made the input of each, and the number of missing ones.
 
-    The compute is -1 for the first stage's forward, which needs none, and if it was not recorded.
+    The number is -1 if there is no such computation, as for forward passes of the first stage, or
+    if it was not recorded.
     """
     is_f = actions.kind == KIND["F"]
     is_b = actions.kind == KIND["B"]
@@ -300,13 +307,14 @@ def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> 
 def _transfers(
     table: TraceTable, worker: Ints, actions: TraceTable, owner: Ints, came: Ints, where: Pipelines
 ) -> tuple[Floats, Ints, bool]:
-    """Returns the messages with the inputs of the computes in ``came``.
+    """Returns the messages that brought the inputs of the computations ``came``.
 
-    If an arrival was not recorded, the transfer is the median of the other messages of that kind.
+    If the arrival of a message was not recorded, its transfer takes the median of other messages of
+    its kind.
 
     Returns:
-        Seconds of each transfer, arrival of each message in nanoseconds, and whether receives were
-        posted.
+        Time of each transfer in seconds, arrival time of each message in nanoseconds, and whether
+        receives were posted one at a time.
     """
     keys = [
         actions.iteration[came],
@@ -315,7 +323,7 @@ def _transfers(
         actions.chunk[came],
         actions.microbatch[came],
     ]
-    # An unknown peer has index -1, which reads the last element.
+    # The extra last element stays -1. An unknown peer (-1) reads it, so its worker is -1 too.
     worker_of_rank = np.full(int(where.ranks.max()) + 2, -1)
     worker_of_rank[where.ranks] = np.arange(len(where.ranks))
 
@@ -353,16 +361,16 @@ def _transfers(
 
 
 def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> Ints:
-    """Returns ``[others]``: number of the collective that each is a member of, -1 for none.
+    """Returns the number of the collective to which each operation belongs, -1 for none.
 
-    Members of a collective have the same iteration, name and lowest rank, and the same index among
-    such operations of their ranks.
+    Operations belong to the same collective if they have the same iteration, name and lowest rank,
+    and if each is the n-th such operation of its rank with the same n.
     """
     is_reduce = table.kind == KIND["reduce"]
     root = np.where(is_reduce, where.pp_rank[worker], table.peer)
     if is_reduce.any():
-        # A reduce that ends on all ranks at once has all ranks as members; otherwise each stage
-        # reduces on its own.
+        # If all ranks end their gradient reduction at the same time, they did it together.
+        # Otherwise each stage has its own reduction.
         _, step = np.unique(table.iteration, return_inverse=True)
         last, first, least = (np.full(int(step.max()) + 1, bound) for bound in (0, _FAR, _FAR))
         np.maximum.at(last, step[is_reduce], table.end_ns[is_reduce])
@@ -374,7 +382,8 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
     keys = [column[rows] for column in (table.iteration, kind, root, worker)]
     group = np.full(len(table), -1)
     if len(rows):
-        # A stable sort keeps the order of starts, so the index counts a rank's collectives in time.
+        # Rows are in the order of start times, which a stable sort keeps. So nth_of_equal() numbers
+        # each rank's collectives in the order of time.
         order = np.argsort(row_keys(keys), kind="stable")
         keys[3][order] = nth_of_equal([key[order] for key in keys])
         _, group[rows] = np.unique(row_keys(keys), return_inverse=True)
@@ -382,7 +391,7 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
 
 
 def _waits(table: TraceTable, group: Ints) -> Floats:
-    """Returns the seconds that each member of a collective waited for the last one, else 0."""
+    """Returns how long each rank waited for the last one in a collective, in seconds, else 0."""
     waited = np.zeros(len(table))
     rows = np.flatnonzero(group >= 0)
     if len(rows):
@@ -394,7 +403,7 @@ def _waits(table: TraceTable, group: Ints) -> Floats:
 
 
 def _check_own_order(operations: Operations, actions: TraceTable) -> None:
-    """Raises a ``TraceError`` if a backward began before its forward, or a W before its B."""
+    """Raises a ``TraceError`` if an action B began before its F, or a W before its B."""
     for kind, before in (("B", "F"), ("W", "B")):
         rows = np.flatnonzero(actions.kind == KIND[kind])
         columns = [
@@ -417,9 +426,10 @@ def _check_own_order(operations: Operations, actions: TraceTable) -> None:
 
 _GATHER = NAMES.index("params-all-gather")
 _ENDED = 0.05
-"""Share at the end of a compute in which it already counts as ended for an operation that begins.
+"""Last fraction of a computation in which a following operation may already begin.
 
-Recorded times are rounded, and clocks of GPUs and hosts differ.
+Without this tolerance, rounded times and differences between the clocks of GPU and host would make
+operations overlap that ran one after the other.
 """
 
 
@@ -428,11 +438,12 @@ class Graph:
     """Contains the dependencies of the operations of some iterations.
 
     Attributes:
-        node: ``[operations]``, node of each operation.
-        before: ``[2, nodes]``, up to two predecessors of each node; node 0 is the step's start.
-        levels: ``[levels + 1]``, first node of each level, and the number of nodes.
-        final: Nodes without a successor, ordered by step.
-        final_step: ``[steps]``, index into ``final`` of each step's first node.
+        node: ``[operations]``, number of each operation's node.
+        before: ``[2, nodes]``, up to two predecessors of each node. Node 0 is the start of a step.
+        levels: ``[levels + 1]``, first node of each level (in topological order), then the number
+            of nodes.
+        final: Nodes on which no other node depends, ordered by step.
+        final_step: ``[steps]``, index in ``final`` at which each step's nodes begin.
     """
 
     node: Ints
@@ -442,20 +453,20 @@ class Graph:
     final_step: Ints
 
     def simulate(self, durations_s: Sequence[Floats]) -> Floats:
-        """Simulates all steps with several sets of durations.
+        """Simulates all steps once for each set of durations.
 
         Args:
-            durations_s: Sets of durations in seconds, ``[operations]`` each.
+            durations_s: Sets of durations; each has the duration of every operation in seconds.
 
         Returns:
-            Seconds of each step, ``[steps, sets]``.
+            Time of each step in seconds, ``[steps, sets]``.
         """
         ends = self._ends(np.stack(durations_s, axis=1))
         steps: Floats = np.maximum.reduceat(ends[self.final], self.final_step, axis=0)
         return steps
 
     def ends_s(self, durations_s: Floats) -> Floats:
-        """Returns ``[operations]``: seconds from the step's start to the end of each operation."""
+        """Returns the time from the step's start to each operation's end in seconds."""
         ends: Floats = self._ends(durations_s[:, None])[self.node, 0]
         return ends
 
@@ -471,14 +482,14 @@ class Graph:
 
 
 def build_graph(operations: Operations) -> Graph:
-    """Finds the dependencies of each operation.
+    """Finds the dependencies between operations.
 
     Raises:
-        TraceError: If operations wait for one another in a cycle, so that the recorded order is
-            impossible; names the first of them.
+        TraceError: If operations depend on one another in a cycle, so that the recorded order is
+            impossible. Names the first of them.
     """
     sources, targets, count = _edges(operations)
-    # Node 0 is the start of every step.
+    # All numbers are raised by 1, because node 0 is the start of every step.
     before = _two_each(sources + 1, targets + 1, count + 1)
     level, is_known = _levels(before)
     if not is_known.all():
@@ -508,12 +519,12 @@ def build_graph(operations: Operations) -> Graph:
 def ideal_steps(
     run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]
 ) -> dict[int, TraceTable] | None:
-    """Simulates some iterations of some ranks with the usual duration of every kind of work.
+    """Simulates some iterations of some ranks with the ideal duration of every kind of work.
 
     Returns:
-        Computes by global rank in ideal steps, where no rank is slower than others. Each step
-        begins when the recorded one did. ``None`` if the trace lacks operations or contradicts
-        itself.
+        Computations in the ideal steps, where no rank is slower than others, by global rank. Each
+        ideal step begins at the recorded start of the step. ``None`` if the trace lacks operations
+        or contradicts itself.
     """
     try:
         ops = read_operations(run, pipelines_of(run, ranks), iterations)
@@ -543,9 +554,9 @@ def ideal_steps(
 
 
 def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
-    """Returns source and target of every dependency, and the number of nodes.
+    """Returns source and target node of every dependency, and the number of nodes.
 
-    Each operation is a node, and each collective one more.
+    Each operation has a node. Each collective has another node, which waits for all its ranks.
     """
     computes = np.arange(ops.num_computes)
     messages = np.flatnonzero(ops.source >= 0)
@@ -557,7 +568,8 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         same = segment[rows[1:]] == segment[rows[:-1]]
         pairs.append((rows[:-1][same], rows[1:][same]))
 
-    # If computes of a rank overlap in time, each waits for the last one that ended before it began.
+    # Computations of a rank may overlap in time. Such a computation depends not on the previous
+    # one, but on the last one that ended before it began.
     span = ops.end_ns[computes] - ops.start_ns[computes]
     ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
     overlaps = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])
@@ -574,7 +586,8 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         follow(messages[np.lexsort((ops.end_ns[messages], way[messages]))], way)
     pairs += _around(ops, rank, ended, computes[overlaps], others)
     sources, targets = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    # All members of a collective wait for the predecessors of each member.
+    # A collective begins when all ranks have joined. So dependencies of a member are moved to the
+    # collective's own node, on which all its members depend.
     group = ops.group[targets]
     targets = np.where(group >= 0, len(ops) + group, targets)
     members = np.flatnonzero(ops.group >= 0)
@@ -586,17 +599,18 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
 def _around(
     ops: Operations, rank: Ints, ended_ns: Ints, overlapping: Ints, others: Ints
 ) -> list[tuple[Ints, Ints]]:
-    """Returns the dependencies of overlapping computes, and those between computes and the rest.
+    """Returns dependencies of overlapping computations, and of collectives and computations.
 
     Args:
-        ops: Operations.
-        rank: ``[operations]``, number of the rank and iteration of each.
-        ended_ns: ``[computes]``, time from which a compute counts as ended.
-        overlapping: Rows of computes that overlap in time with others of their rank.
+        ops: Operations of the iterations.
+        rank: ``[operations]``, number of the pair of rank and iteration to which each belongs.
+        ended_ns: ``[computations]``, time from which each computation counts as ended, in
+            nanoseconds.
+        overlapping: Rows of computations that overlap in time with others of their rank.
         others: Rows of collectives and optimizer steps.
 
     Returns:
-        Pairs of sources and targets.
+        Pairs of arrays: source rows and target rows of the dependencies.
     """
     computes = np.arange(ops.num_computes)
     start = int(ops.start_ns.min())
@@ -622,7 +636,8 @@ def _around(
     early = others[~after & (ops.kind[others] != _GATHER)]
     early = early[ops.start_ns[early] < ops.start_ns[np.maximum(first[number[early]], 0)]]
     pairs += [(latest[after], others[after]), (early, first[number[early]])]
-    # The first forward of a chunk needs the parameters gathered for it.
+    # The first forward pass of a chunk needs the chunk's parameters, so it depends on their
+    # all-gather.
     gathers = others[ops.kind[others] == _GATHER]
     chunks = ops.where.stages.shape[1]
     of_chunk = number[computes] * chunks + ops.chunk[computes]
@@ -636,9 +651,9 @@ def _around(
 
 
 def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
-    """Returns ``[2, nodes]``: predecessors, 0 for none.
+    """Returns ``[2, nodes]``: up to two predecessors of each node, 0 for none.
 
-    Helper nodes are added in front of nodes with more than two predecessors.
+    A node with more than two predecessors gets helper nodes in between, each with at most two.
     """
     while True:
         order = np.argsort(targets, kind="stable")
@@ -658,7 +673,7 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
 
 
 def _levels(before: Ints) -> tuple[Ints, Ints]:
-    """Returns the level of every node, and whether it has one: a node in a cycle has none."""
+    """Returns each node's topological level, and whether it has one (not in a cycle)."""
     count = before.shape[1]
     waits = (before > 0).sum(axis=0).astype(np.int8)
     targets = np.concatenate([np.flatnonzero(before[0]), np.flatnonzero(before[1])])
@@ -668,7 +683,7 @@ def _levels(before: Ints) -> tuple[Ints, Ints]:
     begins = np.searchsorted(sources[order], np.arange(count + 1))
     level = np.zeros(count, dtype=np.int32)
     is_known = waits == 0
-    # Only node 0, the step's start, has level 0.
+    # Node 0, the start of a step, is the only one of level 0, so it is left out here.
     front = np.flatnonzero(is_known)[1:]
     number = 1
     while len(front):

@@ -1,11 +1,12 @@
-"""Replays recorded microbatches under another schedule, or dealt differently over replicas.
+"""Simulates recorded microbatches under another schedule, or assigned to other replicas.
 
-A recorded duration is split into three parts: the duration of the stage (the median of its
-replicas), the factor of the rank (how many times as long it takes), and the rest, which belongs to
-the microbatch: its length, and chance. If a stage is cut in two, each half takes half as long. A
-rank keeps its factor for any work, and a microbatch keeps its part on any replica.
+A recorded duration is split into three factors: the duration of the stage (the median of its
+replicas), how many times as long the rank takes as its peers, and the rest. The rest belongs to the
+microbatch, because of its length or by chance. If a stage is cut in two, each half takes half as
+long. A rank keeps its factor for any work, and a microbatch keeps its factor on any replica.
 
-Under a run-time rule the order follows from the durations, so the rule chooses again for others.
+Under a run-time scheduling rule the order of actions depends on the durations, so the rule is
+simulated too.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from megatron.adaptive.trace.whatif.operations import (
 )
 
 RULE_STEPS = 3
-"""Number of steps that are replayed under the run's own rule."""
+"""Number of steps that are simulated under the run's own scheduling rule."""
 ALIKE = 0.1
-"""Largest relative difference between a replay with recorded durations and the recorded step.
+"""Largest relative difference allowed between the simulated and the recorded step time.
 
-A larger one means that the rule had another memory cap, or that spans do not contain all the time
-of the step.
+The simulation uses the recorded durations. A larger difference means that the rule had another
+limit on activation memory, or that the trace's spans do not cover all the time of the step.
 """
 MANY_ACTIONS = 60_000
-"""Number of actions above which compiled code simulates a step; it takes a second to start."""
+"""Number of actions above which a step is simulated by compiled code, which starts slowly."""
 
 
 @dataclass(frozen=True)
 class RecordedTimes:
-    """Contains durations of forwards and backwards of some steps, with one stage per rank.
+    """Contains the times of forward and backward passes in some steps, with one stage per rank.
 
     Attributes:
-        steps: Seconds of forward and whole backward, ``[2, stages, microbatches]``, by iteration
-            and replica.
-        transfer_s: Median transfer of a message, in seconds.
-        work: Relative work of each stage, in any unit; empty if unknown. With fewer than three
-            replicas it distinguishes a slow rank from a stage with more work.
+        steps: Times of the forward and the whole backward pass in seconds,
+            ``[2, stages, microbatches]``, for each replica, by iteration.
+        transfer_s: Median transfer time of a message, in seconds.
+        work: Computing cost of each stage in any unit; empty if unknown. With fewer than three
+            replicas, only the costs distinguish a slow rank from a stage with more work.
     """
 
     steps: Mapping[int, tuple[Floats, ...]]
@@ -62,13 +63,19 @@ class RecordedTimes:
 
     @cached_property
     def stage_s(self) -> Floats:
-        """Returns ``[2, stages]``: median over replicas of the mean over steps and microbatches."""
+        """Returns the usual time of F and B per stage in seconds, ``[2, stages]``.
+
+        The usual time is the median over replicas of the mean over steps and microbatches.
+        """
         stage: Floats = np.median(self._means, axis=0)
         return stage
 
     @cached_property
     def rank_factor(self) -> Floats:
-        """Returns ``[replicas, stages]``: duration of a rank over that of its stage's peers."""
+        """Returns each rank's duration divided by that of its peers in other replicas.
+
+        The result is ``[replicas, stages]``. Peers are ranks of the same stage.
+        """
         rank_s = self._means.sum(axis=1)
         stage = self.stage_s.sum(axis=0)
         if len(rank_s) < 3 and len(self.work) == len(stage) and min(self.work) > 0:
@@ -84,23 +91,25 @@ class RecordedTimes:
         )
 
     def usual_part(self, iteration: int, replica: int) -> Floats:
-        """Returns ``[2, stages, microbatches]``: seconds on ranks as fast as their peers."""
+        """Returns the times in seconds if all ranks of the replica were as fast as their peers."""
         part: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
         return part
 
     def step_s(
         self, iteration: int, schedule: str, *, dealt: bool, pieces: int = 1, chunks: int = 2
     ) -> float:
-        """Simulates a step and returns its seconds, which are those of its slowest replica.
+        """Simulates a step and returns the time of its slowest replica, in seconds.
 
         Args:
             iteration: Number of a recorded iteration.
             schedule: Name of the schedule, ``1f1b`` or ``adaptive``.
-            dealt: True to give each microbatch to the replica that would finish it first, and to
-                order those of a replica for its pipeline; otherwise they stay where they ran.
-            pieces: Number of parts of each weight gradient if the schedule splits backwards.
-            chunks: Number of chunks per rank; two of ``adaptive`` are placed in a V. With one
-                chunk, backwards are whole.
+            dealt: Whether to assign each microbatch to the replica that would finish it first, and
+                to order the microbatches of a replica to suit its pipeline. Otherwise microbatches
+                stay where they ran.
+            pieces: Number of pieces into which each weight-gradient action is cut, if the schedule
+                splits the backward pass.
+            chunks: Number of chunks per rank. With ``adaptive``, two chunks are placed in a V. With
+                one chunk, the backward pass is not split.
         """
         pieces = pieces if chunks > 1 else 0
         replicas = len(self.steps[iteration])
@@ -114,16 +123,17 @@ class RecordedTimes:
         )
 
     def _dealt(self, durations_s: Floats) -> list[Floats]:
-        """Deals microbatches, the longest first, each to the replica that would finish it first.
+        """Assigns microbatches, the longest first, each to the replica that would finish it first.
 
         Args:
-            durations_s: Seconds of the microbatches of all replicas on ranks of usual speed,
-                ``[2, stages, microbatches]``.
+            durations_s: Times in seconds of the microbatches of all replicas on ranks of usual
+                speed, ``[2, stages, microbatches]``.
 
         Returns:
-            The same for each replica.
+            The times of the microbatches assigned to each replica, in the same form.
         """
-        # A replica is as fast as its slowest rank.
+        # Microbatches are compared by their cost on the slowest rank of a replica, which sets its
+        # pace.
         slowest = [
             int(np.argmax(durations_s.sum(axis=(0, 2)) * factor)) for factor in self.rank_factor
         ]
@@ -135,7 +145,7 @@ class RecordedTimes:
         stages = durations_s.shape[1]
         dealt = []
         for share in map(list, deal([cost.tolist() for cost in costs])):
-            # Small differences are noise, so they do not change the order.
+            # Reorder only if the costs differ clearly, because small differences are noise.
             if np.std(work[share]) > 0.05 * np.mean(work[share]):
                 share = [share[index] for index in order_by_cost(work[share].tolist(), stages)]
             dealt.append(durations_s[:, :, share])
@@ -150,7 +160,7 @@ class RecordedTimes:
         chunks: int,
         actions: int,
     ) -> float:
-        """Simulates the pipeline of one replica and returns the seconds of its step."""
+        """Simulates the pipeline of one replica and returns its step time in seconds."""
         ranks, count = durations_s.shape[1:]
         candidate = make_candidate(schedule, ranks, chunks, count, weight_pieces=pieces)
         placement = candidate.placement
@@ -180,20 +190,21 @@ def _simulated_s(candidate: Candidate, durations_s: Floats, delays_ps: Ints, act
 def rule_saves_s(
     header: TraceHeader, ops: Operations, then_s: Floats, iterations: Sequence[int]
 ) -> float | None:
-    """Returns the time that a step saves with other durations, under the rule ``adaptive``.
+    """Returns the time in seconds that a step saves with other durations, under ``adaptive``.
 
-    The rule chooses its order again from the other durations.
+    The scheduling rule ``adaptive`` chooses another order of actions if durations change, so the
+    rule is simulated too.
 
     Args:
-        header: Header of any rank's trace.
+        header: Header of any rank's trace, which contains the settings of the run.
         ops: Recorded operations.
-        then_s: Other durations in seconds, ``[operations]``.
-        iterations: Numbers of iterations in ``ops``; the last :data:`RULE_STEPS` are replayed.
+        then_s: Changed durations in seconds, ``[operations]``.
+        iterations: Numbers of the iterations in ``ops``; the last :data:`RULE_STEPS` are simulated.
 
     Returns:
-        Mean seconds saved per step. ``None`` under another schedule, if a rank lacks actions, or
-        if the replay with recorded durations differs from the recorded step by more than
-        :data:`ALIKE`.
+        Mean time saved per step, in seconds. ``None`` under another schedule, if actions of a rank
+        are missing, or if the simulation with recorded durations differs from the recorded step by
+        more than :data:`ALIKE`.
     """
     if header.schedule != "adaptive" or ops.where.num_stages == 1:
         return None
@@ -216,10 +227,10 @@ def rule_saves_s(
 
 
 def _replayed_s(header: TraceHeader, ops: Operations, rows: Ints, times_s: Floats) -> float | None:
-    """Simulates a replica's step in the order that its rule chooses.
+    """Simulates a replica's step in the order that its scheduling rule chooses.
 
     Returns:
-        Seconds of the step, or ``None`` if actions are missing.
+        Time of the step in seconds, or ``None`` if actions are missing.
     """
     kind = ops.kind[rows]
     stage = ops.stage[rows]
@@ -253,14 +264,14 @@ def _replayed_s(header: TraceHeader, ops: Operations, rows: Ints, times_s: Float
 def recorded_times(
     parts: Sequence[Operations], work: tuple[float, ...] = ()
 ) -> RecordedTimes | None:
-    """Collects the durations of microbatches.
+    """Collects how long each microbatch took in each stage.
 
     Args:
         parts: Operations of all iterations.
-        work: Relative work of each stage, see :class:`RecordedTimes`.
+        work: Computing cost of each stage in any unit; empty if unknown.
 
     Returns:
-        Durations of the steps in which every rank ran each microbatch of its replica. ``None`` if
+        Times for the steps in which every rank ran each microbatch of its replica. ``None`` if
         there is no such step, or if ranks have several stages.
     """
     where = parts[0].where
@@ -282,7 +293,7 @@ def recorded_times(
 
 
 def _step_durations(ops: Operations, rows: Ints, replicas: int) -> tuple[Floats, ...] | None:
-    """Returns ``[2, stages, microbatches]`` seconds by replica, or ``None`` if some are missing."""
+    """Returns times in seconds ``[2, stages, microbatches]`` by replica, ``None`` if incomplete."""
     durations = []
     replica_of_row = ops.where.replica[ops.worker[rows]]
     for replica in range(replicas):
