@@ -1,9 +1,8 @@
 """Converts a Hugging Face ``config.json`` to flags of the trainer.
 
-A table of families describes models by their ``model_type``, and further tables map keys of the
-file to flags. Both the planner and the trainer use these tables. The names of modules are in
-:mod:`megatron.adaptive.config.hugging_face_names`. The planner also accepts models that the trainer
-cannot build (those with ``differs``). For the trainer, :func:`load_config` refuses such models.
+Tables describe families of models by their ``model_type`` and map keys of the file to flags, for
+the planner and the trainer. The planner also accepts models that the trainer cannot build (those
+with ``differs``); for the trainer :func:`load_config` refuses them.
 """
 
 from __future__ import annotations
@@ -253,8 +252,7 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
     "use_bidirectional_attention": (False, "attention to later tokens"),
     "router_jitter_noise": (0.0, "noise in the router"),
 }
-# Keys that do not change what layers compute, or that other functions of this module read. Most of
-# them concern text generation, training or the file's origin, or are notes of other programs.
+# Keys without effect on layers (generation, training, origin, notes), or read elsewhere here.
 _WITHOUT_EFFECT = frozenset(
     """
     architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range
@@ -305,8 +303,7 @@ def config_arguments(
             supports, but at most 4,096.
 
     Returns:
-        The flags, and the feature of the model that the trainer lacks. The feature is empty if the
-        trainer supports the model.
+        The flags, and the feature of the model that the trainer lacks, empty for none.
 
     Raises:
         ConfigError: The architecture is unknown or not supported, or a key is missing.

@@ -1,8 +1,7 @@
 """Watches the ranks of a machine from a separate process, and names the rank that others wait for.
 
 The first rank of a machine starts ``python -I -S hang_watch.py FOLDER`` (``engine/hang_guard.py``).
-The process imports only Python's standard library, so it starts in milliseconds and needs little
-memory. A rank that hangs need not cooperate::
+It imports only the standard library, to start in milliseconds; hanging ranks need not cooperate::
 
     rank 0   a thread, each second ──> now_rank_00000.json ──┐
     rank 1   the same ───────────────> now_rank_00001.json ──┼─> this process: does nothing move?
@@ -381,8 +380,8 @@ class Stillness:
         limit_s: Value of ``--hang-after-s`` in seconds, ``None`` for the default.
 
     Attributes:
-        paused: Number of collectives begun per process group, if all ranks may be pausing: they are
-            between steps of a user's own loop, and none waits for another. Else ``None``.
+        paused: Collectives begun per process group if all ranks are between steps of a user's own
+            loop and none waits for another, else ``None``.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -726,7 +725,7 @@ class _Watch:
         if any(
             rank.now.get(name) != after[rank.rank].get(name) for rank in evidence for name in _MOVES
         ):
-            return  # the job made progress while the evidence was collected, so it does not hang
+            return  # the job made progress while the evidence was collected
         self._reported_s = still_s
         ranks.sort(key=lambda rank: rank.rank)
         culprit = find_culprit(ranks)
