@@ -127,7 +127,7 @@ class Leader(Agreement):
         decisions: Channel for the decisions.
         reports: Channel of the reports of each follower, by its global rank.
         completions: Queue that the executor waits for.
-        describe: Function that returns the text for a rank in errors.
+        describe: Function that returns how error messages name a rank.
     """
 
     def __init__(
@@ -349,7 +349,7 @@ def connect(
         rank: Global rank of this process.
         completions: Queue of this rank's inputs.
         timeout_s: Time limit of a report, in seconds.
-        describe: Function that returns the text for a rank in errors.
+        describe: Function that returns how error messages name a rank.
         module: C++ extension if all members are on one node, else ``None``.
     """
     writer, readers = make_channels(group, members, rank, describe, module)

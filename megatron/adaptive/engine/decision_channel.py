@@ -48,7 +48,7 @@ class Writer:
         group: Gloo group of the members. Only channels of this kind use it, at most one in each
             direction between two members.
         readers: Global ranks of the readers.
-        describe: Function that returns the text for a rank in errors.
+        describe: Function that returns how error messages name a rank.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class _MemoryEnd:
     Args:
         log: End of the channel in the extension.
         peers: Text for the ranks at the other end.
-        describe: Function that returns the text for a rank in errors.
+        describe: Function that returns how error messages name a rank.
     """
 
     def __init__(self, log: Any, peers: str, describe: Describe) -> None:
@@ -208,7 +208,7 @@ def make_channels(
         group: Gloo group of the members, used for nothing else.
         members: Global ranks of the members, ascending.
         rank: Global rank of this process.
-        describe: Function that returns the text for a rank in errors.
+        describe: Function that returns how error messages name a rank.
         module: C++ extension for channels in shared memory, if all members are on one node.
 
     Returns:

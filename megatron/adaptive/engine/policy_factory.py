@@ -29,7 +29,7 @@ class Orders:
 
     Args:
         schedule: Name of a schedule or rule; ``auto`` runs ``adaptive`` until times are measured.
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         pp_rank: Position of this rank in the pipeline.
         cap: Most activations that a rank may hold, in whole-rank microbatches; ``None`` to derive
             it from the shape of the pipeline.

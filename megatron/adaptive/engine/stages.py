@@ -145,7 +145,7 @@ class MegatronStages(SplitStages):
             ``(data_iterator, model) -> (output, loss_func)``.
         data_iterators: Data iterators, one per chunk.
         chunks: Model chunks of the rank, in order.
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         pp_rank: Position of this rank in the pipeline.
         num_microbatches: Number of microbatches of the step.
         groups: Process groups of the step.

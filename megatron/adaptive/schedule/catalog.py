@@ -59,7 +59,7 @@ class Candidate:
 
     Attributes:
         name: Name of the schedule or policy.
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
         cap: Limit of a rule on the activations of each rank, in whole-rank microbatches. ``None``
             for no limit, and for a static schedule, whose order fixes its memory.
@@ -261,7 +261,7 @@ def make_schedule(
 
     Args:
         name: Name of the schedule.
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
         group_size: Group size of ``interleaved``, see there.
 
@@ -318,7 +318,7 @@ def hint_for(
     shares. The one with which ``hinted`` is fastest on equal stages of this pace is returned.
 
     Args:
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
         cap: Most activations, in whole-rank microbatches; ``None`` for no limit.
         pace: Pace of the stages.

@@ -104,7 +104,7 @@ def candidates(
     """Returns the schedules and rules that can run on a pipeline without moving its layers.
 
     Args:
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
         most: Most activations that memory allows, in whole-rank microbatches.
         splittable: Whether backwards can be split.
@@ -158,7 +158,7 @@ def choose(
 
     Args:
         profile: Measured times and their spread, per stage.
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
         most: Most activations that memory allows, in whole-rank microbatches.
         splittable: Whether backwards can be split.

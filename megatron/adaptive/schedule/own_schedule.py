@@ -76,7 +76,7 @@ def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int
 
     Args:
         spec: Description of the schedule.
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches of a step.
 
     Raises:
@@ -132,7 +132,7 @@ def own_rule(
 
     Args:
         spec: Description of the rule.
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches of a step. A very long step is tried with fewer.
         cap: Most activations of a rank, in whole-rank microbatches; ``None`` for no limit.
         weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.

@@ -119,7 +119,7 @@ def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tup
 
     Args:
         codes: Codes of the rank's actions.
-        num_chunks: Number of chunks of the rank.
+        num_chunks: Number of model chunks on the rank.
         weight_pieces: Number of parts of each weight gradient.
     """
     counts = [0] * (3 * num_chunks)
@@ -164,7 +164,7 @@ def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[st
     Args:
         policy: Policy that picked the actions.
         codes: Codes of the actions in the order they started (see ``codes_of``).
-        num_chunks: Number of chunks of the rank.
+        num_chunks: Number of model chunks on the rank.
     """
     if not isinstance(policy, RulePolicy):
         return [""] * len(codes)

@@ -22,7 +22,7 @@ class Schedule:
 
     Attributes:
         name: Name by which users select and recognise the schedule.
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
         orders: Actions of each rank, first to last. They are not checked here, though a schedule
             may come from a file (see ``validate``).

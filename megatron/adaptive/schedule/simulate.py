@@ -138,7 +138,7 @@ def simulate(
     """Simulates one step.
 
     Args:
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
         policies: Policies, one per rank; one object may serve several ranks.
         times: Times per stage, or all times of the step (``workload.draw``).

@@ -172,7 +172,7 @@ def draw(
     """Draws the times of one step.
 
     Args:
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
         times: Times per stage. There may be a multiple of the placement's stages, of which several
             in a row then form one: so schedules with one and with several chunks get the same work.
