@@ -70,7 +70,8 @@ class Dealt:
     """Contains the indices of the microbatches that one replica works on in a step.
 
     Attributes:
-        numbers: Index of each microbatch in the whole step, in the order of the data.
+        numbers: Index of each microbatch in the whole step. With round-robin assignment, index n
+            would be on replica n modulo the number of replicas.
         total: Number of microbatches of all replicas together in the step.
     """
 
@@ -128,7 +129,7 @@ def _nearly_in_turns(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 class CostFit:
-    """Fits the cost of microbatches on one stage by least squares over the last steps."""
+    """Fits the cost of microbatches on one stage to measured times, by least squares."""
 
     def __init__(self) -> None:
         self.parts: tuple[float, ...] = (0.0, 1.0, 0.0)
@@ -275,8 +276,8 @@ class Dealer:
         """Adds the measured times of the step that :meth:`deal` was last called for.
 
         Args:
-            measured: Sums of times on each rank (see :data:`Measured`), ``[replica][pipeline
-                rank]``.
+            measured: Sums of times on each rank (see :data:`Measured`),
+                ``[replica][pipeline rank]``.
 
         Returns:
             One line for the log if the costs or paces in use have changed, else ``None``.
