@@ -58,9 +58,9 @@ class ParallelLinearCall(LayerCall):
     """Computes a call of megatron-core's linear layer, with the same operations as megatron-core.
 
     Attributes:
-        weight: This rank's part of the weight, ``[out, in]``. bias: Bias ``[out]`` if the call adds
-            it, else ``None``. fuses: Whether the fused kernel adds the weight gradient to
-            ``main_grad``.
+        weight: This rank's part of the weight, ``[out, in]``.
+        bias: Bias ``[out]`` if the call adds it, else ``None``.
+        fuses: Whether the fused kernel adds the weight gradient to ``main_grad``.
         all_reduce_group: Group of tensor-parallel ranks over which input gradients are summed, or
             ``None``.
         sequence_group: Group of ranks that each have a part of the sequence (sequence parallelism),
@@ -176,8 +176,8 @@ class DelayedCall(LayerCall):
 
     Attributes:
         layer: Layer of Transformer Engine that is called.
-        weight: First weight of the layer, ``[out, in]``. delayed: ``wgrad_store`` made for this
-            call.
+        weight: First weight of the layer, ``[out, in]``.
+        delayed: ``wgrad_store`` made for this call.
     """
 
     layer: Any

@@ -95,8 +95,8 @@ def build_executor(
         transport: Settings of the connections; ``None`` to choose a transport for each pair of
             ranks.
         in_flight: Maximum number of received inputs that a rank keeps at a time, for the size of
-            buffers (see ``Orders.inputs_in_flight``). widths: Number of data-parallel ranks of each
-            stage if they differ, else ``None``.
+            buffers (see ``Orders.inputs_in_flight``).
+        widths: Number of data-parallel ranks of each stage if they differ, else ``None``.
         pp_ranks: Global ranks of this pipeline, ordered by the position to which the placement
             assigns them; ``None`` for the order of megatron-core.
         model: Configuration of the model in megatron-core. With experts, a rank also communicates

@@ -41,10 +41,10 @@ class Orders:
         pieces: Number of W actions per weight gradient under a run-time rule, which fills short
             waits with them. A static schedule has one.
         schedule_file: Path of the schedule file if ``schedule`` is ``file``, else ``None``.
-            group_size: Number of microbatches that a chunk runs in a row under ``interleaved``;
+        group_size: Number of microbatches that a chunk runs in a row under ``interleaved``;
             ``None`` for the number of ranks of the pipeline.
         widths: Number of data-parallel ranks of each stage if they differ, else ``None``.
-            auto_candidates: Names of additional schedules that ``auto`` tries.
+        auto_candidates: Names of additional schedules that ``auto`` tries.
         beside: Whether in a training step an action may start while another one, of another kind,
             exchanges tokens of experts.
 

@@ -78,9 +78,9 @@ class OrderGraph(NamedTuple):
         positions: Scratch: index of each action in its row.
         path: Scratch: actions of the critical path, last one first.
         position: Scratch of ``finish``: index in ``rows`` of each rank's next action.
-        now: Scratch of ``finish``: end of each rank's last action so far, in picoseconds. stack:
-            Scratch of ``finish``: ranks whose next action may be ready to be timed. waiting:
-            Scratch of ``finish``: rank that waits for the result of each action, -1 for none.
+        now: Scratch of ``finish``: end of each rank's last action so far, in picoseconds.
+        stack: Scratch of ``finish``: ranks whose next action may be ready to be timed.
+        waiting: Scratch of ``finish``: rank that waits for the result of each action, -1 for none.
     """
 
     rows: Any

@@ -70,8 +70,9 @@ class Candidate:
             microbatch in all chunks of the rank. ``None`` for no limit, and for a static schedule,
             whose order determines its memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
-            ``memory_caps``). pace: Relative times of messages, B and W (see ``Pace``), by which
-            ``hinted`` chooses its hint.
+            ``memory_caps``).
+        pace: Relative times of messages, B and W (see ``Pace``), by which ``hinted`` chooses its
+            hint.
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the hint's number of
             microbatches. In other steps, and if ``None``, ``hint_for`` chooses a schedule.
     """
@@ -172,8 +173,9 @@ def make_candidate(
         num_chunks: Number of chunks per rank, unless the schedule fixes it.
         num_microbatches: Number of microbatches per step.
         placement_kind: ``loop`` or ``v`` for a run-time rule; ``None`` for the default of
-            ``placement_for``. cap: Limit on activations under a run-time rule, in whole-rank
-            microbatches; ``None`` for that of ``memory_caps.default_cap``.
+            ``placement_for``.
+        cap: Limit on activations under a run-time rule, in whole-rank microbatches; ``None`` for
+            that of ``memory_caps.default_cap``.
         weight_pieces: Number of W actions per weight gradient under a run-time rule; 0 if the
             backward pass computes weight gradients; ``None`` for 4.
 

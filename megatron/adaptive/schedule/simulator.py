@@ -49,20 +49,21 @@ class World(NamedTuple):
     with several indices are flattened.
 
     Attributes:
-        states: State of each rank, as in ``rank_kernel``. hints: Second argument of each rank's
-            rule (see ``runtime_rules``), or empty. stages: Pipeline stage of each chunk,
-            ``[rank][chunk]``.
+        states: State of each rank, as in ``rank_kernel``.
+        hints: Second argument of each rank's rule (see ``runtime_rules``), or empty.
+        stages: Pipeline stage of each chunk, ``[rank][chunk]``.
         first_ranks: First rank of each stage.
         widths: Number of ranks of each stage, to which microbatches are assigned round-robin (see
-            ``unequal_widths``). total: Number of microbatches of the whole step, ``[1]``.
-            durations: Duration of each action, ``[kind][stage][microbatch]``, kinds F, B, W.
+            ``unequal_widths``).
+        total: Number of microbatches of the whole step, ``[1]``.
+        durations: Duration of each action, ``[kind][stage][microbatch]``, kinds F, B, W.
         exchanges: Part of the duration of each F and B that is communication within the stage,
             ``[kind][stage][microbatch]``.
         cuts: Number of communications in each F and B, per stage.
         delays: Latency of the message sent after each F and B, ``[kind][stage][microbatch]``.
-            occupancy: Time for which a message occupies the link between two ranks, ``[from][to]``.
-            free: Time at which the link between two ranks becomes free again, ``[from][to]``. heap:
-            Priority queue of future events, each a time and a code. The code ``-1 - rank`` means
+        occupancy: Time for which a message occupies the link between two ranks, ``[from][to]``.
+        free: Time at which the link between two ranks becomes free again, ``[from][to]``.
+        heap: Priority queue of future events, each a time and a code. The code ``-1 - rank`` means
             that a rank has computed up to a communication or to the end of its action. Other codes
             mean that an input arrives; the code is the index in ``durations`` of the action that
             needs it. The array is large enough for one event per rank and one per message.
@@ -82,8 +83,8 @@ class World(NamedTuple):
         due: Time at which the last started communication of the action in each slot ends.
         indices: Index in ``codes`` of the action in each slot.
         codes: Result: codes of each rank's actions in the order they ran.
-        starts: Result: start time of each action in ``codes``. ends: Result: end time of each
-            action in ``codes``.
+        starts: Result: start time of each action in ``codes``.
+        ends: Result: end time of each action in ``codes``.
     """
 
     states: list[list[int]]

@@ -108,8 +108,9 @@ class StageProfile:
     Attributes:
         times: Mean times of each stage.
         link: Delays between any two ranks that ``links`` does not list.
-        links: Delays of particular links, by ``(from rank, to rank)``. rank_factors: Factor on the
-            duration of all actions on each rank; ``None`` for a factor of 1.
+        links: Delays of particular links, by ``(from rank, to rank)``.
+        rank_factors: Factor on the duration of all actions on each rank; ``None`` for a factor of
+            1.
         action_sigma: Sigma of a separate random factor for each action.
         microbatch_sigma: Sigma of a random factor on all actions of a microbatch; for example,
             microbatches may differ in length.
@@ -148,9 +149,10 @@ class Workload:
     """Contains the times of all actions and messages in one step, in integer picoseconds.
 
     Attributes:
-        durations_ps: Duration of each F, B and W, ``[3, stages, microbatches] int64``. delays_ps:
-            Latency of the message sent after each F and B, ``[2, stages, microbatches] int64``.
-            occupancy_ps: Time for which a message occupies the link between two ranks,
+        durations_ps: Duration of each F, B and W, ``[3, stages, microbatches] int64``.
+        delays_ps: Latency of the message sent after each F and B,
+            ``[2, stages, microbatches] int64``.
+        occupancy_ps: Time for which a message occupies the link between two ranks,
             ``[from rank, to rank] int64``.
         exchanges_ps: Part of the duration of each F and B that is communication within the stage,
             ``[2, stages, microbatches] int64``; ``None`` for none.
@@ -230,8 +232,7 @@ def _with_spread(profile: StageProfile, durations: Any, delays: Any, seed: int) 
     Args:
         profile: Profile with the sigma of each kind of factor.
         durations: Duration of each action in seconds, ``[3, stages of the profile, microbatches]``.
-            delays: Latency of each message in seconds,
-            ``[2, stages of the placement, microbatches]``.
+        delays: Latency of each message in seconds, ``[2, stages of the placement, microbatches]``.
         seed: Random seed of the factors.
     """
     _, fine, num_microbatches = durations.shape
