@@ -735,7 +735,7 @@ class StepLog:
         Args:
             launched: Actions of the step in the order they started.
             times: Start and end of each action, in nanoseconds.
-            codes: Codes of the actions (see ``codes_of``).
+            codes: Codes ``kind * num_chunks + chunk`` of these actions, in the same order.
         """
         reasons = reasons_of(self._policy, codes, self._num_chunks)
         for entry, (start_ns, end_ns), reason in zip(launched, times, reasons, strict=True):

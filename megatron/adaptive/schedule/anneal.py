@@ -262,7 +262,8 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
     Args:
         schedule: Valid schedule whose memory is within the cap.
         work: Times of all actions and messages in the step.
-        cap: Limit on the activations that a rank holds, in whole-rank microbatches.
+        cap: Limit on the activations that a rank holds, in microbatches of the whole rank (all its
+            chunks).
 
     Returns:
         Schedule with the best order found, never slower than ``schedule``. ``None`` if the step has

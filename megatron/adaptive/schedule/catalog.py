@@ -174,8 +174,8 @@ def make_candidate(
         num_microbatches: Number of microbatches per step.
         placement_kind: ``loop`` or ``v`` for a run-time rule; ``None`` for the default of
             ``placement_for``.
-        cap: Limit on activations under a run-time rule, in whole-rank microbatches; ``None`` for
-            that of ``memory_caps.default_cap``.
+        cap: Limit on activations under a run-time rule, in microbatches of the whole rank (all its
+            chunks); ``None`` for that of ``memory_caps.default_cap``.
         weight_pieces: Number of W actions per weight gradient under a run-time rule; 0 if the
             backward pass computes weight gradients; ``None`` for 4.
 
@@ -332,7 +332,8 @@ def hint_for(
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        cap: Limit on the activations of a rank, in whole-rank microbatches; ``None`` for no limit.
+        cap: Limit on the activations that a rank holds, in microbatches of the whole rank (all its
+            chunks); ``None`` for no limit.
         pace: Relative times of messages, B and W.
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.

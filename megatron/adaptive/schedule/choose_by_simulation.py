@@ -5,8 +5,8 @@ one. The times are measured in the first steps, and ``rebalance`` provides them.
 ``simulate`` compares only the schedules that its user names.
 
 A run-time rule is chosen only if it is faster than the best static schedule that fits into memory,
-by more than the error of a simulation. ``planner.choose_partition`` uses this module to choose
-placement and layers as well.
+by more than the error of a simulation. ``planner.choose_partition`` uses this module to choose the
+placement of stages and the layers of each stage.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class CandidateOutcome:
         makespans_s: Duration of each simulated step, in seconds.
         bubble_fraction: Fraction of time that ranks are idle, from 0 to 1; mean over ranks and
             simulated steps.
-        peak_units: Maximum activations that any rank held in any step, in whole-rank microbatches.
+        peak_units: Maximum activations that any rank held in any step, in microbatches of the whole
+            rank (all its chunks).
         example: Result of the first simulated step.
     """
 
@@ -114,7 +115,8 @@ def candidates(
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Maximum activations for which a rank has memory, in whole-rank microbatches.
+        most: Maximum activations for which a rank has memory, in microbatches of the whole rank
+            (all its chunks).
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         pace: Relative times of messages, B and W, for the rule ``hinted``.
@@ -168,7 +170,8 @@ def choose(
         profile: Measured times of each stage, and how much they vary.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Maximum activations for which a rank has memory, in whole-rank microbatches.
+        most: Maximum activations for which a rank has memory, in microbatches of the whole rank
+            (all its chunks).
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time rules to simulate.

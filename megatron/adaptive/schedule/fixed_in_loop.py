@@ -64,8 +64,8 @@ while the experts of the other communicate. ``F0-3+`` is such a forward pass::
     rank 2 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
 
 **breadth-first**: GPipe with several chunks in a loop. All microbatches pass through one chunk
-before the next chunk begins; backwards begin with the deepest chunk. Two ranks, two chunks, three
-microbatches::
+before the next chunk begins; backward passes begin with the deepest chunk. Two ranks, two chunks,
+three microbatches::
 
     rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
     rank 1 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2

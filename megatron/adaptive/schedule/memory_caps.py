@@ -69,7 +69,7 @@ def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
     """Returns the cap of a rank in the unit of ``rank_kernel``, with the tolerance for rounding.
 
     Args:
-        cap: Limit on activations held, in whole-rank microbatches of mean size.
+        cap: Limit on activations held, in microbatches of mean size in all chunks of the rank.
         num_chunks: Number of model chunks on the rank.
         largest: Size of the largest microbatch, in mean microbatches.
 
@@ -100,7 +100,9 @@ def chunk_shares(placement: Placement, rank: int, cap: float) -> tuple[int, ...]
 
 
 def default_cap(placement: Placement, num_microbatches: int) -> float:
-    """Returns the default limit on activations held, in whole-rank microbatches.
+    """Returns the default limit on the activations that a rank holds (the cap).
+
+    The unit is a whole-rank microbatch: one microbatch in all chunks of the rank.
 
     It is 1.5 times what the best static schedule holds on its first rank, rounded up to a whole
     chunk. That schedule is 1F1B with one chunk, interleaved 1F1B with several chunks in a loop, and

@@ -139,8 +139,8 @@ def own_rule(
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step. The trial uses fewer if the step is very
             long.
-        cap: Limit on the activations that a rank holds, in whole-rank microbatches; ``None`` for no
-            limit.
+        cap: Limit on the activations that a rank holds, in microbatches of the whole rank (all its
+            chunks); ``None`` for no limit.
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
 

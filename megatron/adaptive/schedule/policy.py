@@ -168,7 +168,7 @@ def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[st
 
     Args:
         policy: Policy that chose the actions.
-        codes: Codes of the actions in the order they started (see ``codes_of``).
+        codes: Codes ``kind * num_chunks + chunk`` of the actions, in the order they started.
         num_chunks: Number of model chunks on the rank.
     """
     if not isinstance(policy, RulePolicy):

@@ -17,35 +17,36 @@ has arrived::
 
     slot             example   content
      0 LAST                1   kind of the last F or B that started, -1 before the first
-     1 IN_FLIGHT     1500000   memory held now, in millionths of a whole-rank microbatch
-     2 PEAK          1500000   most memory held so far, in the same unit
-     3 CAP           2000500   most memory that may be held, with a tolerance for rounding
+     1 IN_FLIGHT     1500000   activation memory held, in millionths of a microbatch in
+                               all chunks of the rank
+     2 PEAK          1500000   maximum of IN_FLIGHT so far
+     3 CAP           2000500   limit on IN_FLIGHT, with a tolerance for rounding
      4 CHUNKS              2   number of chunks of the rank
      5 MICROBATCHES        3   number of microbatches of the step
-     6 PIECES              1   number of parts of each weight gradient, 0 for whole backwards
+     6 PIECES              1   number of W actions per weight gradient, 0 if B computes it
      7 RANKS               2   number of ranks of the pipeline
      8 RANK                1   position of this rank in the pipeline
      9 STARTED             4   number of actions started
     10 FINISHED            3   number of actions finished
     11 TOTAL              18   number of actions of the step
-    12 UNIT           500000   memory of one microbatch of one chunk, 0 in an evaluation
-    13 LAST_CHUNK          1   chunk with the last stage, whose forward is the input of its own
-                               backward; -1 if another rank has it
+    12 UNIT           500000   memory of one microbatch in one chunk, 0 in an evaluation
+    13 LAST_CHUNK          1   chunk with the last stage, where the end of F makes B ready;
+                               -1 if another rank has the last stage
     14 BESIDE              0   1 if an action may start while another one communicates
-    15 BUSY                0   1 if a forward is running
-    16                     1   1 if a backward is running
-    17                     0   1 if a weight gradient is running
+    15 BUSY                0   1 if an F is running
+    16                     1   1 if a B is running
+    17                     0   1 if a W is running
     18 SIZED               0   1 if microbatches differ in size
     19 TURNED              0   1 in a V, where odd chunks run from the last rank to the first
-    20 HEAD              2 1   number of forwards started, per chunk
-    22                   0 1   number of backwards started, per chunk
-    24                   0 0   number of pieces of weight gradients started, per chunk
-    26                   2 1   number of forwards finished, per chunk
-    28                   0 0   number of backwards finished, per chunk
-    30                   0 0   number of pieces of weight gradients finished, per chunk
-    32           1 1 1 1 0 0   1 if the input of a forward is here, per chunk and microbatch
-    38           0 0 0 1 0 0   1 if the input of a backward is here, per chunk and microbatch
-    44                     -   memory of each microbatch of one chunk; only if SIZED is 1
+    20 HEAD              2 1   number of F started, per chunk
+    22                   0 1   number of B started, per chunk
+    24                   0 0   number of W started, per chunk
+    26                   2 1   number of F finished, per chunk
+    28                   0 0   number of B finished, per chunk
+    30                   0 0   number of W finished, per chunk
+    32           1 1 1 1 0 0   1 if the input of F has arrived, per chunk and microbatch
+    38           0 0 0 1 0 0   1 if the input of B has arrived, per chunk and microbatch
+    44                     -   memory of each microbatch in one chunk; only if SIZED is 1
 
 The number of actions of a kind that a chunk has started is also the index of its next action.
 Memory is counted in integers, so that sums of fractions are exact.

@@ -52,7 +52,8 @@ class SimResult:
             ``[actions] int64`` per rank.
         starts_ps: Start of each action in ``codes``, in picoseconds, ``[actions] int64`` per rank.
         ends_ps: End of each action in ``codes``, in picoseconds, ``[actions] int64`` per rank.
-        peak_units: Maximum activations that each rank held, in whole-rank microbatches.
+        peak_units: Maximum activations that each rank held, in microbatches of the whole rank (all
+            its chunks).
     """
 
     placement: Placement

@@ -58,7 +58,7 @@ def peak_units(schedule: Schedule) -> tuple[float, ...]:
     no W. In an evaluation nothing is held.
 
     Returns:
-        Maximum on each rank, in whole-rank microbatches.
+        Maximum on each rank, in microbatches of the whole rank (all its chunks).
     """
     peaks = []
     for rank, order in enumerate(schedule.orders):
