@@ -75,7 +75,7 @@ class Agreement:
 
         Args:
             step: Number of the step, ascending.
-            is_static: True if the policy follows an order that all members know.
+            is_static: Whether the policy follows a static order, which all members know.
         """
 
     def is_everywhere(self, item: Item) -> bool:
@@ -101,8 +101,8 @@ class Agreement:
         marked in its state yet.
 
         Args:
-            policy: Policy that picks the action if this rank decides.
-            state: State of this rank.
+            policy: Policy that chooses the action, if this rank decides.
+            state: State of this rank in the step, which the policy reads.
             timeout_s: Maximum time to wait for the leader's decision, in seconds.
             may_pass: Whether another action is communicating and can continue instead. In this case
                 the leader may decide that no action starts, and all members get ``None``.

@@ -53,7 +53,7 @@ class Writer:
     Args:
         group: Gloo group of the members. Nothing else uses it, and there is at most one channel in
             each direction between two members.
-        readers: Global ranks of the readers.
+        readers: Global ranks that read from this channel.
         describe: Function that returns how error messages name a rank.
     """
 
@@ -270,7 +270,7 @@ def _limit(timeout_s: float) -> datetime.timedelta:
 
 @contextlib.contextmanager
 def _lost(lack: str, timeout_s: float) -> Iterator[None]:
-    """Turns an error of gloo into a :class:`PeerLostError`."""
+    """Raises a :class:`PeerLostError` if the block raises an error of gloo."""
     try:
         yield
     except RuntimeError as error:

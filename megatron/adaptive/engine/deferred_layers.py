@@ -176,7 +176,7 @@ class DelayedCall(LayerCall):
 
     Attributes:
         layer: Layer of Transformer Engine that is called.
-        weight: First weight of the layer, ``[out, in]``.
+        weight: First weight of the layer, ``[out, in]``. A grouped layer has several.
         delayed: ``wgrad_store`` made for this call.
     """
 
@@ -408,7 +408,7 @@ def _engine_class(layer: type) -> Any:
 
 
 def defer_layers(chunk: torch.nn.Module) -> list[str]:
-    """Makes the layers of a chunk defer their weight gradients once they have a store.
+    """Changes the layers of a chunk so that they defer weight gradients while they have a store.
 
     Only the class of the layer objects changes.
 
@@ -462,7 +462,10 @@ _IN_ITS_BACKWARD = "which computes its weight gradient in its backward"
 
 
 def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Returns whether the chunks contain layers of Transformer Engine."""
+    """Returns whether the chunks contain layers of Transformer Engine.
+
+    These delay weight gradients themselves.
+    """
     return any(_engine_class(type(layer)) for chunk in chunks for layer in chunk.modules())
 
 

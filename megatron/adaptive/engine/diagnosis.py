@@ -24,7 +24,7 @@ _LAST_S = 10.0
 
 
 class RunningDiagnosis:
-    """Reports each cause that slows the run, once.
+    """Finds causes that slow the run, and reports each of them once.
 
     Does nothing if there is no folder or no interval, or if the run is too short for a diagnosis.
 
@@ -32,8 +32,8 @@ class RunningDiagnosis:
         folder: Trace folder, or ``None`` if tracing is off or this rank does not report.
         interval: Number of iterations from one diagnosis to the next. Each diagnosis covers the
             iterations since the previous one.
-        start_iteration: Number of iterations done before this process began. Its first iteration is
-            not diagnosed.
+        start_iteration: Number of iterations done before this process began. The first iteration
+            after the start is not diagnosed.
         report: Function that prints the text of a finding.
         note: Function that records results, given as keyword arguments. It is called with
             ``findings``, which has the ``headline`` of each finding, its ``gain`` (the fraction of

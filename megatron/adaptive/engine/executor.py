@@ -1,4 +1,4 @@
-"""Runs one step of one pipeline rank in the order that its policy picks.
+"""Runs the steps of one pipeline rank, in the order that its policy chooses.
 
 Static schedules and run-time scheduling rules use the same loop::
 
@@ -59,7 +59,7 @@ class ActionInput(NamedTuple):
     """Contains the input tensor of an action, and where and when it came from.
 
     Attributes:
-        tensor: Input tensor, ``None`` if the action has none.
+        tensor: Input tensor, ``None`` if the action needs no input from another stage.
         nbytes: Size of the tensor in bytes; 0 if another stage on this rank computed it.
         peer: Global rank of the sender; -1 if another stage on this rank computed the tensor.
         arrived_ns: Time of arrival in nanoseconds on the host's monotonic clock. If the transport
@@ -79,7 +79,7 @@ class LaunchedAction(NamedTuple):
     """Records an action that has run on the CPU, or was launched on a device.
 
     Attributes:
-        action: Action that was run.
+        action: Action that was run or launched.
         start: Mark of the device's clock (an event on a GPU) before the action.
         end: Mark of the device's clock after the action.
         nbytes: Number of bytes that the action received from and sent to other ranks.
@@ -102,14 +102,14 @@ _input_of = functools.lru_cache(maxsize=1 << 16)(Action)
 
 
 class Stages(Protocol):
-    """Computes the chunks of one rank during one step."""
+    """Computes the forward and backward passes of a rank's model chunks in one step."""
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Runs the forward pass of a chunk on one microbatch.
 
         Args:
-            chunk: Index of the local chunk.
-            microbatch: Index of the microbatch, ascending per chunk.
+            chunk: Index of the chunk among those of this rank, from 0.
+            microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
             received: Output of the previous stage, ``None`` on the first stage.
 
         Returns:
@@ -133,9 +133,10 @@ class Stages(Protocol):
         It computes input gradients, and weight gradients too unless they are separate actions (W).
 
         Args:
-            chunk: Index of the local chunk.
-            microbatch: Index of the microbatch, ascending per chunk.
-            gradient: Gradient of the chunk's output, ``None`` on the last stage.
+            chunk: Index of the chunk among those of this rank, from 0.
+            microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
+            gradient: Gradient of the chunk's output. ``None`` on the last stage, where the output
+                is the loss.
 
         Returns:
             Gradient for the previous stage, ``None`` on the first stage.
@@ -145,10 +146,10 @@ class Stages(Protocol):
         """Computes a part of the weight gradients that the backward pass (B) has deferred.
 
         Args:
-            chunk: Index of the local chunk.
-            microbatch: Index of the microbatch, ascending per chunk.
-            piece: Index of the part, ascending from 0.
-            pieces: Number of parts.
+            chunk: Index of the chunk among those of this rank, from 0.
+            microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
+            piece: Index of the part to compute, ascending from 0 for each microbatch.
+            pieces: Number of parts into which the microbatch's weight gradients are divided.
         """
 
 
@@ -173,7 +174,7 @@ class Executor:
     Args:
         placement: Assignment of pipeline stages to ranks.
         pp_rank: Position of this rank in the pipeline.
-        transport: Channels to the other ranks, ``None`` for a pipeline of one rank.
+        transport: Channels to send and receive tensors; ``None`` in a pipeline of one rank.
         timeout_s: Maximum time of a wait for an input, in seconds.
         agreement: Object that makes all ranks of a decision group choose the same actions; ``None``
             for a rank that decides alone.
@@ -255,7 +256,8 @@ class Executor:
         if len(codes) > finished:
             number, chunk = divmod(codes[-1], chunks)
             fields |= {"doing": kinds[number].value, "chunk": chunk}
-            if kinds[number] is not ActionKind.W:  # a W may have several pieces
+            # For W this number would count parts, not microbatches.
+            if kinds[number] is not ActionKind.W:
                 fields["microbatch"] = codes.count(codes[-1]) - 1
         else:
             fields["cause"] = "" if self._log is None else self._log.wait_cause()
@@ -303,7 +305,8 @@ class Executor:
 
         Args:
             stages: Object that computes the model chunks of the rank.
-            policy: Policy that picks the order, the same one on all ranks of a decision group.
+            policy: Policy that chooses the order. All ranks of a decision group must have the same
+                policy.
             state: State of this rank at the start of the step, as ``Orders.state`` makes it.
 
         Raises:
@@ -359,7 +362,7 @@ class Executor:
         self._launched.sort(key=lambda launched: index_of[launched.action])
 
     def _decide(self, policy: Policy, state: RankState, may_pass: bool = False) -> Action | None:
-        """Starts and returns the next action.
+        """Chooses the next action, marks it as started and returns it.
 
         Returns ``None`` if no action can start, or if an action that was communicating continues
         instead.
@@ -402,7 +405,7 @@ class Executor:
         self._await_arrival(state)
 
     def finish_step(self) -> RankTimes:
-        """Passes the spans of the last step to the recorder.
+        """Measures the times of the last step's actions, and passes them to the trace.
 
         Blocks until the device has finished the step.
 
@@ -548,7 +551,8 @@ class Executor:
         step = item.label.step
         action = item.label.action
         if step > self._step:
-            # Evaluation has no barrier between steps, so the first stage may be some steps ahead.
+            # Keep the input for a later step. The sender may be some steps ahead, because an
+            # evaluation has no barrier between steps.
             self._early.append(item)
             return
         if isinstance(item, Arrival):
@@ -572,7 +576,7 @@ class Executor:
 
 
 def _mean_by_chunk(actions: Iterable[tuple[Action, int]]) -> dict[tuple[ActionKind, int], int]:
-    """Returns the mean duration of each kind of action of each chunk, in nanoseconds."""
+    """Returns the mean duration of actions in nanoseconds, by (kind, chunk)."""
     times: dict[tuple[ActionKind, int], list[int]] = {}
     for action, duration_ns in actions:
         times.setdefault((action.kind, action.chunk), []).append(duration_ns)
@@ -597,7 +601,7 @@ class StepLog:
     an action here is the time at which it is launched.
 
     Args:
-        policy: Policy that picks the actions.
+        policy: Policy that chooses the actions.
         num_chunks: Number of model chunks on the rank.
     """
 
@@ -645,13 +649,13 @@ class StepLog:
         self._by_group = isinstance(item, Notice)
 
     def decision(self, asked_ns: int, state: RankState) -> None:
-        """Records that the decision of the leader has arrived."""
+        """Records that the leader's decision has arrived, as the end of a wait for it."""
         now_ns = self.now_ns()
         if now_ns - asked_ns < SHORT_NS:
             return
         self.wait_begins(asked_ns, state)
         if self._cause == _ORDER:
-            self._cause = _GROUP  # this rank itself could have started an action
+            self._cause = _GROUP  # an action was ready here, so only the group caused the wait
         self._until_ns = now_ns
         self._waker = -1
         self._by_group = True
@@ -661,7 +665,7 @@ class StepLog:
         return REASONS[self._cause] if self._since_ns else ""
 
     def begins(self, action: Action, action_input: ActionInput) -> None:
-        """Records the start of an action and its input."""
+        """Records that an action starts, and when its input arrived."""
         now_ns = self.now_ns()
         peer = action_input.peer
         arrived_ns = action_input.arrived_ns
@@ -733,7 +737,7 @@ class StepLog:
         """Returns the recorded waits and messages and all actions, as rows of the trace.
 
         Args:
-            launched: Actions of the step in the order they started.
+            launched: Records of the step's actions, in the order they started.
             times: Start and end of each action, in nanoseconds.
             codes: Codes ``kind * num_chunks + chunk`` of these actions, in the same order.
         """
@@ -777,7 +781,7 @@ class ActivationMeter:
         """Returns a context that measures a chunk's forward pass, unless one was measured before.
 
         Args:
-            chunk: Index of the local chunk.
+            chunk: Index of the chunk among those of this rank, from 0.
             held: Tensors to exclude, such as parameters, because they exist without the forward
                 pass too.
         """

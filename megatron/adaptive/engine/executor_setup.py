@@ -42,11 +42,11 @@ class Wiring:
     """Contains the connections of a rank to the others, which stay open until the end of the run.
 
     Attributes:
-        executor: Executor of the rank.
+        executor: Executor that runs this rank's steps.
         transport: Channels on which the executor sends and receives tensors; ``None`` in a pipeline
             of one rank.
         agreement: Object that makes all ranks of the decision group choose the same actions.
-        groups: Process groups that were made for the executor.
+        groups: Process groups of torch that were made for these connections.
     """
 
     executor: Executor
@@ -77,18 +77,18 @@ def build_executor(
     pp_ranks: Sequence[int] | None = None,
     model: Any = None,
 ) -> Wiring:
-    """Builds this rank's executor with its channels and its agreement.
+    """Builds this rank's executor, and connects it to other ranks.
 
     Collective over all ranks of the job, after megatron-core's parallel state is initialized.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
         accelerator: CPU or GPU that this rank computes on.
-        places: Host and process of every rank (see :func:`gather_places`).
+        places: Host and process of every rank, from :func:`gather_places`.
         payload_shape: Shape of the tensors sent between stages, or of the largest one if shapes
             vary.
-        payload_dtype: Element type of these tensors.
-        payload_varies: Whether these tensors differ in shape.
+        payload_dtype: Element type of the tensors sent between stages.
+        payload_varies: Whether the tensors sent between stages differ in shape.
         timeout_s: Maximum time of a wait of the executor, in seconds.
         tracing: Trace of this rank, which also publishes what the executor is doing; ``None`` if
             tracing is off.
@@ -169,7 +169,9 @@ def open_trace(
     work: Sequence[float] = (),
     pp_rank: int | None = None,
 ) -> Tracing:
-    """Opens this rank's trace, and moves traces of an earlier start out of the folder.
+    """Opens this rank's trace file.
+
+    Trace files of an earlier start are moved out of the folder first.
 
     Collective over all ranks, after megatron-core's parallel state is initialized.
 
@@ -177,11 +179,12 @@ def open_trace(
         folder: Folder for the trace files of all ranks; ``None`` if tracing is off.
         job: This process with its rank, device and control group.
         placement: Assignment of pipeline stages to ranks.
-        schedule: Name of the schedule.
+        schedule: Name of the schedule, which the trace stores.
         num_microbatches: Number of microbatches per step, 0 if unknown.
         layers: Number of layers of each stage, empty if unknown.
         work: Expected compute cost of each stage, in any unit; empty if unknown.
-        pp_rank: Position of this rank in the placement; ``None`` for that of megatron-core.
+        pp_rank: Position of this rank in the placement; ``None`` for its pipeline rank in
+            megatron-core.
 
     Raises:
         TraceError: The file cannot be written.

@@ -45,7 +45,7 @@ class ExpertLoad:
     Args:
         chunks: Model chunks of this rank. Tokens are counted from now on, in forward passes with
             gradients on.
-        clock: Clock of the device.
+        clock: Clock that makes marks on the device, to time exchanges.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], clock: Any) -> None:

@@ -213,7 +213,7 @@ class Lease:
         threading.Thread(target=count, name="lease", daemon=True).start()
 
     def require(self) -> None:
-        """Checks that the right is still held.
+        """Checks that this job still holds the right to write the folder.
 
         Raises:
             LeaseTakenError: Another job took the folder over.

@@ -44,7 +44,7 @@ class HangGuard:
     0 or if no private folder can be made.
 
     Args:
-        job: This process within the job.
+        job: This process with its rank, and the host and process of every rank.
         after_s: Time without progress after which the job counts as hanging, in seconds
             (``--hang-after-s``). 0 to not watch; ``None`` to derive the time from the durations of
             steps.
@@ -210,7 +210,7 @@ def _collectives() -> dict[str, tuple[int, list[int]]]:
     for group in process_groups():
         with contextlib.suppress(
             Exception
-        ):  # the backend does not count, or the group is being destroyed
+        ):  # the backend does not count collectives, or the group is being destroyed
             members = dist.get_process_group_ranks(group)
             if len(members) > 1:
                 number = group._get_sequence_number_for_group()

@@ -130,8 +130,8 @@ class Orders:
         """Returns this rank's state at the start of a step.
 
         Args:
-            num_microbatches: Number of microbatches of this rank.
-            forward_only: Whether the step is an evaluation.
+            num_microbatches: Number of microbatches that this rank runs in the step.
+            forward_only: Whether the step is an evaluation, which has only forward passes.
             sizes: Number of token positions in each microbatch, to which the size of its
                 activations is proportional; ``None`` if all are equal. The limit on activations is
                 then relative to the mean size, and raised to the largest size if necessary, so that

@@ -50,7 +50,7 @@ def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
 
     Args:
         error: Exception that a library raised. The exceptions that caused it are searched too.
-        rank: Global rank of this process, for the message.
+        rank: Global rank of this process, for the error message.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -94,7 +94,7 @@ def naming_lost_peers() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Describes this process and its job.
+    """Contains what this process shares with its job: device, groups, folder rights.
 
     Attributes:
         environment: Settings from the launcher's environment variables, with the rank and world
@@ -105,7 +105,7 @@ class Job:
         timeout: Maximum time of waits for other ranks.
         owns_process_group: Whether torch's default process group was made for this job, and is
             destroyed with it.
-        groups_before: Process groups that existed before the job.
+        groups_before: Process groups that existed before the job began, which it keeps.
         groups: Process groups that :meth:`close` destroys. If empty, it destroys all that were made
             since the job began.
         leases: Rights to write checkpoint folders, by path. They are given up at the end of the

@@ -39,7 +39,7 @@ def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = 
 
     Args:
         iteration: Number of the iteration after which it was saved.
-        path: Path of the checkpoint.
+        path: Path of the checkpoint's folder.
         seconds: Time that training waited for the checkpoint, in seconds.
         is_behind: Whether the checkpoint was written in the background.
     """
@@ -48,7 +48,7 @@ def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = 
 
 
 class ProgressFile:
-    """Appends to the progress file of a run.
+    """Appends lines to ``progress.jsonl``, the file with a run's progress.
 
     If writing fails, a warning is printed once and lines are lost, but the job continues.
 

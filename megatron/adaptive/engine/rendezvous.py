@@ -160,7 +160,7 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
 
 
 def connect(host: str, port: int, end_s: float) -> Any:
-    """Returns a connection to the store that another process serves.
+    """Connects to the key-value store that another process serves.
 
     Raises:
         MeetingError: No program listens at the address, or the program is not a store.

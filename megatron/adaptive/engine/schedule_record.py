@@ -108,7 +108,8 @@ class ScheduleRecord:
     def __init__(self, shape: RecordShape, source: str = "the record") -> None:
         self.shape = shape
         self._source = source
-        self._orders: dict[Codes, Codes] = {}  # each different order once
+        # Each different order once, so that equal orders share memory.
+        self._orders: dict[Codes, Codes] = {}
         self._steps: dict[int, tuple[Codes, ...]] = {}
         self._dealt: dict[int, Shares] = {}
 
@@ -213,7 +214,7 @@ class ScheduleRecord:
 
         Args:
             step: Number of the step.
-            index: Index of the rank's order among those of the step.
+            index: Index of the rank's order in the list of the step.
             num_microbatches: Number of microbatches of the rank in this run's step.
 
         Raises:
@@ -330,10 +331,10 @@ class Replay:
     Args:
         record: Record of a run with the same sizes.
         shape: Sizes of this run.
-        order_index: Index of this rank's order among those of a step (see :class:`Recording`).
+        order_index: Index of this rank's order in the list of a step, as in :class:`Recording`.
 
     Attributes:
-        record: Record that is replayed.
+        record: Record whose orders are followed.
 
     Raises:
         ConfigError: The record is of a run with other sizes.

@@ -48,7 +48,7 @@ def default_process_groups() -> ProcessGroupCollection:
 
 
 class GradientSync:
-    """Delays the data-parallel reduction of gradients until a chunk's last microbatch.
+    """Controls when gradients are reduced over data-parallel ranks: at a chunk's last microbatch.
 
     All replicas must start their reductions in the same order. Under every schedule, the last
     backward passes (B) of a rank's chunks run in descending order of chunks, because each needs the
@@ -144,7 +144,7 @@ def _as_list(value: Any, length: int) -> list[Any]:
 
 @dataclass(kw_only=True, eq=False)
 class MegatronStages(SplitStages):
-    """Computes the megatron-core chunks of a rank in one step.
+    """Computes the forward and backward passes of megatron-core's chunks in one step.
 
     Attributes:
         forward_step_func: User function of megatron-core,
@@ -157,8 +157,8 @@ class MegatronStages(SplitStages):
         groups: Process groups of megatron-core that the step uses.
         meter: Meter that measures the size of activations in the first forward pass of each chunk.
         forward_only: Whether the step is an evaluation, which keeps nothing for backward passes.
-        collect_non_loss_data: Same as in megatron-core.
-        first_val_step: Same as in megatron-core.
+        collect_non_loss_data: Argument of megatron-core's forward step, passed on.
+        first_val_step: Argument of megatron-core's forward step, passed on.
         stores: Stores of deferred weight gradients, one per chunk, attached to its layers; ``None``
             if the backward pass computes weight gradients. Not used in an evaluation.
         loss_parts: Number of microbatches over which the loss of the step is averaged; ``None`` for
@@ -288,7 +288,7 @@ class ForwardBackward:
     """Runs the forward and backward passes of a step; call it like megatron-core's function.
 
     Args:
-        executor: Executor of this rank.
+        executor: Executor that runs this rank's steps.
         orders: Object that makes the policy and the state of this rank for each step. If stages
             have unequal numbers of ranks, the loss is the mean over the whole step. The caller must
             then sum gradients over the ranks of a stage instead of averaging them.
@@ -298,7 +298,7 @@ class ForwardBackward:
             traces it; ``None`` if the caller traces the reduction.
 
     Attributes:
-        orders: Policies and states of this rank.
+        orders: Object that makes the policy and the state of this rank for each step.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ class Tracing:
     def begin_iteration(
         self, iteration: int, num_microbatches: int, *, is_traced: bool, lengths: Lengths = ()
     ) -> None:
-        """Begins an iteration.
+        """Begins an iteration, to which later spans are added.
 
         Args:
             iteration: Number of the iteration.
@@ -266,7 +266,7 @@ class OutsideTrace:
 
     Args:
         function: Function of megatron-core that runs a step.
-        tracing: Trace of this process.
+        tracing: Trace to which the spans are added.
     """
 
     def __init__(self, function: Callable[..., list[Any]], tracing: Tracing) -> None:

@@ -77,7 +77,7 @@ class LayerCall:
 
 @dataclass(frozen=True, slots=True)
 class LinearCall(LayerCall):
-    """Computes a call of ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
+    """Describes a call of ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
 
     Attributes:
         weight: Weight ``[out, in]``, or ``[in, out]`` if ``turned`` is true.
@@ -121,14 +121,15 @@ class LinearCall(LayerCall):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCall(LayerCall):
-    """Computes a call of ``torch.nn.Embedding`` with a dense gradient.
+    """Describes a call of ``torch.nn.Embedding`` whose weight gradient is dense.
 
     The shapes are ``[...] int -> [..., width]``.
 
     Attributes:
         weight: Weight ``[rows, width]``.
         padding_idx: Index of the padding row, which gets no gradient; -1 for none.
-        scale_grad_by_freq: Same as in torch.
+        scale_grad_by_freq: Whether to divide a row's gradient by the number of its occurrences, as
+            in torch.
         by_index: Whether to look up rows by indexing, because its backward pass is deterministic on
             a GPU.
     """

@@ -37,7 +37,7 @@ StepFunction = Callable[..., Any]
 
 
 class Seam:
-    """Replaces ``get_forward_backward_func``.
+    """Replaces ``get_forward_backward_func``: returns functions that run steps on the engine.
 
     Args:
         original: Function ``get_forward_backward_func`` of megatron-core.
@@ -47,7 +47,7 @@ class Seam:
     Attributes:
         original: Function ``get_forward_backward_func`` of megatron-core.
         engine: Engine that runs the steps, ``None`` before the first one.
-        placed: Replacements of megatron-core's functions about the placement of stages.
+        placed: Replacements of megatron-core's functions that return the position of a stage.
         first_weights: Replacements of constructors that draw first weights by layer, if the
             settings say so.
     """
@@ -69,7 +69,7 @@ class Seam:
         self._in_force = True
 
     def change(self, settings: Settings) -> None:
-        """Changes the settings.
+        """Changes the settings, if no step has run with the former ones.
 
         Raises:
             ConfigError: A step has already run with the former settings.

@@ -1,4 +1,4 @@
-"""Places the stages of an unmodified Megatron-LM in a V.
+"""Assigns the stages of an unmodified Megatron-LM to ranks in a V.
 
 A few functions of megatron-core return the position of a stage. They are replaced while the plugin
 is installed. The replacements change results only if the placement is a V::
@@ -71,7 +71,7 @@ class TurnedLayout(PlacedLayout):
 
 
 class Placed:
-    """Replaces megatron-core's functions about the placement of stages.
+    """Replaces megatron-core's functions that return the position of a stage.
 
     Args:
         kind: Function that returns the current kind of placement.
@@ -88,7 +88,7 @@ class Placed:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def put(self) -> None:
-        """Replaces the functions of megatron-core.
+        """Puts the replacements in place of megatron-core's functions.
 
         Raises:
             SetupError: megatron-core lacks one of these functions.
@@ -294,7 +294,7 @@ def _check(config: Any) -> None:
 
 
 def _stages_in_loop(config: Any) -> tuple[tuple[str, ...], ...]:
-    """Returns the layers that megatron-core gives each stage, in pipeline order."""
+    """Returns the layer names that megatron-core assigns to each stage, in pipeline order."""
     ranks = config.pipeline_model_parallel_size
     chunks = [(rank, chunk) for chunk in range(_CHUNKS) for rank in range(ranks)]
     layout = config.pipeline_model_parallel_layout

@@ -63,7 +63,7 @@ class StepTrace:
     continues.
 
     Args:
-        tracing: Trace of this process.
+        tracing: Trace to which spans are added.
         settings: Settings of the plugin.
         accelerator: CPU or GPU of this rank.
         iteration: Number of training steps done before this start.
@@ -110,7 +110,7 @@ class StepTrace:
         )
 
     def begin(self, iteration: int, arguments: Mapping[str, Any]) -> None:
-        """Begins a training step.
+        """Starts to trace a training step.
 
         Args:
             iteration: Number of the step in Megatron-LM's log. If Megatron-LM runs a step again,
@@ -171,7 +171,7 @@ class StepTrace:
         return self.tracing.host_span("evaluate")
 
     def close(self, *, is_orderly: bool) -> None:
-        """Ends the trace.
+        """Closes the trace and the progress file, and removes all hooks.
 
         Args:
             is_orderly: Whether all steps have succeeded.

@@ -59,7 +59,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class Engine:
-    """Runs the steps of this rank.
+    """Runs Megatron-LM's training and evaluation steps on this rank.
 
     Args:
         settings: Settings of the plugin, with flags of the command line applied.
@@ -98,7 +98,7 @@ class Engine:
         self._done: tuple[RankTimes, int] | None = None
         self._broken = False
         self._guard: HangGuard | None = None
-        self._runs = False  # True within a step
+        self._runs = False  # True while a step is running
         self.left_open = False
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:

@@ -63,7 +63,7 @@ class OrderGraph(NamedTuple):
 
     Attributes:
         rows: Actions of each rank in the order they run, ``[ranks, longest order]``.
-        lengths: Number of actions of each rank.
+        lengths: Number of actions on each rank.
         best: Value of ``rows`` with the shortest step so far.
         needs: Action whose result each action needs as input, -1 for none.
         gaps: Time from the end of the needed action until its result arrives, per action, in
@@ -72,10 +72,10 @@ class OrderGraph(NamedTuple):
         lanes: Code ``kind * chunks + chunk`` of each action.
         takes: Memory that each action takes, negative if it frees memory. The unit is one
             microbatch in one chunk.
-        ranks: Rank of each action.
+        ranks: Rank that runs each action.
         cap: Limit on a rank's memory in the unit of ``takes``, ``[1]``.
         ends: Scratch: end of each action in picoseconds, -1 before it is known.
-        positions: Scratch: index of each action in its row.
+        positions: Scratch: index of each action in its rank's row of ``rows``.
         path: Scratch: actions of the critical path, last one first.
         position: Scratch of ``finish``: index in ``rows`` of each rank's next action.
         now: Scratch of ``finish``: end of each rank's last action so far, in picoseconds.

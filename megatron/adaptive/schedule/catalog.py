@@ -170,7 +170,7 @@ def make_candidate(
     Args:
         name: Name of the static schedule or run-time rule.
         num_ranks: Number of ranks of the pipeline.
-        num_chunks: Number of chunks per rank, unless the schedule fixes it.
+        num_chunks: Number of chunks per rank; ignored if the schedule determines it.
         num_microbatches: Number of microbatches per step.
         placement_kind: ``loop`` or ``v`` for a run-time rule; ``None`` for the default of
             ``placement_for``.
@@ -253,7 +253,7 @@ def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
     Args:
         name: Name of the static schedule or run-time rule.
         num_ranks: Number of ranks of the pipeline.
-        num_chunks: Number of chunks per rank; ignored by schedules that fix this number.
+        num_chunks: Number of chunks per rank; ignored if the schedule determines it.
 
     Raises:
         ScheduleError: The name is unknown, or a number is below 1.

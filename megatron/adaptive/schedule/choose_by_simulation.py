@@ -82,7 +82,7 @@ class CandidateOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleChoice:
-    """Records the schedule that ``auto`` chose, and why.
+    """Contains the schedule that ``auto`` chose, and the reason.
 
     Attributes:
         best: Schedule and settings to run.

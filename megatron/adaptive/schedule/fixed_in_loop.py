@@ -210,7 +210,7 @@ def interleaved(
     group_size: int | None = None,
     pairs: bool = False,
 ) -> tuple[Order, ...]:
-    """Returns the orders of interleaved 1F1B.
+    """Returns each rank's actions under interleaved 1F1B.
 
     Args:
         placement: Assignment of stages to ranks, a loop with at least two chunks per rank.

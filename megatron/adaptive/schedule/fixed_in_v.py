@@ -293,8 +293,8 @@ def _stretch(row: _Row, begin: int, repeats: int) -> Order:
     """Returns a rank's actions in order, with its period that starts at slot ``begin`` repeated.
 
     Args:
-        row: Actions of the rank by slot, ascending.
-        begin: First slot of the period.
+        row: Actions of the rank by time slot, in ascending order of slots.
+        begin: First time slot of the period.
         repeats: Number of additional periods.
     """
     order: list[Action] = []

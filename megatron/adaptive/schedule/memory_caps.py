@@ -66,12 +66,14 @@ def with_rounding(cap: float) -> float:
 
 
 def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
-    """Returns the cap of a rank in the unit of ``rank_kernel``, with the tolerance for rounding.
+    """Converts a limit on activations (cap) to the integer unit of ``rank_kernel``.
+
+    The result includes the tolerance for rounding.
 
     Args:
         cap: Limit on activations held, in microbatches of mean size in all chunks of the rank.
         num_chunks: Number of model chunks on the rank.
-        largest: Size of the largest microbatch, in mean microbatches.
+        largest: Size of the largest microbatch, divided by the mean size.
 
     Raises:
         ScheduleError: The cap is not a number, or is below one microbatch in every chunk, which

@@ -31,7 +31,7 @@ Size = tuple[float, float]
 """Number of tokens in a microbatch, and sum of its documents' squared lengths in tokens."""
 
 EQUAL: Size = (1.0, 1.0)
-"""Size of every microbatch if all are equal."""
+"""Size to use for every microbatch if all are equally long."""
 
 Measured = tuple[float, float, float]
 """Three sums over the microbatches that a rank worked on in a step.

@@ -1,4 +1,4 @@
-"""Runs users' own schedules, and checks them before the first step.
+"""Makes policies from users' own schedules, and checks them before the first step.
 
 A static schedule is made by the user's function, and validated. A run-time rule is tried in a
 simulated step. Every error names the schedule, the file and line of its function, the rank and the
@@ -81,7 +81,7 @@ def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int
     Args:
         spec: ScheduleSpec of the user's schedule, with its function.
         placement: Assignment of pipeline stages to ranks.
-        num_microbatches: Number of microbatches of a step.
+        num_microbatches: Number of microbatches per step.
 
     Raises:
         ScheduleError: The function raised an error, or the returned schedule is not valid.

@@ -73,7 +73,7 @@ class Follow(RulePolicy):
 
     Args:
         order: Actions of one rank, in the order to run them.
-        name: Name of the schedule.
+        name: Name of the schedule that the list comes from.
 
     Raises:
         ScheduleError: The actions of some chunk and kind are not in ascending order of

@@ -34,13 +34,13 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class RankState:
-    """Tracks one rank within one step; a new step needs a new object.
+    """Tracks the state of one rank during one step. A new step needs a new object.
 
     Not thread-safe: its owner (the executor's loop or the simulator) makes every call. All calls
     return at once and take O(chunks) time.
 
     Args:
-        placement: Placement of the pipeline's stages on its ranks.
+        placement: Assignment of pipeline stages to ranks.
         rank: Position of this rank in the pipeline, from 0.
         num_microbatches: Number of microbatches per step, at least 1.
         cap: Maximum activation memory that ``fits`` allows; None for no limit. One unit is the
@@ -205,7 +205,7 @@ class RankState:
         return number == rank_kernel.F or microbatch < lane_count(self.numbers, number - 1, chunk)
 
     def ready(self) -> tuple[Action, ...]:
-        """Returns every action that may start now, at most one of each kind per chunk.
+        """Returns all actions that may start now, at most one per kind and chunk.
 
         Chunks ascend; within a chunk F comes before B, and B before W. Memory is not considered.
         """
@@ -278,7 +278,7 @@ class RankState:
         return ready
 
     def finish(self, action: Action) -> None:
-        """Records that a started action ended, and frees its memory.
+        """Records that a started action has ended, and frees the memory that it no longer needs.
 
         Raises:
             ScheduleError: The action is not the oldest running one of its kind and chunk.
@@ -334,7 +334,7 @@ class RankState:
         return f"its input from {self._sender(action)} is not here"
 
     def missing(self) -> str:
-        """Describes what this rank waits for, for messages about a time limit.
+        """Returns text about what this rank waits for, for error messages after a time limit.
 
         Lists for each chunk the next inputs that have not arrived, with the rank and stage that
         send them. Also lists actions whose input has arrived but which would exceed the cap.

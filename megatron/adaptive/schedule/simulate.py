@@ -77,7 +77,7 @@ class SimResult:
 
     @property
     def bubble_fraction(self) -> tuple[float, ...]:
-        """Returns the idle time of each rank divided by the makespan."""
+        """Returns each rank's idle time divided by the duration of the step."""
         makespan_s = self.makespan_s
         return tuple(1 - busy_s / makespan_s if makespan_s else 0.0 for busy_s in self.busy_s)
 
@@ -197,7 +197,7 @@ def run_states(
     Args:
         states: States at the start of the step, one per rank.
         policies: Policies, one per rank.
-        workload: Times of the whole step.
+        workload: Times of all actions and messages in the step.
         widths: Number of ranks of each stage, if stages have several (see ``unequal_widths``). Then
             the ``rank`` of each state is the index of its stage.
         compiled: Whether to run the loop as machine code (see ``simulate``).

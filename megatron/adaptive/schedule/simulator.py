@@ -55,7 +55,7 @@ class World(NamedTuple):
         first_ranks: First rank of each stage.
         widths: Number of ranks of each stage, to which microbatches are assigned round-robin (see
             ``unequal_widths``).
-        total: Number of microbatches of the whole step, ``[1]``.
+        total: Number of microbatches in the step, in the whole job, ``[1]``.
         durations: Duration of each action, ``[kind][stage][microbatch]``, kinds F, B, W.
         exchanges: Part of the duration of each F and B that is communication within the stage,
             ``[kind][stage][microbatch]``.
@@ -67,7 +67,7 @@ class World(NamedTuple):
             that a rank has computed up to a communication or to the end of its action. Other codes
             mean that an input arrives; the code is the index in ``durations`` of the action that
             needs it. The array is large enough for one event per rank and one per message.
-        heap_size: Number of events in the heap, ``[1]``.
+        heap_size: Number of events in ``heap``, ``[1]``.
         turn: Slot in which each rank is computing now, -1 for none.
         last: Slot in which each rank computed last.
         was_filler: 1 for each rank whose last action was a weight gradient, else 0.

@@ -34,7 +34,7 @@ class Placement:
     Attributes:
         num_ranks: Number of pipeline-parallel ranks, at least 1.
         num_chunks: Number of chunks (virtual stages) per rank, at least 1.
-        kind: ``loop`` or ``v``.
+        kind: ``loop`` or ``v``, as in the drawing.
 
     Raises:
         ScheduleError: A number is below 1 or the kind is unknown.
@@ -90,7 +90,7 @@ class Placement:
         return (self.num_ranks - 1 - offset if turned else offset), chunk
 
     def neighbours(self) -> tuple[tuple[int, int], ...]:
-        """Returns the pairs of ranks that exchange messages, lower rank first, sorted."""
+        """Returns all pairs of ranks that exchange messages, sorted, with the lower rank first."""
         pairs = set()
         for stage in range(self.num_stages - 1):
             sender = self.locate(stage)[0]

@@ -99,7 +99,7 @@ class Widths:
         return tuple(accumulate(self.sizes, initial=0))
 
     def rank_of(self, stage: int, replica: int) -> int:
-        """Returns the rank of a replica of a stage."""
+        """Returns the global rank of a stage's replica."""
         return self._firsts[stage] + replica
 
     def place_of(self, rank: int) -> tuple[int, int]:
@@ -234,12 +234,12 @@ def simulate(
     message_s: Sequence[float] = (),
     cap: float | None = None,
 ) -> SimResult:
-    """Simulates a step with the policies and states of a run, and checks that it ends.
+    """Simulates a step with stages of unequal widths, and checks that the step ends.
 
     Backward passes include weight gradients. Messages have a latency, but do not occupy their link.
 
     Args:
-        name: Schedule of :data:`SCHEDULES`.
+        name: Name in :data:`SCHEDULES`.
         widths: Number of replicas of each stage.
         num_microbatches: Number of microbatches per step, in the whole job.
         forward_s: Time of a forward pass on each stage, in seconds.

@@ -23,7 +23,7 @@ _ELLIPSIS = "..."
 
 
 def validate(schedule: Schedule) -> None:
-    """Checks a schedule, which may come from an untrusted source.
+    """Checks that a schedule can run; it may come from an untrusted source.
 
     - Every rank lists each of its actions exactly once.
     - On each stage, each kind runs in ascending order of microbatches. The B of a microbatch
@@ -73,7 +73,7 @@ def peak_units(schedule: Schedule) -> tuple[float, ...]:
 
 
 def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) -> str:
-    """Draws a schedule with a row per rank and a column per position in its order.
+    """Draws a schedule as text, with one row per rank and one column per action.
 
     ::
 

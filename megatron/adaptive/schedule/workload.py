@@ -352,7 +352,7 @@ def _check_number(name: str, value: float) -> None:
 
 
 def load_profile(path: Path, *, num_stages: int) -> StageProfile:
-    """Reads a profile.
+    """Reads a profile of stages and links from a JSON file.
 
     Args:
         path: Path of the JSON file.
