@@ -246,9 +246,8 @@ def make_channels(
     for peer in others:
         process, number = handles[peer]
         try:
-            fd = os.open(
-                f"/proc/{process}/fd/{number}", os.O_RDWR
-            )  # the memory has no name in the file system, so open it by the owner's descriptor
+            # Open the memory by its owner's descriptor: it has no name in the file system.
+            fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         except OSError as error:
             raise TransportError(
                 f"the decisions of {describe(peer)} cannot be read ({error}): let ranks of one"

@@ -290,18 +290,18 @@ class _DeferringLinear(Deferring):
 class DeferringColumnParallelLinear(  # type: ignore[misc]
     _DeferringLinear, ColumnParallelLinear
 ):
-    """Replaces ``ColumnParallelLinear``; defers the weight gradient while its store is active."""
+    """Replaces ``ColumnParallelLinear``; defers its weight gradient while the store is active."""
 
 
 class DeferringRowParallelLinear(_DeferringLinear, RowParallelLinear):  # type: ignore[misc]
-    """Replaces ``RowParallelLinear``; defers the weight gradient while its store is active."""
+    """Replaces ``RowParallelLinear``; defers its weight gradient while the store is active."""
 
 
 class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):  # type: ignore[misc]
-    """Replaces ``VocabParallelEmbedding``; defers the weight gradient while its store is active."""
+    """Replaces ``VocabParallelEmbedding``; defers its weight gradient while the store is active."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of tokens.
+        """Returns the embeddings of tokens, and defers the gradient of the embedding's weight.
 
         The shapes are ``[b, s] int -> [b, s, h]``, or ``[s, b, h]`` with this rank's part of the
         sequence.
@@ -320,7 +320,7 @@ class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):  # typ
         if foreign is not None:
             output[foreign, :] = 0.0
         if self.reduce_scatter_embeddings:
-            # [b, s, h] -> [s, b, h]
+            # Change [b, s, h] to [s, b, h], because the scatter below divides the first dimension.
             output = output.transpose(0, 1).contiguous()
             return reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(output, group=self.tp_group)

@@ -81,7 +81,7 @@ class LaunchedAction(NamedTuple):
     Attributes:
         action: Action that was run or launched.
         start: Mark of the device's clock (an event on a GPU) before the action.
-        end: Mark of the device's clock after the action.
+        end: Mark of the device's clock (an event on a GPU) after the action.
         nbytes: Number of bytes that the action received from and sent to other ranks.
         held_bytes: Size in bytes of the activations that the rank held during the action.
         queue_depth: Number of arrived inputs of actions that had not started yet.
@@ -591,7 +591,7 @@ _SEEN = _REASON["seen"]
 _FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""Minimum time until the leader's decision that is traced as a wait of the follower, in ns."""
+"""Minimum duration of a follower's wait for the leader's decision to be traced, in nanoseconds."""
 
 
 class StepLog:

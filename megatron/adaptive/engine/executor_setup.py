@@ -228,7 +228,7 @@ def require_equal_settings(settings: Mapping[str, str]) -> None:
     Ranks with different settings would wait for each other forever, or sum unrelated tensors.
 
     Args:
-        settings: Settings by name, in the form that users write.
+        settings: Settings by name, in the form in which users write them, for the error message.
 
     Raises:
         ConfigError: A setting differs; the message has both values and a rank of each.

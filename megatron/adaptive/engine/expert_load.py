@@ -89,9 +89,9 @@ class ExpertLoad:
         """Returns the numbers of tokens in the step. Waits for the device.
 
         Returns:
-            One tuple per layer of experts: the layer's number in the model from 0 (multi-token
-            prediction layers come last), the index of its first expert on this rank, and the number
-            of tokens of each expert on this rank.
+            One tuple per layer of experts. It has the layer's number in the model from 0, the index
+            of the layer's first expert on this rank, and the number of tokens of each expert on
+            this rank. Multi-token prediction layers have the last numbers.
         """
         return tuple(
             (*layer, *map(int, counts.tolist()))

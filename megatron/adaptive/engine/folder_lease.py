@@ -260,9 +260,8 @@ class Lease:
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self._files.mkdir()
-            with contextlib.suppress(
-                OSError
-            ):  # let all users who may write the folder take it over
+            # Let all users who may write the folder take it over.
+            with contextlib.suppress(OSError):
                 self._files.chmod(self._folder.stat().st_mode & 0o777)
 
     def _take(self, number: int) -> bool:

@@ -208,9 +208,8 @@ def _collectives() -> dict[str, tuple[int, list[int]]]:
     """Returns for each process group the number of collectives begun here, and its ranks."""
     collectives = {}
     for group in process_groups():
-        with contextlib.suppress(
-            Exception
-        ):  # the backend does not count collectives, or the group is being destroyed
+        # Skip a group that is being destroyed, or whose backend does not count collectives.
+        with contextlib.suppress(Exception):
             members = dist.get_process_group_ranks(group)
             if len(members) > 1:
                 number = group._get_sequence_number_for_group()

@@ -2,7 +2,7 @@
 
 torch itself would wait without a limit if another program listens at the port and does not reply.
 It retries for minutes if a name does not resolve. Ranks with different ports would wait for each
-other.
+other forever.
 """
 
 from __future__ import annotations

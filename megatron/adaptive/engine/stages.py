@@ -92,9 +92,9 @@ class GradientSync:
     def after_last_weights(self, chunk: int) -> None:
         """Starts the reduction of a chunk's gradients, which its last W has completed.
 
-        Reductions start in descending order of chunks, so it may be delayed, or earlier chunks may
-        follow. A chunk that only has a ``no_sync_func`` is reduced here too, because no backward
-        pass is left to do it.
+        Reductions start in descending order of chunks, so the reduction of this chunk may be
+        delayed, or reductions of earlier chunks may follow. A chunk that only has a
+        ``no_sync_func`` is reduced here too, because no backward pass is left to do it.
 
         Raises:
             ConfigError: A chunk has a ``no_sync_func`` but no function that reduces its gradients.

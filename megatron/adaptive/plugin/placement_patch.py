@@ -178,9 +178,8 @@ class Placed:
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
         """Sets the layout of a V in a model's configuration."""
-        if isinstance(
-            config.pipeline_model_parallel_layout, TurnedLayout
-        ):  # the configuration is a copy, so use the original layout
+        # If the configuration is a copy of one that was changed here, use the original layout.
+        if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):
             config.pipeline_model_parallel_layout = config.pipeline_model_parallel_layout.original
         original(config)
         if self.is_v and config.pipeline_model_parallel_size > 1:

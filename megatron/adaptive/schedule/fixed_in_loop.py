@@ -98,8 +98,8 @@ training with recomputation of activations. Three ranks, six microbatches::
 
 The order is the result of simulating ``runtime_rules.depth_first`` with one chunk. In the
 simulation, a forward pass takes time 1, a recomputation 1, and the backward pass after it 2. The
-last stage recomputes nothing, as its backward pass directly follows its forward pass. The rules
-are:
+last stage recomputes nothing, as its backward pass directly follows its forward pass. At any time,
+a rank follows these rules:
 
 1. if the gradient for the next backward pass has arrived, run that backward pass;
 2. otherwise, if the input of the next forward pass has arrived, run that forward pass, regardless

@@ -8,10 +8,10 @@ The microbatches of the step do not change; only the replica that works on each 
     dealt       replica 0          8  4           12 x 1.5 = 18
                 replica 1    9  5        4  2     20
 
-The cost of a microbatch for a rank is the sum of a fixed part, a part per token, and a part per
-pair of tokens that attend to each other. These parts are fitted to the measured times of the last
-steps. The pace of a rank is its compute time, without waits, divided by the cost of its
-microbatches. A replica is as fast as its slowest rank.
+The cost of a microbatch on a rank has three parts: a fixed one, one per token, and one per pair of
+tokens that attend to each other. These parts are fitted to the measured times of the last steps.
+The pace of a rank is its compute time, without waits, divided by the cost of its microbatches. A
+replica is as fast as its slowest rank.
 
 Every rank computes all of this from the same numbers, with Python floats in a fixed order of
 operations. So ranks on different machines reach the same decision without communication.

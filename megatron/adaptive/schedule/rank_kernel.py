@@ -10,10 +10,10 @@ plain Python on lists (see ``rank_state``). The simulator compiles the same func
 runs them on arrays (see ``numba_kernels``). So they use numbers only: no objects, no exceptions,
 and no calls except to each other.
 
-The entries of ``s``, called slots. The example is rank 1 of 2 in a loop of 2 chunks, so it has
-stages 1 and 3. The step has 3 microbatches, separate weight gradients (W) and a limit on
-activations (cap) of 2. F0-0, F0-1 and F1-0 have finished, B1-0 is running, and the input of F0-2
-has arrived::
+The table lists the entries of ``s``, called slots. The example is rank 1 of 2 in a loop of 2
+chunks, so it has stages 1 and 3. The step has 3 microbatches, separate weight gradients (W) and a
+limit on activations (cap) of 2. F0-0, F0-1 and F1-0 have finished, B1-0 is running, and the input
+of F0-2 has arrived::
 
     slot             example   content
      0 LAST                1   kind of the last F or B that started, -1 before the first

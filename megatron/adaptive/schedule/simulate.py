@@ -211,9 +211,8 @@ def run_states(
         rule, hints = compiled_rule
         loop = compiled_loop(rule)
         if loop(world._replace(hints=_padded(hints))) != simulator.DONE_ALL:
-            world = _run_plain(
-                _world(states, workload, widths), states, policies
-            )  # run again in plain Python, which raises an error with the reason
+            # Run again in plain Python, which raises an error with the reason.
+            world = _run_plain(_world(states, workload, widths), states, policies)
     totals = [state.num_actions for state in states]
     return SimResult(
         placement=placement,

@@ -50,7 +50,8 @@ class World(NamedTuple):
 
     Attributes:
         states: State of each rank, as in ``rank_kernel``.
-        hints: Second argument of each rank's rule (see ``runtime_rules``), or empty.
+        hints: Data that each rank's rule uses besides the state, such as an order (see
+            ``runtime_rules``), or empty.
         stages: Pipeline stage of each chunk, ``[rank][chunk]``.
         first_ranks: First rank of each stage.
         widths: Number of ranks of each stage, to which microbatches are assigned round-robin (see
@@ -59,7 +60,7 @@ class World(NamedTuple):
         durations: Duration of each action, ``[kind][stage][microbatch]``, kinds F, B, W.
         exchanges: Part of the duration of each F and B that is communication within the stage,
             ``[kind][stage][microbatch]``.
-        cuts: Number of communications in each F and B, per stage.
+        cuts: Number of communications within the stage in each F and B, per stage.
         delays: Latency of the message sent after each F and B, ``[kind][stage][microbatch]``.
         occupancy: Time for which a message occupies the link between two ranks, ``[from][to]``.
         free: Time at which the link between two ranks becomes free again, ``[from][to]``.
