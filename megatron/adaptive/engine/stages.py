@@ -314,8 +314,9 @@ class ForwardBackward:
         self._stores = stores
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
-        self._measured_size = 0.0  # number of token positions in the measured microbatch
-        self._mean_size = 1.0  # mean size in the last step, relative to the measured one
+        self._measured_size = 0.0  # number of token positions in the measured microbatch.
+        # Mean size of a microbatch in the last step, divided by the measured one.
+        self._mean_size = 1.0
 
     def __call__(
         self,

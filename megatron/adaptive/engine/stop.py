@@ -56,8 +56,8 @@ class StopRequest:
             for number in _SIGNALS
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
-        # The launcher may have blocked these signals until their handlers are installed, which is
-        # now.
+        # Unblock these signals: the launcher may have blocked them until their handlers are
+        # installed.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def __enter__(self) -> StopRequest:

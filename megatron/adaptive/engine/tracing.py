@@ -96,8 +96,8 @@ class Tracing:
         self._clock: Any = clock or CpuClock()
         self._sync = sync
         self.experts: ExpertLoad | None = None
-        self._traced: _Iteration | None = None  # the current iteration if it is traced
-        self._iteration = _Iteration()  # the current or last iteration, traced or not
+        self._traced: _Iteration | None = None  # the current iteration if it is traced.
+        self._iteration = _Iteration()  # the current or last iteration, traced or not.
         self._doing = ""
         self._in_step = False
         self._begun_ns = 0

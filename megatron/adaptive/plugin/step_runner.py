@@ -93,7 +93,7 @@ class Engine:
         self._tuner: Tuner | None = None
         self._trace: StepTrace | None = None
         self._iteration = 0
-        self._step: int | None = None  # number of microbatches of the current training step
+        self._step: int | None = None  # number of microbatches of the current training step.
         # Times of the last training step, with the step's number of microbatches.
         self._done: tuple[RankTimes, int] | None = None
         self._broken = False

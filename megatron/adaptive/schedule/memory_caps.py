@@ -121,7 +121,8 @@ def default_cap(placement: Placement, num_microbatches: int) -> float:
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if ranks == 1:
         return 1.0
-    # Number of forward passes in the warm-up of rank 0, plus the first one of the steady phase.
+    # What interleaved 1F1B holds on rank 0: the forward passes of its warm-up, plus the first one
+    # of the steady phase.
     interleaved = (chunks - 1) * ranks + 2 * (ranks - 1) + 1
     static_in_chunks = ranks * chunks if chunks == 1 or placement.kind == "v" else interleaved
     with_slack = math.ceil(static_in_chunks * _SLACK)

@@ -84,8 +84,8 @@ TURNED = 19
 HEAD = 20
 
 # Offsets from HEAD. The unit is a block, which contains one number per chunk.
-DONE = 3  # distance from the numbers of started actions of a kind to those of finished ones
-FLAGS = 6  # distance from HEAD to the flags of arrived inputs
+DONE = 3  # distance from the numbers of started actions of a kind to those of finished ones.
+FLAGS = 6  # distance from HEAD to the flags of arrived inputs.
 
 State = list[int]
 """State of one rank as integers: a list in plain Python, an ``int64`` array in compiled code."""
