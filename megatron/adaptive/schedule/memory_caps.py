@@ -121,7 +121,7 @@ def default_cap(placement: Placement, num_microbatches: int) -> float:
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if ranks == 1:
         return 1.0
-    # What interleaved 1F1B holds on rank 0: the forward passes of its warm-up, plus the first one
+    # Interleaved 1F1B holds this on rank 0: the forward passes of its warm-up, plus the first one
     # of the steady phase.
     interleaved = (chunks - 1) * ranks + 2 * (ranks - 1) + 1
     static_in_chunks = ranks * chunks if chunks == 1 or placement.kind == "v" else interleaved
