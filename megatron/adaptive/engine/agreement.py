@@ -1,31 +1,32 @@
-"""Makes all ranks that communicate inside forwards and backwards run the same actions.
+"""Makes all ranks that communicate during forward and backward passes run the same actions.
 
-Such a decision group consists of the tensor- and context-parallel ranks of a stage. With experts it
-also contains the replicas of the stage that exchange tokens (see
-``executor_setup.decision_group``). Two of them on different actions would add up numbers of
-different microbatches, or exchange their tokens, without any error. So the first rank of the group
-decides and publishes its decision, and the others read it and do the same. Nobody waits for a
-collective.
+These ranks are a decision group. It consists of the tensor- and context-parallel ranks of a stage.
+With experts it also contains the replicas of the stage that exchange tokens (see
+``executor_setup.decision_group``). If two of them ran different actions, they would add up numbers
+of different microbatches, or exchange tokens of different microbatches, without any error. So the
+first rank of the group (the leader) chooses each action and publishes its choice. The others
+(followers) read it and run the same action. No collective operation is needed for this.
 
-Each member receives its own inputs; those of replicas come from replicas of the stage before. The
-members of a group on one stage correspond to a group on every other stage. So a group acts like one
-rank of a pipeline, whose inputs arrive when the last member has them. A slow member delays its
-group, and no deadlock is possible that one rank could not have.
+Each member receives its own inputs; a replica's inputs come from a replica of the previous stage.
+Every stage has such a group. So a group acts like one rank of a pipeline: an input has arrived when
+it has arrived on every member. A slow member delays its group. A deadlock is possible only if it is
+possible for a single rank too.
 
-The leader decides from the inputs that all members have: it marks an input in its state once the
-input has arrived on every member. Followers report their inputs from the thread that received them,
-whatever their executor is doing::
+The leader chooses among actions whose input all members have. It marks an input as arrived in its
+state once the input has arrived on every member. Followers report their inputs to the leader from
+the thread that received them, even while their executor is running an action::
 
     follower   receives input ─ report ──┐                        ┌── next ─ run
                                          v                        │
     leader       receives input ─> completion queue ─ pick ─ publish ─ run
 
-If a leader looked at its own inputs only, it could pick an action whose input a follower lacks. All
-members would then wait in the first collective of this action, though others were ready.
+If a leader considered only its own inputs, it could choose an action whose input a follower lacks.
+All members would then wait in the first collective operation of this action, although other actions
+were ready.
 
-An input from another stage on the same rank needs no report, because all members hand it over in
-the same action. A static order needs no agreement and no reports, because all ranks know it. A
-pipeline of one rank needs none either: without inputs, all members pick the same actions.
+An input from another stage on the same rank needs no report: all members run the same action that
+produces it. A static order needs no agreement and no reports, because all ranks know it. A pipeline
+of one rank needs none either, because no inputs arrive from other ranks.
 """
 
 from __future__ import annotations
@@ -44,44 +45,48 @@ from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.transport.interface import Arrival, Completions, Item, Label, Notice
 
-# Message of a follower that cannot continue; no label has this number.
+# Message by which a follower reports that it cannot continue. No label of an input is encoded as
+# this number.
 _LOST = (1 << 63) - 1
-# Message of a leader that nothing starts during a communication; no action has this kind.
+# Message by which the leader decides that no action starts while another one communicates. No
+# action is encoded as this number, because there is no kind 3.
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
 _CLOSE_S = 30.0
-# This limit is short because the thread that reports a loss may be the one that ends the process.
+# Time limit for reporting a lost channel. It is short because the reporting thread may be the one
+# that must end the process.
 _REPORT_S = 1.0
 
 
 class Agreement:
-    """Chooses the next action of this rank; this base class serves a group of one rank.
+    """Chooses this rank's next action.
 
-    Its policy decides. Only the executor's thread calls the methods.
+    This base class is for a group of one rank, whose policy decides alone. Subclasses make all
+    ranks of a group choose the same action. Only the executor's thread calls the methods.
     """
 
     @property
     def decides(self) -> bool:
-        """Returns whether this rank picks the actions of this step, from its own state."""
+        """Returns whether this rank itself chooses the actions of this step."""
         return True
 
     def begin(self, step: int, *, is_static: bool) -> None:
-        """Starts a step, the same one on all members.
+        """Starts a step. All members of the group must start the same one.
 
         Args:
             step: Number of the step, ascending.
-            is_static: True if the policy follows an order that all members know.
+            is_static: Whether the policy follows a static order, which all members know.
         """
 
     def is_everywhere(self, item: Item) -> bool:
-        """Records an input that arrived in this step, here or on another member.
+        """Records that an input arrived in this step, on this rank or on another member.
 
         Returns:
-            True if all members have this input, so that the state may mark it as arrived.
+            True if the input has arrived on all members, so that the state may mark it as arrived.
 
         Raises:
             DeadlineError: The leader did not accept a report within the time limit.
-            PeerLostError: A member of the group is gone.
+            PeerLostError: A rank of the group has ended.
         """
         return True
 
@@ -90,44 +95,46 @@ class Agreement:
     ) -> Action | None:
         """Returns the next action of this rank.
 
-        A leader, or a rank alone, gets ``None`` if nothing can start; it must then wait for an
-        arrival. A follower blocks until the leader has decided. The input of its action is already
-        in its completion queue, but may not be marked in its state yet.
+        Returns ``None`` to a leader, or to a rank alone, if no action can start. That rank must
+        then wait for an input. On a follower, this method blocks until the leader has decided. The
+        input of the chosen action is then in the follower's completion queue, but perhaps not
+        marked in its state yet.
 
         Args:
-            policy: Policy that picks the action if this rank decides.
-            state: State of this rank.
-            timeout_s: Time limit in seconds for a decision of the leader.
-            may_pass: True if another action communicates now and can continue instead. Then "no
-                action" is a decision as well, and all members get ``None``.
+            policy: Policy that chooses the action, if this rank decides.
+            state: State of this rank in the step, which the policy reads.
+            timeout_s: Maximum time to wait for the leader's decision, in seconds.
+            may_pass: Whether another action is communicating and can continue instead. In this case
+                the leader may decide that no action starts, and all members get ``None``.
 
         Raises:
             DeadlineError: The leader did not decide within ``timeout_s``.
-            PeerLostError: A member of the group is gone.
+            PeerLostError: A rank of the group has ended.
         """
         return policy.pick(state)
 
     def missing(self) -> str:
-        """Describes inputs that only some members have, and names the others.
+        """Returns text that lists inputs that some members lack, with these members.
 
-        Empty if there are none.
+        The text is empty if there are no such inputs.
         """
         return ""
 
     def close(self) -> None:
-        """Frees the channels of the group; every member must call it."""
+        """Closes the channels of the group; every member must call it."""
 
 
 class Leader(Agreement):
-    """Decides for a group, as its first rank.
+    """Chooses the actions of a group; runs on the first rank of the group.
 
-    One thread per follower turns the reports of the follower into notices in the completion queue.
+    One thread per follower reads its reports, and puts a notice for each into the completion queue.
 
     Args:
-        decisions: Channel for the decisions.
-        reports: Channel of the reports of each follower, by its global rank.
-        completions: Queue that the executor waits for.
-        describe: Function that returns the text for a rank in errors.
+        decisions: Channel to which this rank writes its decisions.
+        reports: Channels from which this rank reads the followers' reports, by global rank of the
+            follower.
+        completions: Queue of arrived inputs and notices, on which the executor waits.
+        describe: Function that returns how error messages name a rank.
     """
 
     def __init__(
@@ -142,7 +149,7 @@ class Leader(Agreement):
         self._completions = completions
         self._describe = describe
         self._is_static = False
-        # Each member has a bit for the set of members that have an input; the leader has bit 1.
+        # A set of members is a bit mask, in which each member has one bit. The leader has bit 1.
         self._bits = {rank: 2 << number for number, rank in enumerate(reports)}
         self._everyone = (2 << len(reports)) - 1
         self._seen: dict[Action, int] = {}
@@ -194,7 +201,9 @@ class Leader(Agreement):
         )
 
     def close(self) -> None:
-        """Implements :class:`Agreement`. Followers still read earlier decisions.
+        """Closes the channel of decisions, and waits until the followers have closed theirs.
+
+        Followers can still read earlier decisions.
 
         Raises:
             DeadlineError: A follower did not close within 30 s.
@@ -211,7 +220,10 @@ class Leader(Agreement):
                 )
 
     def _collect(self, rank: int) -> None:
-        """Runs in a thread: passes on the reports of one follower until it closes its channel."""
+        """Puts one follower's reports into the completion queue.
+
+        Runs in a thread until the follower closes its channel.
+        """
         reader = self._reports[rank]
         try:
             while (message := reader.next(_FOR_EVER_S)) is not None:
@@ -229,13 +241,15 @@ class Leader(Agreement):
 
 
 class Follower(Agreement):
-    """Follows the decisions of the leader of its group, and reports its inputs to it.
+    """Runs the actions that its group's leader chooses, and reports arrived inputs to the leader.
 
     Args:
-        decisions: Channel of the decisions.
-        reports: Channel for the reports.
-        completions: Queue of arriving inputs, which the follower listens to.
-        timeout_s: Time limit in seconds for a report that waits for room.
+        decisions: Channel from which this rank reads the leader's decisions.
+        reports: Channel to which this rank writes its reports.
+        completions: Queue of arrived inputs. The follower is called for each input that is put into
+            it.
+        timeout_s: Maximum time in seconds that a report waits for free space in the channel before
+            it fails.
     """
 
     def __init__(
@@ -245,12 +259,13 @@ class Follower(Agreement):
         self._reports = reports
         self._completions = completions
         self._timeout_s = timeout_s
-        # Receiving threads and the executor's thread report inputs; each input is reported once.
+        # Guards the set of reported inputs: receiving threads and the executor's thread report
+        # inputs, and each input must be reported only once.
         self._lock = threading.Lock()
         self._step = -1
         self._is_static = True
         self._reported: set[Action] = set()
-        self._has_ended = False  # no more reports
+        self._has_ended = False  # True if no further report can be sent
         self._is_closed = False
         completions.listen(self._hear)
 
@@ -291,7 +306,7 @@ class Follower(Agreement):
         self._decisions.close()
 
     def _hear(self, item: Item | Exception) -> None:
-        """Reports an item of the completion queue; runs in the thread that put it there."""
+        """Reports an item of the completion queue, in the thread that put the item there."""
         try:
             if isinstance(item, Exception):
                 self._report_loss()
@@ -301,12 +316,12 @@ class Follower(Agreement):
         except AdaptiveError as error:
             self._completions.put(error)
         if not self._is_closed:
-            # Wakes the executor, which then reads the error from its queue.
+            # Wake the executor if it waits for a decision. It then reads the error from its queue.
             self._decisions.give_up()
 
     def _report(self, label: Label) -> None:
         with self._lock:
-            # The executor reports an arrival of a later step once that step begins.
+            # Skip an input of a later step: the executor reports it when that step begins.
             skip = self._has_ended or self._is_static or label.step != self._step
             if skip or label.action in self._reported:
                 return
@@ -318,7 +333,7 @@ class Follower(Agreement):
                 raise
 
     def _report_loss(self) -> None:
-        """Reports to the leader that this rank cannot continue, unless that takes more than 1 s."""
+        """Reports to the leader that this rank cannot continue. Gives up after 1 s."""
         if not self._lock.acquire(timeout=_REPORT_S):
             return
         try:
@@ -338,19 +353,19 @@ def connect(
     describe: Describe,
     module: Any = None,
 ) -> Leader | Follower:
-    """Returns this rank's side of the agreement; the first member leads.
+    """Connects this rank to its decision group, as leader if it is the first member.
 
     Collective over ``members``.
 
     Args:
-        group: Process group (see
-            :func:`~megatron.adaptive.engine.decision_channel.make_channels`).
+        group: Gloo process group of the members, used for nothing else.
         members: Global ranks of the group, ascending.
         rank: Global rank of this process.
-        completions: Queue of this rank's inputs.
-        timeout_s: Time limit of a report, in seconds.
-        describe: Function that returns the text for a rank in errors.
-        module: C++ extension if all members are on one node, else ``None``.
+        completions: Queue of this rank's arrived inputs.
+        timeout_s: Maximum time that sending a report may take, in seconds.
+        describe: Function that returns how error messages name a rank.
+        module: C++ extension for channels in shared memory, if all members are on one node; else
+            ``None``.
     """
     writer, readers = make_channels(group, members, rank, describe, module)
     if rank == members[0]:
@@ -360,7 +375,7 @@ def connect(
 
 
 def encode(action: Action, extra: int) -> int:
-    """Returns an action, with its piece or its step, as a number of 63 bits.
+    """Packs an action and an extra number, its piece or its step, into a number of 63 bits.
 
     Raises:
         ScheduleError: A chunk, microbatch, piece or step is too large for the number.
@@ -376,5 +391,5 @@ def encode(action: Action, extra: int) -> int:
 
 
 def decode(number: int) -> tuple[ActionKind, int, int, int]:
-    """Returns kind, chunk, microbatch, and piece or step of a number made by :func:`encode`."""
+    """Unpacks a number made by :func:`encode` into (kind, chunk, microbatch, extra)."""
     return KINDS[number >> 30 & 3], number >> 20 & 0x3FF, number & 0xFFFFF, number >> 32

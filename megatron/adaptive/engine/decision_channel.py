@@ -1,8 +1,8 @@
-"""Sends numbers one way between the members of a decision group.
+"""Sends numbers from one rank of a decision group to others.
 
 A channel has one writer and one or more readers. Every reader gets every number, in order. There
-are two kinds with the same contract: shared memory for members on one node, small messages
-otherwise.
+are two implementations with the same behaviour: shared memory if all members are on one node, small
+messages otherwise.
 
 ::
 
@@ -28,27 +28,33 @@ from megatron.adaptive.engine.process_context import gather
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 
 Describe = Callable[[int], str]
-"""Text for a global rank, such as ``rank 4 (stage 1, pid 17 on node-2)``."""
+"""Function that returns the name of a global rank in messages.
+
+An example is ``rank 4 (stage 1, pid 17 on node-2)``.
+"""
 
 _CLOSE_S = 30.0
-# The slowest reader in shared memory may be this many numbers behind.
+# Maximum number of numbers in shared memory that the slowest reader has not read. If it is reached,
+# the writer waits.
 _CAPACITY = 256
-# The slowest reader of messages may be this many numbers behind.
+# Maximum number of messages that the slowest reader has not received. If it is reached, the writer
+# waits.
 _BEHIND = 8
 _CLOSED = -1
-# gloo counts whole milliseconds, treats 0 as no limit, and overflows at large limits.
+# Timeouts are limited to this range: gloo counts whole milliseconds, treats 0 as no limit, and
+# overflows at large values.
 _SHORTEST_S = 0.001
 _LONGEST_S = 20 * 86400.0
 
 
 class Writer:
-    """Writes numbers into a channel, as small gloo messages.
+    """Writes numbers to a channel, as small gloo messages.
 
     Args:
-        group: Gloo group of the members. Only channels of this kind use it, at most one in each
-            direction between two members.
-        readers: Global ranks of the readers.
-        describe: Function that returns the text for a rank in errors.
+        group: Gloo group of the members. Nothing else uses it, and there is at most one channel in
+            each direction between two members.
+        readers: Global ranks that read from this channel.
+        describe: Function that returns how error messages name a rank.
     """
 
     def __init__(
@@ -56,15 +62,18 @@ class Writer:
     ) -> None:
         self._group = group
         self._readers = [(describe(rank), dist.get_group_rank(group, rank)) for rank in readers]
-        # gloo requires a wait for each ``Work`` before it is dropped, and its tensor until then.
+        # Each ``Work`` of gloo must be waited on before it is released, and its tensor must be kept
+        # alive until then.
         self._sent: deque[tuple[str, Any, torch.Tensor]] = deque()
 
     def publish(self, value: int, timeout_s: float) -> None:
-        """Appends a number; returns at once unless a reader is far behind. One thread at a time.
+        """Sends a number to all readers. Only one thread may call it at a time.
+
+        Returns at once, unless a reader has many numbers left to read.
 
         Raises:
-            DeadlineError: The slowest reader did not make room within ``timeout_s``.
-            PeerLostError: A member of the group is gone, or gave up.
+            DeadlineError: The slowest reader read nothing within ``timeout_s``.
+            PeerLostError: A rank of the group has ended, or has given up.
         """
         message = torch.tensor([value], dtype=torch.int64)
         for name, index in self._readers:
@@ -73,17 +82,17 @@ class Writer:
         self._wait(_BEHIND * len(self._readers), timeout_s)
 
     def close(self) -> None:
-        """Closes the channel; readers still get earlier numbers.
+        """Closes the channel. Readers still get the numbers sent before.
 
         Raises:
-            DeadlineError: A reader did not make room within 30 s.
-            PeerLostError: A member of the group is gone, or gave up.
+            DeadlineError: A reader read nothing within 30 s.
+            PeerLostError: A rank of the group has ended, or has given up.
         """
         self.publish(_CLOSED, _CLOSE_S)
         self._wait(0, _CLOSE_S)
 
     def _wait(self, most: int, timeout_s: float) -> None:
-        """Waits for the oldest messages until at most ``most`` are under way."""
+        """Waits until at most ``most`` messages have been sent but not received."""
         while len(self._sent) > most:
             name, work, _ = self._sent.popleft()
             with _lost(f"{name}, of the same decision group, took no word", timeout_s):
@@ -91,7 +100,10 @@ class Writer:
 
 
 class Reader:
-    """Reads the numbers of a :class:`Writer`; a receive is always posted ahead."""
+    """Reads the numbers that a :class:`Writer` sends.
+
+    A receive is always posted in advance, so that messages never wait for it.
+    """
 
     def __init__(self, group: dist.ProcessGroup, writer: int, describe: Describe) -> None:
         self._group = group
@@ -101,14 +113,16 @@ class Reader:
         self._post()
 
     def next(self, timeout_s: float) -> int | None:
-        """Returns the next number; waits for it without the GIL. One thread at a time.
+        """Returns the next number. Only one thread may call it at a time.
+
+        While it waits, other threads can run, because it releases the GIL.
 
         Returns:
-            ``None`` after the last number of a closed channel.
+            Number read, or ``None`` if the writer has closed the channel.
 
         Raises:
             DeadlineError: No number arrived within ``timeout_s``.
-            PeerLostError: A member of the group is gone, or gave up.
+            PeerLostError: A rank of the group has ended, or has given up.
         """
         if not self._is_open:
             return None
@@ -122,13 +136,13 @@ class Reader:
         return value
 
     def give_up(self) -> None:
-        """Ends the channel for all its users, if it is in shared memory. Any thread may call it.
+        """Makes all users of the channel fail, if it is in shared memory. Any thread may call it.
 
-        A channel of messages ends only with the processes.
+        For a channel of messages it does nothing; such a channel fails when a process ends.
         """
 
     def close(self) -> None:
-        """Closes this end after the writer has closed its end.
+        """Waits until the writer has closed the channel.
 
         Raises:
             PeerLostError: The writer did not close within 30 s.
@@ -142,12 +156,12 @@ class Reader:
 
 
 class _MemoryEnd:
-    """Wraps one end of a channel in shared memory, which needs the C++ extension.
+    """Represents one end of a channel in shared memory, made by the C++ extension.
 
     Args:
-        log: End of the channel in the extension.
-        peers: Text for the ranks at the other end.
-        describe: Function that returns the text for a rank in errors.
+        log: Object of the C++ extension for this end of the channel.
+        peers: Names of the ranks at the other end, for error messages.
+        describe: Function that returns how error messages name a rank.
     """
 
     def __init__(self, log: Any, peers: str, describe: Describe) -> None:
@@ -156,7 +170,7 @@ class _MemoryEnd:
         self._describe = describe
 
     def _raise(self, lack: str, error: TransportError) -> NoReturn:
-        """Raises an error of the extension again, with the rank that is silent or that gave up."""
+        """Raises an error that names the rank that does not respond or has given up."""
         if isinstance(error, DeadlineError):
             raise DeadlineError(f"{lack} {self._peers}: {error}") from error
         if (rank := self._log.abort_reason) is not None:
@@ -200,7 +214,9 @@ def make_channels(
     describe: Describe,
     module: Any = None,
 ) -> tuple[Writer, dict[int, Reader]]:
-    """Returns a member's ends: the first member writes to all others, and each of them to it.
+    """Makes the channels of a decision group and returns this member's ends of them.
+
+    The first member writes to all others, and each of the others writes to the first.
 
     Collective over the members.
 
@@ -208,14 +224,15 @@ def make_channels(
         group: Gloo group of the members, used for nothing else.
         members: Global ranks of the members, ascending.
         rank: Global rank of this process.
-        describe: Function that returns the text for a rank in errors.
-        module: C++ extension for channels in shared memory, if all members are on one node.
+        describe: Function that returns how error messages name a rank.
+        module: C++ extension for channels in shared memory, if all members are on one node; else
+            ``None``.
 
     Returns:
-        Writing end, and reading ends by rank of the writer.
+        This member's writing end, and its reading ends by global rank of the writer.
 
     Raises:
-        TransportError: The memory of another member cannot be opened.
+        TransportError: The shared memory of another member cannot be opened.
     """
     first, *rest = members
     others = rest if rank == first else [first]
@@ -229,9 +246,8 @@ def make_channels(
     for peer in others:
         process, number = handles[peer]
         try:
-            fd = os.open(
-                f"/proc/{process}/fd/{number}", os.O_RDWR
-            )  # the memory has no name in the file system
+            # Open the memory by its owner's descriptor: it has no name in the file system.
+            fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         except OSError as error:
             raise TransportError(
                 f"the decisions of {describe(peer)} cannot be read ({error}): let ranks of one"
@@ -242,7 +258,8 @@ def make_channels(
         finally:
             os.close(fd)
         readers[peer] = _MemoryReader(end, describe(peer), describe)
-    dist.barrier(group=group)  # writers keep their memory open until all readers have opened it
+    # Writers must keep their memory open until all readers have opened it.
+    dist.barrier(group=group)
     return _MemoryWriter(log, ", ".join(map(describe, others)), describe), readers
 
 
@@ -252,7 +269,7 @@ def _limit(timeout_s: float) -> datetime.timedelta:
 
 @contextlib.contextmanager
 def _lost(lack: str, timeout_s: float) -> Iterator[None]:
-    """Turns an error of gloo into a :class:`PeerLostError`."""
+    """Raises a :class:`PeerLostError` if the block raises an error of gloo."""
     try:
         yield
     except RuntimeError as error:

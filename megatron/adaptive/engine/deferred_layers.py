@@ -1,19 +1,19 @@
-"""Splits the backward of megatron-core's layers into B (by inputs) and W (by weights).
+"""Splits the backward pass of megatron-core's layers into input (B) and weight gradients (W).
 
-A model is built as usual. :func:`attach_stores` then changes the class of its layers, instance by
-instance. Parameters, names and checkpoints do not change, and a layer without an active store is
-the plain layer: evaluation, unsplit schedules and the first forward of a recomputed layer run
-megatron-core's code. A layer that cannot defer its weight gradient computes it in B, and W has
-nothing to do for it.
+A model is built as usual. :func:`attach_stores` then changes the class of each of its layers.
+Parameters, names and checkpoints do not change. A layer without an active store runs
+megatron-core's code, for example in an evaluation, under schedules without W, and in the first
+forward pass of a recomputed layer. A layer that cannot defer its weight gradient computes it in B,
+and not in W.
 
-Layers of Transformer Engine delay their weight gradients themselves: B leaves the tensors of a call
-in a ``wgrad_store``, and ``backward_dw()`` takes them from there. A call chooses its store in its
-forward. So each call of a split step gets a new store, and all other calls use the store that the
-layer was built with.
+Layers of Transformer Engine can delay their weight gradients themselves: B leaves the tensors of a
+call in a ``wgrad_store``, and ``backward_dw()`` takes them from there. The forward pass of a call
+determines its store. So each call gets a new store if weight gradients are deferred, and otherwise
+uses the store that the layer was built with.
 
-A bias that the layer adds itself is deferred with the weight. Biases that are returned to be fused
-with the next operation, norms (also in a ``LayerNormLinear``) and position embeddings are not
-deferred: their gradients come with B.
+The gradient of a bias that the layer itself adds is deferred with that of the weight. Gradients of
+other parameters are computed in B: biases that are returned to be fused with the next operation,
+norms (also in a ``LayerNormLinear``) and position embeddings.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ except ImportError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelLinearCall(LayerCall):
-    """Runs a call of a linear layer of megatron-core, with the same operations as megatron-core.
+    """Computes a call of megatron-core's linear layer, with the same operations as megatron-core.
 
     Attributes:
-        weight: Weight ``[out, in]``, this rank's part.
-        bias: Bias ``[out]`` if it is added within the call, else ``None``.
-        fuses: True to add into ``main_grad`` with the fused kernel.
-        all_reduce_group: Group of tensor-parallel ranks that sum input gradients, or ``None``.
-        sequence_group: Group of tensor-parallel ranks that each have a part of the sequence, or
+        weight: This rank's part of the weight, ``[out, in]``.
+        bias: Bias ``[out]`` if the call adds it, else ``None``.
+        fuses: Whether the fused kernel adds the weight gradient to ``main_grad``.
+        all_reduce_group: Group of tensor-parallel ranks over which input gradients are summed, or
             ``None``.
+        sequence_group: Group of ranks that each have a part of the sequence (sequence parallelism),
+            or ``None``.
     """
 
     weight: torch.nn.Parameter
@@ -73,12 +74,12 @@ class ParallelLinearCall(LayerCall):
     sequence_group: dist.ProcessGroup | None
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Returns the output of the layer for its input."""
         output = torch.matmul(self._whole(inputs), self.weight.t())
         return output if self.bias is None else output + self.bias
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Returns the gradient of the input, computed from the gradient of the output."""
         answer = gradient.matmul(self.weight)
         if self.all_reduce_group is not None:
             dist.all_reduce(answer, group=self.all_reduce_group)
@@ -93,7 +94,7 @@ class ParallelLinearCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Yields each parameter with its gradient, except gradients that it accumulates itself."""
         gradient, inputs = prepare_input_tensors_for_wgrad_compute(gradient, self._whole(inputs))
         if self.fuses:
             self._add_fused(inputs, gradient)
@@ -103,7 +104,10 @@ class ParallelLinearCall(LayerCall):
             yield self.bias, gradient.sum(dim=0)
 
     def _whole(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the whole sequence, in a buffer that the next call overwrites."""
+        """Gathers the whole sequence from all ranks of the group.
+
+        The result is in a buffer that the next call overwrites.
+        """
         if self.sequence_group is None:
             return inputs
         shape = [inputs.shape[0] * self.sequence_group.size(), *inputs.shape[1:]]
@@ -121,12 +125,12 @@ class ParallelLinearCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupedCall(LayerCall):
-    """Multiplies the rows of each expert of a rank by its weight, with a grouped product.
+    """Multiplies each expert's rows by the expert's weight, in one grouped matrix product.
 
     Attributes:
-        weight: Weight of all experts.
-        shape: Shape ``[experts, in, out]`` in which the weight is viewed.
-        counts: Number of rows of each expert, ``[experts]``, on the host.
+        weight: Weights of all experts on this rank, in one parameter.
+        shape: Shape ``[experts, in, out]`` as which the weight is viewed.
+        counts: Number of rows of each expert, ``[experts]``, in host memory.
     """
 
     weight: torch.nn.Parameter
@@ -134,17 +138,17 @@ class GroupedCall(LayerCall):
     counts: torch.Tensor
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Returns the output of the layer for its input."""
         return self._product(inputs, turned=False)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Returns the gradient of the input, computed from the gradient of the output."""
         return self._product(gradient, turned=True)
 
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Yields each parameter with its gradient, except gradients that it accumulates itself."""
         kernel = getattr(experts.gg.grouped_gemm, "backend", None)
         if kernel is not None and inputs.is_cuda and inputs.numel():
             total = kernel.gmm(inputs, gradient, self.counts, trans_a=True, trans_b=False)
@@ -155,7 +159,7 @@ class GroupedCall(LayerCall):
         yield self.weight, total.view_as(self.weight)
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        """Returns the approximate cost of :meth:`weight_gradients` in FLOPs."""
         return 2.0 * gradient.numel() * self.shape[1]
 
     def _product(self, rows: torch.Tensor, *, turned: bool) -> torch.Tensor:
@@ -168,12 +172,12 @@ class GroupedCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DelayedCall(LayerCall):
-    """Describes a call of a layer of Transformer Engine, which keeps the tensors for W itself.
+    """Represents a call of a layer of Transformer Engine, which itself keeps the tensors for W.
 
     Attributes:
-        layer: Layer that is called.
-        weight: First weight of the layer, ``[out, in]``.
-        delayed: ``wgrad_store`` of this call alone.
+        layer: Layer of Transformer Engine that is called.
+        weight: First weight of the layer, ``[out, in]``. A grouped layer has several.
+        delayed: ``wgrad_store`` made for this call.
     """
 
     layer: Any
@@ -181,11 +185,11 @@ class DelayedCall(LayerCall):
     delayed: Any
 
     def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
-        """Adds the call's weight gradient to the store, right before the layer's B.
+        """Adds the call's weight gradient to the store, directly before the layer's B runs.
 
-        Tensors without memory stand for those that the layer keeps. If megatron-core's
-        data-parallel wrapper overlaps reductions, its hook requires a gradient of every weight
-        after B; it gets one that adds nothing.
+        The layer itself keeps the tensors, so the store gets tensors without memory in their place.
+        If megatron-core's data-parallel wrapper overlaps reductions, its hook requires every weight
+        to have a gradient after B. The weight therefore gets a gradient of zeros.
         """
         inputs = gradient.new_empty(
             (*gradient.shape[:-1], self.weight.shape[1]), device=torch.device("meta")
@@ -201,13 +205,14 @@ class DelayedCall(LayerCall):
                 else:
                     parameter.grad = torch.zeros_like(parameter)
 
-    @torch.no_grad()  # the layer's own tensors may require gradients
+    @torch.no_grad()  # because the layer's own tensors may require gradients
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> list[tuple[torch.nn.Parameter, Any]]:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`.
+        """Returns each parameter with its gradient, except gradients that it accumulates itself.
 
-        Gradients that the layer has added to ``main_grad`` itself are not returned.
+        Calls the layer's ``backward_dw()``. Gradients that the layer itself adds to ``main_grad``
+        are not returned.
         """
         layer = self.layer
         weights = _weights(layer)
@@ -215,7 +220,8 @@ class DelayedCall(LayerCall):
         before = {parameter: parameter.grad for parameter in (*weights, *biases)}
         computed = self.delayed.pop()
         self.delayed.pop = lambda: computed
-        # Bias gradients of fp8 came with B, but backward_dw() needs a tensor in their place.
+        # Bias gradients in fp8 were already computed in B. backward_dw() still needs a tensor in
+        # their place.
         absent = computed[0][1] is None
         for parameter in before:
             parameter.grad = None
@@ -224,7 +230,8 @@ class DelayedCall(LayerCall):
         original_store = layer.wgrad_store
         layer.wgrad_store = self.delayed
         try:
-            # megatron-core's own backward_dw() does nothing unless its configuration has the delay.
+            # Call Transformer Engine's method: megatron-core's own backward_dw() does nothing
+            # unless its configuration delays weight gradients.
             _engine_class(type(layer)).backward_dw(layer)
         finally:
             layer.wgrad_store = original_store
@@ -249,7 +256,7 @@ def _trained(layer: torch.nn.Module, prefix: str) -> list[torch.nn.Parameter]:
 
 
 class Deferring:
-    """Marks a layer that defers its weight gradient while its chunk has an active store."""
+    """Base class of layers that defer their weight gradient while the chunk's store is active."""
 
     weight_gradient_store: WeightGradientStore | None = None
 
@@ -283,18 +290,22 @@ class _DeferringLinear(Deferring):
 class DeferringColumnParallelLinear(  # type: ignore[misc]
     _DeferringLinear, ColumnParallelLinear
 ):
-    """Replaces ``ColumnParallelLinear``; defers the weight gradient while its store is active."""
+    """Replaces ``ColumnParallelLinear``; defers its weight gradient while the store is active."""
 
 
 class DeferringRowParallelLinear(_DeferringLinear, RowParallelLinear):  # type: ignore[misc]
-    """Replaces ``RowParallelLinear``; defers the weight gradient while its store is active."""
+    """Replaces ``RowParallelLinear``; defers its weight gradient while the store is active."""
 
 
 class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):  # type: ignore[misc]
-    """Replaces ``VocabParallelEmbedding``; defers the weight gradient while its store is active."""
+    """Replaces ``VocabParallelEmbedding``; defers its weight gradient while the store is active."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Looks tokens up: ``[b, s] int -> [b, s, h]``, or ``[s, b, h]`` parts."""
+        """Returns the embeddings of tokens, and defers the gradient of the embedding's weight.
+
+        The shapes are ``[b, s] int -> [b, s, h]``, or ``[s, b, h]`` with this rank's part of the
+        sequence.
+        """
         store = self.weight_gradient_store
         if store is None or not is_deferring(store, self.weight):
             plain: torch.Tensor = super().forward(input_)
@@ -309,7 +320,7 @@ class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):  # typ
         if foreign is not None:
             output[foreign, :] = 0.0
         if self.reduce_scatter_embeddings:
-            # [b, s, h] -> [s, b, h]
+            # Change [b, s, h] to [s, b, h], because the scatter below divides the first dimension.
             output = output.transpose(0, 1).contiguous()
             return reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
@@ -321,7 +332,7 @@ class _DelayingLayer(Deferring):
     wgrad_store: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer's forward, in a split step with a new ``wgrad_store``."""
+        """Runs the layer's forward pass, with a new ``wgrad_store`` if it defers gradients."""
         store = self.weight_gradient_store
         weights = _weights(self)  # type: ignore[arg-type]
         if store is None or not weights or not is_deferring(store, weights[0]):
@@ -352,7 +363,7 @@ class _DeferringGroupedExperts(Deferring):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """Returns the output ``[tokens, h]`` for tokens that are sorted by expert."""
+        """Returns the experts' output ``[tokens, h]`` for tokens sorted by expert."""
         store: Any = self.weight_gradient_store
         layer: Any = self
         rows = permuted_local_hidden_states
@@ -391,26 +402,26 @@ def _delaying(layer: type) -> type:
 
 
 def _engine_class(layer: type) -> Any:
-    """Returns the Transformer Engine class that a layer's class derives from, ``None`` if none."""
+    """Returns the Transformer Engine class from which a layer's class derives, or ``None``."""
     bases = (base for base in layer.__mro__ if base.__module__.startswith("transformer_engine"))
     return next(bases, None)
 
 
 def defer_layers(chunk: torch.nn.Module) -> list[str]:
-    """Makes the layers of a chunk defer their weight gradients once they have a store.
+    """Changes the layers of a chunk so that they defer weight gradients while they have a store.
 
-    Changes only the class of the instances.
+    Only the class of the layer objects changes.
 
     Returns:
-        Reason for each layer with a matrix that cannot defer, such as ``"layers.0.linear is a
-        Linear, which computes its weight gradient in its backward"``.
+        One text per layer that has a weight matrix but cannot defer, with the reason, such as
+        ``"layers.0.linear is a Linear, which computes its weight gradient in its backward"``.
     """
     whole: list[str] = []
     captured: tuple[str, ...] = ()
     for name, layer in chunk.named_modules():
         if hasattr(layer, "cudagraph_manager") or hasattr(layer, "cuda_graphs"):
             captured = (*captured, f"{name}.")
-        # An output layer may share the embedding's weight instead of having one.
+        # Also convert layers without a matrix: an output layer may share the embedding's weight.
         if isinstance(layer, Deferring) or not (type(layer) in _DEFERRING or _has_matrix(layer)):
             continue
         reason = _why_whole(layer)
@@ -451,15 +462,19 @@ _IN_ITS_BACKWARD = "which computes its weight gradient in its backward"
 
 
 def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Returns whether the chunks contain layers of Transformer Engine."""
+    """Returns whether the chunks contain layers of Transformer Engine.
+
+    These delay weight gradients themselves.
+    """
     return any(_engine_class(type(layer)) for chunk in chunks for layer in chunk.modules())
 
 
 def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
-    """Makes the layers of a rank's chunks defer (see :func:`defer_layers`).
+    """Makes the layers of a rank's chunks defer weight gradients (see :func:`defer_layers`).
 
     Returns:
-        Reason of the first layer if no layer can defer; ``None`` if one can or no layer needs to.
+        Reason why the first layer cannot defer, if no layer can. ``None`` if a layer can defer, or
+        if there are no layers with weight matrices.
     """
     whole = [reason for chunk in chunks for reason in defer_layers(chunk)]
     layers = (layer for chunk in chunks for layer in chunk.modules())
@@ -467,10 +482,10 @@ def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
 
 
 def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> int:
-    """Gives all deferring layers of a chunk a store, or removes it.
+    """Sets the store of all deferring layers in a chunk; ``None`` removes it.
 
     Returns:
-        Number of layers that defer.
+        Number of deferring layers in the chunk.
     """
     layers = [module for module in model.modules() if isinstance(module, Deferring)]
     for layer in layers:
@@ -479,7 +494,7 @@ def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> i
 
 
 def attach_stores(chunks: Sequence[torch.nn.Module]) -> list[WeightGradientStore]:
-    """Makes the layers of each chunk defer, and gives each chunk a new store.
+    """Makes the layers of each chunk defer weight gradients, to a new store per chunk.
 
     Raises:
         ConfigError: There are layers with weight gradients, and none of them can defer.

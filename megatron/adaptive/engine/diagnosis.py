@@ -1,8 +1,8 @@
-"""Diagnoses a run while it trains, in another process every few iterations.
+"""Diagnoses what slows a run while it trains, in another process every few iterations.
 
-The training process starts this process, and between two iterations it checks whether an answer is
-there. It reads no trace, never waits, and continues without an answer if the other process fails.
-The other process runs at the lowest priority for a few seconds.
+The training process starts the other process, and checks between iterations whether it has ended.
+The training process reads no trace and never waits. If the other process fails, training continues
+without a diagnosis. The other process runs for a few seconds, at the lowest priority.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[3]
 _DIAGNOSE = ("-m", "megatron.adaptive", "trace", "diagnose", "--json")
 _LAST_S = 10.0
-"""Time limit in seconds for the last diagnosis when the run ends."""
+"""Maximum time to wait for the last diagnosis when the run ends, in seconds."""
 
 
 class RunningDiagnosis:
-    """Reports each cause that slows the run, once.
+    """Finds causes that slow the run, and reports each of them once.
 
-    Does nothing without a folder or an interval, or if the run ends before the first diagnosis.
+    Does nothing if there is no folder or no interval, or if the run is too short for a diagnosis.
 
     Args:
-        folder: Folder of the traces, ``None`` for no trace and on ranks that do not report.
-        interval: Number of iterations between two diagnoses. Each diagnosis covers the iterations
-            since the one before.
-        start_iteration: Number of iterations done before this process began. Its first iteration is
-            not diagnosed.
-        report: Function that takes the text of a finding.
-        note: Function that takes the facts of an answer by keyword. ``findings`` has for each
-            finding its ``headline``, its ``gain`` (the fraction of a step that a repair would save)
-            and ``do`` (the advice). For each rank that is slow up to the last iteration it is also
-            called with ``slow_rank`` (the rank), ``times`` (the number of diagnoses in a row that
-            found it), ``factor`` and ``cost_fraction`` (see ``Finding``) and ``pace_ns`` of all
-            ranks (see ``Diagnosis``).
+        folder: Trace folder, or ``None`` if tracing is off or this rank does not report.
+        interval: Number of iterations from one diagnosis to the next. Each diagnosis covers the
+            iterations since the previous one.
+        start_iteration: Number of iterations done before this process began. The first iteration
+            after the start is not diagnosed.
+        report: Function that prints the text of a finding.
+        note: Function that records results, given as keyword arguments. It is called with
+            ``findings``, which has the ``headline`` of each finding, its ``gain`` (the fraction of
+            a step that a repair would save) and ``do`` (the advice). It is also called for each
+            rank that is still slow in the last iteration. Then the arguments are ``slow_rank`` (the
+            rank), ``times`` (how many diagnoses in a row found this rank slow), ``factor`` and
+            ``cost_fraction`` (see ``Finding``), and ``pace_ns`` of all ranks (see ``Diagnosis``).
         total_iterations: Number of iterations of the run, infinite if unknown.
     """
 
@@ -64,7 +64,10 @@ class RunningDiagnosis:
         self._process: subprocess.Popen[bytes] | None = None
 
     def after_iteration(self, iteration: int) -> None:
-        """Starts a diagnosis if one is due, and reports an answer. Takes a millisecond at most."""
+        """Starts a diagnosis if it is time for one, and reports the result of a finished one.
+
+        It takes a millisecond at most.
+        """
         if self._process is not None:
             if self._process.poll() is not None:
                 self._take(self._process)
@@ -72,13 +75,13 @@ class RunningDiagnosis:
             self._ask(self._folder, iteration)
 
     def close(self) -> None:
-        """Reports the last diagnosis; idempotent. Blocks for 10 s at most."""
+        """Reports the result of the last diagnosis. Blocks for 10 s at most. Idempotent."""
         self._folder = None
         if self._process is None:
             return
         try:
             self._process.wait(_LAST_S)
-        except subprocess.TimeoutExpired:  # the end of a job does not wait for advice
+        except subprocess.TimeoutExpired:  # do not delay the end of the job for a diagnosis
             self._process.kill()
             self._process.wait()
         self._take(self._process)
@@ -98,11 +101,11 @@ class RunningDiagnosis:
             )
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
         except OSError:
-            return  # tried again after the next iteration
+            return  # after_iteration tries again after the next iteration
         self._next = last + 1
 
     def _take(self, ended: subprocess.Popen[bytes]) -> None:
-        """Reports the answer of a process that has ended, unless it failed."""
+        """Reports the diagnosis of a process that has ended, unless the process failed."""
         self._process = None
         with self._answer as file:
             file.seek(0)
@@ -122,7 +125,7 @@ class RunningDiagnosis:
     def _note_findings(
         self, note: Callable[..., None], findings: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Notes the gain of each repair, and logs it to Weights & Biases if the user has a run."""
+        """Records each finding and its gain, and logs gains to Weights & Biases if it is in use."""
         notes = [
             {
                 "headline": finding["headline"],
@@ -133,13 +136,15 @@ class RunningDiagnosis:
             for finding in findings
         ]
         note(findings=notes)
-        run = getattr(sys.modules.get("wandb"), "run", None)  # the user's run, if any
+        # The user's run of Weights & Biases, if any.
+        run = getattr(sys.modules.get("wandb"), "run", None)
         if run is not None and notes:
-            # commit=False adds the values to the user's next call, which chooses the step number.
+            # Values with commit=False are added to the user's next call of log(), which determines
+            # the step number.
             run.log({f"gain/{entry['name']}": entry["gain"] for entry in notes}, commit=False)
 
     def _note_slow(self, note: Callable[..., None], answer: Mapping[str, Any]) -> None:
-        """Notes the ranks that are slow up to the last diagnosed iteration."""
+        """Records the ranks that are still slow in the last diagnosed iteration."""
         before = self._slow
         self._slow = {}
         for finding in answer["findings"]:
@@ -157,5 +162,5 @@ class RunningDiagnosis:
 
 
 def _name(finding: Mapping[str, Any]) -> str:
-    """Returns a name for a finding, which stays the same if it is found again."""
+    """Returns a name for a finding that is the same in every diagnosis that finds it."""
     return " ".join(map(str, (finding["cause"], *finding["ranks"])))

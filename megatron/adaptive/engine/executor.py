@@ -1,18 +1,18 @@
-"""Runs one step of one pipeline rank in the order that its policy picks.
+"""Runs the steps of one pipeline rank, in the order that its policy chooses.
 
-Static schedules and run-time rules use the same loop::
+Static schedules and run-time scheduling rules use the same loop::
 
     policy picks ─> run the action on its chunk ─> send the result to the channel
          ^                                                    │
          └── arrivals of other ranks <── completion queue <───┘
 
-A device runs behind the process that launches its work. So a run-time rule is asked late, when all
-but the last few launched actions have finished: it then knows the inputs that have arrived in the
-meantime.
+A device runs its work some time after the process has launched it. So a run-time rule chooses late,
+when all but the last few launched actions have finished. It then knows which inputs have arrived in
+the meantime.
 
-The executor owns the state of the step, the tensors between stages and the clock. It does not use
-megatron-core or process groups: a :class:`Stages` object computes the chunks, and an ``Agreement``
-makes the ranks of a decision group run the same actions.
+The executor owns the state of the step, the tensors passed between stages and the clock. It does
+not use megatron-core or process groups: a :class:`Stages` object computes the chunks, and an
+``Agreement`` makes the ranks of a decision group run the same actions.
 """
 
 from __future__ import annotations
@@ -39,30 +39,33 @@ from megatron.adaptive.trace.trace_format import KINDS, REASONS, SpanRow
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Notice, Transport
 
 _LAUNCH_AHEAD = 1
-"""Least number of unfinished actions on the device when a run-time rule is asked for the next one.
+"""Minimum number of unfinished actions on the device when a run-time rule chooses the next one.
 
 With 0, the device would be idle during the decision.
 """
 _AHEAD_NS = 300_000
-"""Work in nanoseconds that the device should have left when a rule is asked, if actions are short.
+"""Work that the device should still have when a rule chooses the next action, in nanoseconds.
+
+It matters if actions are short.
 
 A thread that sleeps for a device wakes tens of microseconds late. It must decide and launch before
 the device runs out of work.
 """
 _MOST_AHEAD = 8
-"""Most unfinished actions on the device when a rule is asked, apart from the least number."""
+"""Maximum number of unfinished actions beyond ``_LAUNCH_AHEAD`` when a rule chooses an action."""
 
 
 class ActionInput(NamedTuple):
-    """Describes the input of an action and its origin.
+    """Contains the input tensor of an action, and where and when it came from.
 
     Attributes:
-        tensor: Input tensor, ``None`` if the action has none.
-        nbytes: Size in bytes, 0 if the tensor comes from this rank.
-        peer: Global rank of the sender, -1 for this rank.
-        arrived_ns: Time of arrival in nanoseconds, or the time at which the executor first saw the
-            input; 0 in a step without a trace.
-        is_exact: True if ``arrived_ns`` is the time of arrival.
+        tensor: Input tensor, ``None`` if the action needs no input from another stage.
+        nbytes: Size of the tensor in bytes; 0 if another stage on this rank computed it.
+        peer: Global rank of the sender; -1 if another stage on this rank computed the tensor.
+        arrived_ns: Time of arrival in nanoseconds on the host's monotonic clock. If the transport
+            does not report it, the time at which the executor first saw the input; 0 if the step is
+            not traced.
+        is_exact: Whether ``arrived_ns`` is the actual time of arrival.
     """
 
     tensor: torch.Tensor | None = None
@@ -73,15 +76,15 @@ class ActionInput(NamedTuple):
 
 
 class LaunchedAction(NamedTuple):
-    """Records an action that was run, or launched on a device.
+    """Records an action that has run on the CPU, or was launched on a device.
 
     Attributes:
-        action: Action that was run.
-        start: Mark of the clock before the action.
-        end: Mark of the clock after the action.
-        nbytes: Number of bytes received and sent.
-        held_bytes: Bytes of activations that the rank held during the action.
-        queue_depth: Number of inputs of other actions that were waiting.
+        action: Action that was run or launched.
+        start: Mark of the device's clock (an event on a GPU) before the action.
+        end: Mark of the device's clock (an event on a GPU) after the action.
+        nbytes: Number of bytes that the action received from and sent to other ranks.
+        held_bytes: Size in bytes of the activations that the rank held during the action.
+        queue_depth: Number of arrived inputs of actions that had not started yet.
     """
 
     action: Action
@@ -94,66 +97,69 @@ class LaunchedAction(NamedTuple):
 
 _NO_INPUT = ActionInput()
 _OBSERVED = contextlib.nullcontext()
-# A cached object is found faster than a new one is made.
+# Looking up a cached Action is faster than making a new one.
 _input_of = functools.lru_cache(maxsize=1 << 16)(Action)
 
 
 class Stages(Protocol):
-    """Computes the chunks of one rank during one step."""
+    """Computes the forward and backward passes of a rank's model chunks in one step."""
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Runs the forward of a chunk.
+        """Runs the forward pass of a chunk on one microbatch.
 
         Args:
-            chunk: Index of the local chunk.
-            microbatch: Index of the microbatch, ascending per chunk.
-            received: Output of the stage before, ``None`` on the first stage.
+            chunk: Index of the chunk among those of this rank, from 0.
+            microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
+            received: Output of the previous stage, ``None`` on the first stage.
 
         Returns:
             Tensor for the next stage, or the loss on the last stage.
         """
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Lets the output of a forward be freed, after the transport has taken it."""
+        """Allows the output of a forward pass to be freed, because the transport has taken it."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the bytes that the forward of a microbatch keeps for its backward."""
+        """Returns the size in bytes of the activations kept for the backward pass."""
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns how many of these bytes a split backward keeps for the weight gradient."""
+        """Returns how many of these bytes remain after B, for the weight gradients of a later W."""
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Runs the backward of a chunk: the whole one, or by inputs only if backwards are split.
+        """Runs the backward pass of a chunk.
+
+        It computes input gradients, and weight gradients too unless they are separate actions (W).
 
         Args:
-            chunk: Index of the local chunk.
-            microbatch: Index of the microbatch, ascending per chunk.
-            gradient: Gradient of the chunk's output, ``None`` on the last stage.
+            chunk: Index of the chunk among those of this rank, from 0.
+            microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
+            gradient: Gradient of the chunk's output. ``None`` on the last stage, where the output
+                is the loss.
 
         Returns:
-            Gradient for the stage before, ``None`` on the first stage.
+            Gradient for the previous stage, ``None`` on the first stage.
         """
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes a part of the weight gradients that a split backward deferred.
+        """Computes a part of the weight gradients that the backward pass (B) has deferred.
 
         Args:
-            chunk: Index of the local chunk.
-            microbatch: Index of the microbatch, ascending per chunk.
-            piece: Index of the part, ascending from 0.
-            pieces: Number of parts.
+            chunk: Index of the chunk among those of this rank, from 0.
+            microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
+            piece: Index of the part to compute, ascending from 0 for each microbatch.
+            pieces: Number of parts into which the microbatch's weight gradients are divided.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Records the times of one rank in one step.
+    """Contains the measured times of one rank in one step.
 
     Attributes:
-        busy_s: Seconds within actions.
-        span_s: Seconds from the start of the first action to the end of the last one.
+        busy_s: Total duration of the actions in seconds.
+        span_s: Time in seconds from the start of the first action to the end of the last one.
         actions: Actions in the order they ran, each with its duration in nanoseconds.
     """
 
@@ -166,15 +172,17 @@ class Executor:
     """Runs the steps of one pipeline rank.
 
     Args:
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         pp_rank: Position of this rank in the pipeline.
-        transport: Channels to the other ranks, ``None`` for a pipeline of one rank.
-        timeout_s: Time limit of every wait for an input, in seconds.
-        agreement: Agreement of the decision group, ``None`` for a rank that decides alone.
-        clock: Clock that takes the times of the trace, ``None`` for the clock of the host.
-        recorder: Recorder of the trace, ``None`` for no trace.
-        route: Function that turns a position in the pipeline and a microbatch of this rank into the
-            global rank there and the microbatch as that rank counts it. ``None`` if both are equal.
+        transport: Channels to send and receive tensors; ``None`` in a pipeline of one rank.
+        timeout_s: Maximum time of a wait for an input, in seconds.
+        agreement: Object that makes all ranks of a decision group choose the same actions; ``None``
+            for a rank that decides alone.
+        clock: Clock that measures the start and end of actions; ``None`` for the clock of the host.
+        recorder: Recorder that stores traced spans; ``None`` if tracing is off.
+        route: Function that maps a position in the pipeline and this rank's index of a microbatch
+            to the global rank at that position and its index of the microbatch. ``None`` if both
+            are equal.
     """
 
     def __init__(
@@ -221,13 +229,14 @@ class Executor:
     def last_codes(self) -> tuple[int, ...]:
         """Returns the codes of the last step's actions in the order they started.
 
-        See ``codes_of``. Microbatches and pieces ascend within a chunk, so the codes determine the
-        actions.
+        A code is the number of the kind times the number of chunks, plus the chunk (see
+        ``codes_of``). It omits microbatch and piece, because they ascend within each kind and
+        chunk.
         """
         return tuple(self._codes)
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the present activity of this rank.
+        """Returns what this rank is doing now.
 
         Other threads may call it without delaying the step.
 
@@ -240,14 +249,15 @@ class Executor:
             return {}
         finished = len(launched)
         if launched and not self._clock.is_passed(launched[-1].end):
-            finished -= 1  # the device still runs it
+            finished -= 1  # the device is still running this action
         kinds = tuple(ActionKind)
         chunks = self._num_chunks
         fields: dict[str, Any] = {"doing": "wait", "held_bytes": self._held_bytes}
         if len(codes) > finished:
             number, chunk = divmod(codes[-1], chunks)
             fields |= {"doing": kinds[number].value, "chunk": chunk}
-            if kinds[number] is not ActionKind.W:  # a W may have several pieces
+            # For W this number would count parts, not microbatches.
+            if kinds[number] is not ActionKind.W:
                 fields["microbatch"] = codes.count(codes[-1]) - 1
         else:
             fields["cause"] = "" if self._log is None else self._log.wait_cause()
@@ -258,11 +268,11 @@ class Executor:
         """Returns the state of the executor for a hang report (see ``trace.hang_watch``).
 
         Returns:
-            Fields of ``snapshot()``, and three more. ``step`` is the number of the step.
+            Fields of ``snapshot()`` and three others. ``step`` is the number of the step.
             ``finished`` is the number of finished actions by kind and chunk. ``needs`` lists the
             messages that this rank waits for: global rank of the sender, and kind, chunk and
-            microbatch of the sender's action. Between two steps there is only ``step``, the number
-            of the next step.
+            microbatch of the sender's action. Between two steps the only field is ``step``, the
+            number of the next step.
         """
         fields = self.snapshot()
         state = self._state
@@ -281,7 +291,7 @@ class Executor:
         for action in state.lacking():
             if due is not None and action not in due:
                 continue
-            if action in self._inputs:  # another member of the decision group lacks it
+            if action in self._inputs:  # it has arrived here, but not on all group members
                 continue
             source = self._placement.source_of(action.kind, self._pp_rank, action.chunk)
             if source is None or source[0] == self._pp_rank:
@@ -291,16 +301,17 @@ class Executor:
         return {**fields, "step": self._step, "finished": finished, "needs": needs}
 
     def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs one step: every action of ``state`` once, in the order that ``policy`` picks.
+        """Runs every action of a step once, in the order that ``policy`` chooses.
 
         Args:
-            stages: Chunks of the rank.
-            policy: Policy that picks the order, the same one on all ranks of a decision group.
-            state: Fresh state of this rank.
+            stages: Object that computes the model chunks of the rank.
+            policy: Policy that chooses the order. All ranks of a decision group must have the same
+                policy.
+            state: State of this rank at the start of the step, as ``Orders.state`` makes it.
 
         Raises:
             DeadlineError: An input did not arrive within the time limit.
-            PeerLostError: A neighbour is gone.
+            PeerLostError: A rank that sends to or receives from this one has ended.
             ScheduleError: The policy picked an action that is not ready.
         """
         self._step += 1
@@ -336,7 +347,7 @@ class Executor:
         self._is_running = False
 
     def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs a step in which an action may start while another one communicates."""
+        """Runs a step in which one action may compute while another one communicates."""
         lanes = Lanes(
             functools.partial(self._decide, policy, state),
             lambda action: self._perform(action, stages, state),
@@ -344,19 +355,22 @@ class Executor:
         )
         lanes.run(lambda: state.done)
         self._away_ns = lanes.away_ns
-        # Reasons and records list actions in the order they started.
+        # Actions may end in another order than they started. Reasons and trace records list them in
+        # the order they started, so sort them.
         started = actions_of(self._codes, self._num_chunks, state.weight_pieces)
         index_of = {action: index for index, action in enumerate(started)}
         self._launched.sort(key=lambda launched: index_of[launched.action])
 
     def _decide(self, policy: Policy, state: RankState, may_pass: bool = False) -> Action | None:
-        """Starts and returns the next action.
+        """Chooses the next action, marks it as started and returns it.
 
-        Returns ``None`` if there is none, or if an action that communicates continues instead.
+        Returns ``None`` if no action can start, or if an action that was communicating continues
+        instead.
         """
         launched = self._launched
         if self._asks_late and not may_pass and len(launched) > (ahead := self._ahead()):
-            self._clock.wait(launched[-1 - ahead].end)  # the device catches up
+            # Wait until at most `ahead` launched actions are unfinished.
+            self._clock.wait(launched[-1 - ahead].end)
         self._drain(state)
         action = self._next_action(policy, state, may_pass=may_pass)
         while action is not None and not state.start(action):
@@ -364,9 +378,10 @@ class Executor:
         return action
 
     def _ahead(self) -> int:
-        """Returns the number of launched actions that may be unfinished when the policy is asked.
+        """Returns how many launched actions may be unfinished when the policy chooses the next one.
 
-        They take about ``_AHEAD_NS`` together, by their times in the last step.
+        Their total duration is about ``_AHEAD_NS``, estimated from their durations in the last
+        step.
         """
         ahead = _LAUNCH_AHEAD
         left_ns = _AHEAD_NS
@@ -379,17 +394,18 @@ class Executor:
         return ahead
 
     def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
-        """Waits for an arrival, because the leader chose an action that is not ready here yet."""
+        """Waits for an input to arrive, because the leader chose an action that lacks it here."""
         if self._decides or not state.is_possible(action):
             raise ScheduleError(
                 f"policy {policy.name} picked {action} on rank {self._pp_rank} of the "
                 f"pipeline, which cannot start: {state.why_not(action)}; "
                 f"{state.describe()}"
             )
-        self._await_arrival(state)  # the leader chose it because its input has arrived here
+        # The leader chose the action, so its input has arrived here, in the completion queue.
+        self._await_arrival(state)
 
     def finish_step(self) -> RankTimes:
-        """Passes the spans of the last step to the recorder.
+        """Measures the times of the last step's actions, and passes them to the trace.
 
         Blocks until the device has finished the step.
 
@@ -426,9 +442,8 @@ class Executor:
         try:
             action = self._agreement.next_action(policy, state, self._timeout_s, may_pass=may_pass)
         except TransportError as error:
-            self._drain(
-                state
-            )  # raises the error of a failed channel, which explains more than a silent group
+            # Raises the error of a failed channel, if any: it says more than the group's timeout.
+            self._drain(state)
             if isinstance(error, DeadlineError):
                 raise DeadlineError(
                     f"{error}; rank {self._pp_rank} of the pipeline, in step {self._step}, itself "
@@ -479,12 +494,12 @@ class Executor:
     def _hand(self, action: Action, tensor: torch.Tensor | None, state: RankState) -> int:
         """Passes an action's result to the stage that needs it.
 
-        Returns the bytes that leave the rank.
+        Returns the number of bytes sent to other ranks.
         """
         kind = action.kind
         target = self._targets[kind][action.chunk]
         if target is None:
-            return 0  # the loss on the last stage, or the backward of the first stage
+            return 0  # no stage needs the loss, or the input gradient of the first stage
         if tensor is None:
             raise ScheduleError(
                 f"{action} on rank {self._pp_rank} of the pipeline gave no gradient for the stage "
@@ -536,7 +551,8 @@ class Executor:
         step = item.label.step
         action = item.label.action
         if step > self._step:
-            # Evaluation has no barrier between steps, so the first stage may be some steps ahead.
+            # Keep the input for a later step. The sender may be some steps ahead, because an
+            # evaluation has no barrier between steps.
             self._early.append(item)
             return
         if isinstance(item, Arrival):
@@ -554,13 +570,13 @@ class Executor:
                 item.take(), item.nbytes, item.peer, arrived_ns, is_exact
             )
         elif step != self._step:
-            return  # a notice about an earlier step, for which nobody waits any more
+            return  # outdated notice about an earlier step
         if self._agreement.is_everywhere(item):
             state.arrive(action.kind, action.chunk, action.microbatch)
 
 
 def _mean_by_chunk(actions: Iterable[tuple[Action, int]]) -> dict[tuple[ActionKind, int], int]:
-    """Returns the mean duration of each kind of action of each chunk, in nanoseconds."""
+    """Returns the mean duration of actions in nanoseconds, by (kind, chunk)."""
     times: dict[tuple[ActionKind, int], list[int]] = {}
     for action, duration_ns in actions:
         times.setdefault((action.kind, action.chunk), []).append(duration_ns)
@@ -575,45 +591,48 @@ _SEEN = _REASON["seen"]
 _FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""Least time in nanoseconds for a decision of the leader that counts as a wait of the follower."""
+"""Minimum duration of a follower's wait for the leader's decision to be traced, in nanoseconds."""
 
 
 class StepLog:
-    """Records waits, messages and reasons of one traced step.
+    """Records the waits, messages and reasons for choices in one traced step.
 
-    All times are times of the host, from :meth:`now_ns`. With a device, an action starts when it is
-    launched.
+    All times are read from the host's monotonic clock (:meth:`now_ns`). On a device, the start of
+    an action here is the time at which it is launched.
 
     Args:
-        policy: Policy that picks the actions.
-        num_chunks: Number of chunks of the rank.
+        policy: Policy that chooses the actions.
+        num_chunks: Number of model chunks on the rank.
     """
 
     def __init__(self, policy: Policy, num_chunks: int) -> None:
         self._policy = policy
         self._num_chunks = num_chunks
         self._rows: list[SpanRow] = []
-        self._since_ns = 0  # start of the present wait, 0 if there is none
+        self._since_ns = 0  # start of the current wait, 0 if the rank is not waiting
         self._until_ns = 0
         self._cause = _INPUT
         self._waker = -1
-        self._by_group = False  # True if another member ended the wait
+        self._by_group = False  # True if a notice of another group member ended the wait
 
     def now_ns(self) -> int:
-        """Returns the present time in nanoseconds, of the monotonic clock."""
+        """Returns the current time of the host's monotonic clock, in nanoseconds."""
         return time.monotonic_ns()
 
     def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
-        """Returns the time of an arrival in nanoseconds, and whether it is exact.
+        """Returns the arrival time of an input in nanoseconds, and whether this time is exact.
 
-        Some transports do not report this time. Then it is the present time, which is exact if the
+        If the transport does not report the time, the current time is returned. It is exact if the
         executor was waiting for the input.
         """
         reported_ns = item.arrived_ns
         return reported_ns or time.monotonic_ns(), is_awaited or reported_ns is not None
 
     def wait_begins(self, now_ns: int, state: RankState) -> None:
-        """Records that no action can start; continues a wait that has not led to a start."""
+        """Records that a wait begins, because no action can start.
+
+        Does nothing if the rank is already waiting.
+        """
         if self._since_ns:
             return
         self._since_ns = now_ns
@@ -624,29 +643,29 @@ class StepLog:
             self._cause = _ORDER if fits else _MEMORY
 
     def wait_ends(self, item: Item) -> None:
-        """Records an arrival, after which an action may start."""
+        """Records the arrival of an input, after which an action may be able to start."""
         self._until_ns = self.now_ns()
         self._waker = item.peer
         self._by_group = isinstance(item, Notice)
 
     def decision(self, asked_ns: int, state: RankState) -> None:
-        """Records that the decision of the leader has arrived."""
+        """Records that the leader's decision has arrived, as the end of a wait for it."""
         now_ns = self.now_ns()
         if now_ns - asked_ns < SHORT_NS:
             return
         self.wait_begins(asked_ns, state)
         if self._cause == _ORDER:
-            self._cause = _GROUP  # this rank itself could have started an action
+            self._cause = _GROUP  # an action was ready here, so only the group caused the wait
         self._until_ns = now_ns
         self._waker = -1
         self._by_group = True
 
     def wait_cause(self) -> str:
-        """Returns the cause of the present wait, empty if there is no wait."""
+        """Returns the cause of the current wait; empty if the rank is not waiting."""
         return REASONS[self._cause] if self._since_ns else ""
 
     def begins(self, action: Action, action_input: ActionInput) -> None:
-        """Records the start of an action and its input."""
+        """Records that an action starts, and when its input arrived."""
         now_ns = self.now_ns()
         peer = action_input.peer
         arrived_ns = action_input.arrived_ns
@@ -657,7 +676,7 @@ class StepLog:
             cause = self._cause
             waker = peer
             if self._by_group and peer >= 0 and arrived_ns <= self._since_ns:
-                cause = _GROUP  # the input was here before, but not on all members
+                cause = _GROUP  # the input had arrived here, but not on all members
             if peer < 0 or cause == _GROUP:
                 waker = self._waker
             self._rows.append(
@@ -691,7 +710,10 @@ class StepLog:
             )
 
     def sent(self, action: Action, peer: int, nbytes: int, start_ns: int) -> None:
-        """Records that the transport took a message, the input of ``action`` on ``peer``."""
+        """Records that the transport has taken a message.
+
+        The message is the input of ``action`` on the rank ``peer``.
+        """
         end_ns = self.now_ns()
         self._rows.append(
             SpanRow(
@@ -712,12 +734,12 @@ class StepLog:
         times: Sequence[tuple[int, int]],
         codes: Sequence[int],
     ) -> list[SpanRow]:
-        """Returns all records, and every action, as rows of ``trace.trace_format``.
+        """Returns the recorded waits and messages and all actions, as rows of the trace.
 
         Args:
-            launched: Actions of the step in the order they started.
+            launched: Records of the step's actions, in the order they started.
             times: Start and end of each action, in nanoseconds.
-            codes: Codes of the actions (see ``codes_of``).
+            codes: Codes ``kind * num_chunks + chunk`` of these actions, in the same order.
         """
         reasons = reasons_of(self._policy, codes, self._num_chunks)
         for entry, (start_ns, end_ns), reason in zip(launched, times, reasons, strict=True):
@@ -740,27 +762,28 @@ class StepLog:
 
 
 class ActivationMeter:
-    """Measures the memory that one forward of each chunk keeps for its backward.
+    """Measures the size of the activations that each chunk keeps for the backward pass.
 
-    Counts the distinct storages that autograd saves during the first forward of a chunk, except
-    those of parameters. Later forwards are not observed.
+    Adds up the distinct storages that autograd saves during the first forward pass of a chunk,
+    except those of parameters. Later forward passes are not observed.
     """
 
     def __init__(self) -> None:
         self._bytes: dict[int, int] = {}
 
     def bytes_of(self, chunk: int) -> int:
-        """Returns the bytes of one microbatch of the chunk, 0 before its first forward."""
+        """Returns the size in bytes for one microbatch; 0 before the chunk's first forward pass."""
         return self._bytes.get(chunk, 0)
 
     def measure(
         self, chunk: int, held: Iterable[torch.Tensor]
     ) -> contextlib.AbstractContextManager[None]:
-        """Observes a forward of a chunk, unless one was observed before.
+        """Returns a context that measures a chunk's forward pass, unless one was measured before.
 
         Args:
-            chunk: Index of the local chunk.
-            held: Tensors that do not count, such as parameters, because they exist anyway.
+            chunk: Index of the chunk among those of this rank, from 0.
+            held: Tensors to exclude, such as parameters, because they exist without the forward
+                pass too.
         """
         return _OBSERVED if chunk in self._bytes else self._observe(chunk, held)
 

@@ -1,7 +1,7 @@
 """Builds a rank's executor and trace from the process groups of megatron-core.
 
-Every rank of the job calls :func:`build_executor` at the same point, because all ranks together
-make channels and process groups, in one order.
+Every rank of the job calls :func:`build_executor` at the same point, because channels and process
+groups are made collectively, in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from megatron.adaptive.transport.liveness import describe, here
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """Connects a rank with the others, until the end of the run.
+    """Contains the connections of a rank to the others, which stay open until the end of the run.
 
     Attributes:
-        executor: Executor of the rank.
-        transport: Channels of the executor, ``None`` for a pipeline of one rank.
-        agreement: Agreement of the rank's decision group.
-        groups: Process groups that were made for the executor.
+        executor: Executor that runs this rank's steps.
+        transport: Channels on which the executor sends and receives tensors; ``None`` in a pipeline
+            of one rank.
+        agreement: Object that makes all ranks of the decision group choose the same actions.
+        groups: Process groups of torch that were made for these connections.
     """
 
     executor: Executor
@@ -76,26 +77,31 @@ def build_executor(
     pp_ranks: Sequence[int] | None = None,
     model: Any = None,
 ) -> Wiring:
-    """Builds this rank's executor with its channels and its agreement.
+    """Builds this rank's executor, and connects it to other ranks.
 
     Collective over all ranks of the job, after megatron-core's parallel state is initialized.
 
     Args:
-        placement: Placement of the stages on ranks.
-        accelerator: Device of this rank.
-        places: Host and process of every rank (see :func:`gather_places`).
-        payload_shape: Shape of the tensors between stages, or of the largest if shapes vary.
-        payload_dtype: Element type of these tensors.
-        payload_varies: Whether the shapes vary.
-        timeout_s: Time limit of every wait of the executor, in seconds.
-        tracing: Trace of this rank, which also watches the executor; ``None`` for no trace.
-        transport: Settings of the connections; ``None`` to choose a transport for each pair.
-        in_flight: Most inputs that a rank keeps at a time (see ``Orders``).
-        widths: Widths of the stages if they are unequal, else ``None``.
-        pp_ranks: Ranks of this pipeline in the order of the placement; ``None`` for the order of
-            megatron-core.
-        model: Configuration of the model in megatron-core. A model with experts also communicates
-            with other ranks than tensor- and context-parallel ones. ``None`` if it does not.
+        placement: Assignment of pipeline stages to ranks.
+        accelerator: CPU or GPU that this rank computes on.
+        places: Host and process of every rank, from :func:`gather_places`.
+        payload_shape: Shape of the tensors sent between stages, or of the largest one if shapes
+            vary.
+        payload_dtype: Element type of the tensors sent between stages.
+        payload_varies: Whether the tensors sent between stages differ in shape.
+        timeout_s: Maximum time of a wait of the executor, in seconds.
+        tracing: Trace of this rank, which also publishes what the executor is doing; ``None`` if
+            tracing is off.
+        transport: Settings of the connections; ``None`` to choose a transport for each pair of
+            ranks.
+        in_flight: Maximum number of received inputs that a rank keeps at a time, for the size of
+            buffers (see ``Orders.inputs_in_flight``).
+        widths: Number of data-parallel ranks of each stage if they differ, else ``None``.
+        pp_ranks: Global ranks of this pipeline, ordered by the position to which the placement
+            assigns them; ``None`` for the order of megatron-core.
+        model: Configuration of the model in megatron-core. With experts, a rank also communicates
+            with other ranks than its tensor- and context-parallel group, so they must run the same
+            actions. ``None`` for a model without experts.
     """
     if pp_ranks is None:
         pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
@@ -145,7 +151,7 @@ def build_executor(
 
 
 def gather_places() -> list[dict[str, Any]]:
-    """Returns host and process of every rank, by global rank (see ``liveness.here``).
+    """Returns the host and process of every rank, indexed by global rank (see ``liveness.here``).
 
     Collective.
     """
@@ -163,19 +169,22 @@ def open_trace(
     work: Sequence[float] = (),
     pp_rank: int | None = None,
 ) -> Tracing:
-    """Opens this rank's trace, and moves traces of an earlier start out of the folder.
+    """Opens this rank's trace file.
+
+    Trace files of an earlier start are moved out of the folder first.
 
     Collective over all ranks, after megatron-core's parallel state is initialized.
 
     Args:
-        folder: Folder for the traces of all ranks, ``None`` for no trace.
-        job: This process within the job.
-        placement: Placement of the stages on ranks.
-        schedule: Name of the schedule.
-        num_microbatches: Number of microbatches of a step, 0 if unknown.
+        folder: Folder for the trace files of all ranks; ``None`` if tracing is off.
+        job: This process with its rank, device and control group.
+        placement: Assignment of pipeline stages to ranks.
+        schedule: Name of the schedule, which the trace stores.
+        num_microbatches: Number of microbatches per step, 0 if unknown.
         layers: Number of layers of each stage, empty if unknown.
-        work: Expected work of each stage in any unit, empty if unknown.
-        pp_rank: Position of this rank in the placement; ``None`` for that of megatron-core.
+        work: Expected compute cost of each stage, in any unit; empty if unknown.
+        pp_rank: Position of this rank in the placement; ``None`` for its pipeline rank in
+            megatron-core.
 
     Raises:
         TraceError: The file cannot be written.
@@ -219,7 +228,7 @@ def require_equal_settings(settings: Mapping[str, str]) -> None:
     Ranks with different settings would wait for each other forever, or sum unrelated tensors.
 
     Args:
-        settings: Settings by name, in the form that users write.
+        settings: Settings by name, in the form in which users write them, for the error message.
 
     Raises:
         ConfigError: A setting differs; the message has both values and a rank of each.
@@ -247,9 +256,10 @@ def _store_host() -> str | None:
 def decision_group(model: Any = None) -> list[int]:
     """Returns the ranks that must run the same actions as this one, in ascending order.
 
-    They communicate inside forwards and backwards, directly or through others: tensor- and
-    context-parallel ranks and, with experts, the replicas of the stage that exchange tokens. If a
-    loss balances experts over the whole batch, they are all replicas. Collective over all ranks.
+    These ranks communicate during forward and backward passes, directly or through other ranks.
+    They are the tensor- and context-parallel ranks and, with experts, the replicas of the stage
+    that exchange tokens. If a loss balances experts over the whole batch, all replicas belong to
+    the group. Collective over all ranks.
 
     Args:
         model: Configuration of the model in megatron-core, ``None`` for a model without experts.
@@ -273,11 +283,11 @@ def _say(line: str) -> None:
 def _build_agreement(
     model: Any, places: list[dict[str, Any]], transport: Transport | None, timeout_s: float
 ) -> Agreement:
-    """Connects this rank with its decision group. Collective over all ranks."""
+    """Connects this rank to the other ranks of its decision group. Collective over all ranks."""
     if transport is None:
         return Agreement()
     members = decision_group(model)
-    if len(members) == 1:  # the same on all ranks
+    if len(members) == 1:  # holds on all ranks or on none, so all of them return here
         return Agreement()
     group = gloo_group(members, gather)
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1

@@ -1,13 +1,14 @@
-"""Measures the load of experts in a step: the tokens of each expert, and the time in exchanges.
+"""Measures the load of experts in a step: the number of tokens per expert, and exchange times.
 
-An exchange is a collective of the expert-parallel ranks within a forward or a backward. It moves
-tokens to experts and back (all-to-all, or all-gather and reduce-scatter), or their number. Its time
-is the time that the action waits for it. If the action lets another one run meanwhile (see
-``lanes``), only the wait after that counts. Ranks whose experts have more tokens arrive late at the
-next exchange, so the times of the other ranks show the cost of an unequal load.
+An exchange is a collective operation of the expert-parallel ranks during a forward or backward
+pass. It moves tokens to experts and back (all-to-all, or all-gather and reduce-scatter), or numbers
+of tokens. The exchange time is the time that an action waits for it. If the action lets another one
+run in the meantime (see ``lanes``), only the wait after that counts. Ranks whose experts have more
+tokens start the next exchange late. So the exchange times of the other ranks show the cost of an
+unequal load.
 
-Nothing is measured without experts, or unless a trace or monitor asks for it. A count adds a short
-vector per layer and forward, on the device.
+Measurements are made only if the model has experts and a trace or monitor needs them. Counting adds
+up a short vector on the device, per layer and forward pass.
 """
 
 from __future__ import annotations
@@ -32,24 +33,25 @@ _PREDICTING = re.compile(r"\bmtp\.layers\.(\d+)")
 def measured_experts(
     chunks: Sequence[torch.nn.Module], accelerator: Accelerator
 ) -> ExpertLoad | None:
-    """Returns the meter of this rank's experts, ``None`` for a model without experts."""
+    """Returns a meter of this rank's experts, ``None`` for a model without experts."""
     if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):
         return None
     return ExpertLoad(chunks, accelerator.clock())
 
 
 class ExpertLoad:
-    """Measures the tokens of this rank's experts and the time of their exchanges, step by step.
+    """Measures the numbers of tokens of this rank's experts, and exchange times, per step.
 
     Args:
-        chunks: Model chunks of this rank. Tokens are counted from now on, in forwards that need
-            gradients.
-        clock: Clock of the device.
+        chunks: Model chunks of this rank. Tokens are counted from now on, in forward passes with
+            gradients on.
+        clock: Clock that makes marks on the device, to time exchanges.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], clock: Any) -> None:
         self._clock = clock
-        # Each layer of experts has its number in the model and its first expert on this rank.
+        # One entry per layer of experts: the layer's number in the model, and the index of its
+        # first expert on this rank.
         self._layers: list[tuple[int, int]] = []
         self._tokens: list[torch.Tensor | None] = []
         self._marks: list[tuple[Any, Any]] = []
@@ -71,24 +73,25 @@ class ExpertLoad:
                     self._tokens.append(None)
 
     def begin(self, *, is_traced: bool) -> None:
-        """Begins a step: counts start at 0, and exchanges are timed if the step is traced."""
+        """Begins a step: sets counts to 0. Exchanges are timed if the step is traced."""
         self._watching.close()
         self._tokens = [None] * len(self._layers)
         if is_traced and self._layers:
             self._watching.enter_context(self._watching_exchanges())
 
     def close(self) -> None:
-        """Ends all measurements."""
+        """Ends all measurements, and removes the hooks from the model."""
         self._watching.close()
         for hook in self._hooks:
             hook.remove()
 
     def tokens(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the counts of the step; waits for the device.
+        """Returns the numbers of tokens in the step. Waits for the device.
 
         Returns:
-            For each layer of experts, its number in the model from 0 (multi-token prediction layers
-            come last), its first expert on this rank, and the tokens of each expert on this rank.
+            One tuple per layer of experts. It has the layer's number in the model from 0, the index
+            of the layer's first expert on this rank, and the number of tokens of each expert on
+            this rank. Multi-token prediction layers have the last numbers.
         """
         return tuple(
             (*layer, *map(int, counts.tolist()))
@@ -97,7 +100,10 @@ class ExpertLoad:
         )
 
     def exchange_ns(self) -> int:
-        """Returns the nanoseconds of the step's exchanges, once per step; waits for the device."""
+        """Returns the time of the step's exchanges in nanoseconds. Waits for the device.
+
+        A second call in the same step returns 0.
+        """
         self._watching.close()
         marks = self._marks
         self._marks = []
@@ -108,7 +114,8 @@ class ExpertLoad:
 
     def _counter(self, index: int) -> Callable[..., None]:
         def count(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-            # Gradients are off in an evaluation, and in the first forward of a recomputed layer.
+            # Count only if gradients are on. They are off in an evaluation, and in the first
+            # forward pass of a recomputed layer, which would be counted twice.
             if torch.is_grad_enabled() and len(arguments) > 1:
                 counts = arguments[1].detach()
                 before = self._tokens[index]
@@ -158,7 +165,7 @@ class ExpertLoad:
 
 
 class _TimedWork:
-    """Wraps an exchange under way and times the wait for it."""
+    """Wraps the handle of a running exchange, and times the wait for the exchange."""
 
     def __init__(self, work: Any, clock: Any, marks: list[tuple[Any, Any]]) -> None:
         self._work = work
@@ -166,7 +173,7 @@ class _TimedWork:
         self._marks = marks
 
     def wait(self) -> Any:
-        """Waits for the exchange."""
+        """Waits until the exchange is finished, and records the time of the wait."""
         start = self._clock.mark()
         result = self._work.wait()
         self._marks.append((start, self._clock.mark()))

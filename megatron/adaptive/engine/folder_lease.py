@@ -1,4 +1,4 @@
-"""Grants one job the right to write a folder, by a numbered claim and a counter next to it.
+"""Grants one job at a time the right to write a folder, by a numbered claim and a counter.
 
 ::
 
@@ -6,16 +6,16 @@
     <folder>/.lease/beat-3            a counter that rises every two seconds; "ended" at an orderly
     end <folder>/.lease/private-3.json    address and secret of a manager, readable by its user only
 
-A claim is made by linking a finished file, which only one process can do on any file system. A job
-that wants to take over watches the counter by its own clock, so clocks may differ. Then it removes
-the counter, and the right ends with it: a former holder that was stopped for any time finds the
-    file
-gone. The holder checks this by opening the file, because NFS caches listings and attributes but
-asks the server for an open.
+A claim is made by a hard link to a complete file; on any file system, only one process can succeed.
+A job that wants to take over watches the counter by its own clock, so clocks may differ. If the
+counter does not rise, the job removes the counter's file, which ends the former holder's right. A
+former holder that was stopped for any time then finds that the file is missing. The holder checks
+this by opening the file, because NFS caches listings and attributes, but asks the server for an
+open.
 
-A checkpoint is published by a rename from a name with the claim's number. The new holder first
-removes all such names with lower numbers. So a former holder publishes nothing, even if it was
-stopped between its check and its rename.
+A checkpoint is first written under a name with the claim's number, and published by renaming it. A
+new holder first removes all such names with lower numbers. So a former holder publishes nothing,
+even if it was stopped between its check and its rename.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from megatron.adaptive.errors import SetupError
 from megatron.adaptive.handshake import write_private
 
 BEAT_S = 2.0
-"""Seconds between two counts of the holder."""
+"""Interval in seconds at which the holder raises its counter."""
 STALE_S = 10.0
-"""Seconds without a count after which another job takes over."""
+"""Time without a change of the counter after which another job may take over, in seconds."""
 _LOOK_S = 0.2
 _ENDED = "ended"
 _FOLDER = ".lease"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 _GONE = (errno.ENOENT, errno.ESTALE)
-_SUM = "sum"  # key of the checksum over the other keys; claims of earlier versions lack it
+_SUM = "sum"  # key of the checksum over the other keys, absent in claims of earlier versions
 _YEAR_3000_S = 32_503_680_000
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "ticks", "boot", "job", "run", "address", "secret"), (str,)),
@@ -54,11 +54,11 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "since_unix_s": (int, float),
 }
 _LONGEST_BYTES = 1 << 20
-_KEPT = 8  # number of earlier claims whose files each new claim removes
+_KEPT = 8  # a new claim removes the files of this many earlier claims
 
 
 class LeaseTakenError(SetupError):
-    """Raised if another job holds the folder; :attr:`owner` describes it."""
+    """Raised if another job holds the folder; :attr:`owner` describes that job."""
 
     def __init__(self, message: str, owner: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -66,14 +66,14 @@ class LeaseTakenError(SetupError):
 
 
 class Lease:
-    """Holds the right to write a folder, or shares the right of another process of this job.
+    """Holds the right to write a folder, or shares it with another process of the same job.
 
     Args:
-        folder: Folder to write, made if it is missing.
+        folder: Folder to write to, made if it is missing.
 
     Attributes:
-        number: Number of the claim, 0 without a claim.
-        former: Facts about the holder before, empty if there was none.
+        number: Number of this job's claim, 0 before it has one.
+        former: Facts about the previous holder, empty if there was none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,20 +81,23 @@ class Lease:
         self._files = folder / _FOLDER
         self.number = 0
         self.former: Mapping[str, Any] = {}
-        self._claimed: dict[str, Any] = {}  # facts of this claim, empty if another process holds it
+        self._claimed: dict[str, Any] = {}  # facts in this claim, empty if another process made it
         self._private: Mapping[str, Any] = {}
         self._count = 0
         self._is_failing = False
         self._over = threading.Event()
 
     def claim(self, **facts: Any) -> int:
-        """Takes the right, at once from a job that ended, was killed on this machine or restarted.
+        """Claims the right to write the folder.
 
-        Blocks for up to ten seconds until it is known that no other job holds the folder.
+        This succeeds at once if the previous holder has ended, was killed on this machine, or was
+        an earlier start of this job.
+
+        Otherwise it blocks for up to ten seconds, to see whether the holder's counter rises.
 
         Args:
-            **facts: Facts about the job: its ID ``job`` and the number of its ``restarts``, or
-                ``run``, by which the ranks of a manager recognise it.
+            **facts: Facts about the job: its ID ``job`` and its number of ``restarts``; or, for a
+                manager, ``run``, by which the manager's ranks recognise it.
 
         Returns:
             Number of the claim.
@@ -114,14 +117,16 @@ class Lease:
         raise self.taken(number)
 
     def join(self, number: int) -> None:
-        """Shares the right that another process of this job has claimed."""
+        """Shares the right of another process of this job, which has made the claim."""
         self.number = number
 
     def join_manager(self, number: int | None, job: str) -> bool:
-        """Shares the right of the manager that started this process, if it holds this folder.
+        """Shares the right of this process's manager, if the manager holds the folder.
+
+        Returns whether it does.
 
         Args:
-            number: Number of the claim, ``None`` if there is no manager.
+            number: Number of the manager's claim, ``None`` if there is no manager.
             job: ID of the job that this process belongs to.
         """
         run = None if number is None else self._facts(number).get("run")
@@ -131,10 +136,10 @@ class Lease:
         return True
 
     def advance(self) -> bool:
-        """Takes the next number, so that processes that joined before lose the right.
+        """Makes a claim with the next number, so that processes that joined before lose the right.
 
         Returns:
-            True if this process still held the right.
+            True if this process still held the right, and so got the new number.
 
         Raises:
             OSError: The folder cannot be written; the number did not change.
@@ -146,7 +151,7 @@ class Lease:
         return True
 
     def publish(self, facts: Mapping[str, Any]) -> None:
-        """Publishes more facts about the holder, for processes of the same user.
+        """Publishes additional facts about the holder, readable by processes of the same user.
 
         Raises:
             OSError: The folder cannot be written.
@@ -168,7 +173,7 @@ class Lease:
                 raise
             if self._files.exists():
                 return False
-            # If the whole folder was deleted, no other job has taken it: claim it again.
+            # The whole folder was deleted, so no other job has taken it. Make the claim again.
             self._make_folder()
             return self._take(self.number)
         return True
@@ -176,11 +181,12 @@ class Lease:
     def is_held(self, say: Callable[[str], None]) -> bool:
         """Raises the counter by one; returns whether the right is still held.
 
-        If the folder cannot be written, this is unknown; the result is then True.
+        If the folder cannot be written, it is unknown whether the right is still held; the result
+        is then True.
 
         Args:
-            say: Function that prints a line: why the right is lost, or once that the folder cannot
-                be written.
+            say: Function that prints a line of text. It is called if the right is lost, and once if
+                the folder cannot be written.
         """
         try:
             if self.beat():
@@ -195,7 +201,10 @@ class Lease:
         return False
 
     def keep_up(self, say: Callable[[str], None]) -> None:
-        """Starts a thread that raises the counter until :meth:`end` (see :meth:`is_held`)."""
+        """Starts a thread that raises the counter every two seconds until :meth:`end`.
+
+        The thread also ends if the right is lost (see :meth:`is_held`).
+        """
 
         def count() -> None:
             while not self._over.wait(BEAT_S) and self.is_held(say):
@@ -204,11 +213,11 @@ class Lease:
         threading.Thread(target=count, name="lease", daemon=True).start()
 
     def require(self) -> None:
-        """Checks that the right is still held.
+        """Checks that this job still holds the right to write the folder.
 
         Raises:
             LeaseTakenError: Another job took the folder over.
-            OSError: It is unknown whether another job did.
+            OSError: The check failed, so it is unknown whether another job took over.
         """
         try:
             os.close(os.open(self._path("beat"), os.O_RDONLY))
@@ -219,18 +228,18 @@ class Lease:
                 raise self.taken(over=True) from None
 
     def end(self) -> None:
-        """Gives the right back if this process holds it, so that other jobs need not wait."""
+        """Gives the right up if this process made the claim, so that other jobs need not wait."""
         self._over.set()
         if self._claimed and self.number:
-            with contextlib.suppress(OSError):  # another job took it over
+            with contextlib.suppress(OSError):  # another job has taken over
                 self._write_beat(_ENDED, 0)
 
     def taken(self, number: int | None = None, *, over: bool = False) -> LeaseTakenError:
-        """Returns the error for a folder that another job holds.
+        """Returns the error to raise if another job holds the folder.
 
         Args:
-            number: Number of the other claim, ``None`` for the newest.
-            over: True if this job held the folder before.
+            number: Number of the other job's claim, ``None`` for the newest claim.
+            over: Whether this job held the folder before the other job took over.
         """
         owner = self._facts(self._last() if number is None else number)
         is_managed = "run" in owner
@@ -251,13 +260,15 @@ class Lease:
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self._files.mkdir()
-            with contextlib.suppress(
-                OSError
-            ):  # all users who may write the folder may take it over
+            # Let all users who may write the folder take it over.
+            with contextlib.suppress(OSError):
                 self._files.chmod(self._folder.stat().st_mode & 0o777)
 
     def _take(self, number: int) -> bool:
-        """Makes the claim with this number; returns False if another process has it."""
+        """Makes the claim with this number.
+
+        Returns False if another process has made it.
+        """
         claim = self._path("claim", number)
         draft = claim.with_name(f".claim-{secrets.token_hex(8)}")
         try:
@@ -266,7 +277,8 @@ class Lease:
             try:
                 os.link(draft, claim)
             except FileExistsError:
-                if draft.stat().st_nlink == 1:  # else NFS made the link and lost its answer
+                # Otherwise NFS made the link, but its reply was lost.
+                if draft.stat().st_nlink == 1:
                     return False
             except OSError as error:
                 if error.errno not in _NO_LINKS:
@@ -294,8 +306,8 @@ class Lease:
         return True
 
     def _write_beat(self, text: str, flags: int) -> None:
-        # Overwrite in place: on a full disk a truncated file would stay empty, and the job would
-        # look dead.
+        # Overwrite the file in place instead of truncating it first. On a full disk a truncated
+        # file would stay empty, and other jobs would believe that this job has ended.
         file = os.open(self._path("beat"), os.O_WRONLY | flags, 0o644)
         try:
             os.write(file, text.encode())
@@ -311,7 +323,8 @@ class Lease:
         is_restart = is_same and owner.get("restarts", 0) < claimed["restarts"]
         if first == _ENDED or _is_gone(owner) or is_restart:
             return False
-        # Count looks, not seconds: while the storage hangs, the holder cannot count either.
+        # Wait for a number of reads, not for a time: while the storage hangs, the holder cannot
+        # raise its counter either.
         for _ in range(round(STALE_S / _LOOK_S)):
             if self._path("claim", number + 1).exists():
                 return False
@@ -342,10 +355,10 @@ def _sum(facts: Mapping[str, Any]) -> str:
 
 
 def _checked(read: Any) -> dict[str, Any]:
-    """Returns the content of a claim, empty if it is damaged.
+    """Returns the facts read from a claim, empty if its file is damaged.
 
-    A damaged claim may name a process that is gone. If it were believed, another job would take the
-    folder from a job that still runs.
+    A damaged claim might name a process that has ended. If this were trusted, another job would
+    take the folder from a job that is still running.
     """
     if not isinstance(read, dict) or read.pop(_SUM, None) not in (None, _sum(read)):
         return {}
@@ -364,7 +377,7 @@ def _read(path: Path) -> str:
 
 
 def _here() -> dict[str, Any]:
-    """Returns facts that identify this process, and the boot of its machine and its container."""
+    """Returns facts that identify this process, its container, and the last boot of its machine."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -375,13 +388,13 @@ def _here() -> dict[str, Any]:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """Returns the state of a process and its start in ticks since boot, empty if unknown."""
+    """Returns a process's state and its start time in clock ticks since boot; empty if unknown."""
     columns = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return (columns[0], columns[19]) if len(columns) > 19 else ("", "")
 
 
 def _is_gone(owner: Mapping[str, Any]) -> bool:
-    """Returns whether a holder was on this machine and has ended, or is this process."""
+    """Returns whether a holder has ended on this machine, or is this process."""
     here = _here()
     pid = owner.get("pid")
     if owner.get("boot") != here["boot"] or not isinstance(pid, int) or pid < 1:

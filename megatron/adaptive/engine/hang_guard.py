@@ -1,10 +1,10 @@
-"""Reports the state of a rank to the process that watches for hangs (``trace/hang_watch.py``).
+"""Reports what a rank is doing to the process that watches for hangs (``trace/hang_watch.py``).
 
-Owns a thread that writes the activity of the rank every second. Owns a signal on which
-``faulthandler`` writes the stacks of the rank, which works even if C code holds the GIL. The first
-rank of a machine also starts the watching process. Reports of these processes travel between
-machines through the job's store. The threads of the ranks of a machine do this in turn, so that a
-hanging rank is not needed. None of this delays a step.
+A thread writes the rank's activity to a file every second. On a signal, ``faulthandler`` writes the
+rank's stack traces, which works even if C code holds the GIL. The first rank of a machine also
+starts the watching process. Its reports are exchanged with other machines through the job's store.
+The threads of a machine's ranks take turns in doing this, so it continues if one rank hangs. None
+of this delays a step.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from megatron.adaptive.transport.liveness import describe
 
 SIGNAL = signal.SIGRTMIN + 9
 PERIOD_S = 1.0
-_STILL_S = 2.5  # a machine that hangs for this time reads the reports of others
+_STILL_S = 2.5  # a machine without progress for this time reads the reports of others
 
 
 class HangGuard:
-    """Reports the activity of this rank to the hang watch of its machine, until :meth:`close`.
+    """Reports this rank's activity to the hang watch of its machine, until :meth:`close`.
 
-    Every rank of the job makes one at the same point. It does nothing if ``after_s`` is 0 or if no
-    private folder can be made.
+    Every rank of the job must make this object at the same point. It does nothing if ``after_s`` is
+    0 or if no private folder can be made.
 
     Args:
-        job: This process within the job.
-        after_s: Seconds without progress that count as a hang (see ``--hang-after-s``); 0 for no
-            watch, ``None`` to choose the time from the durations of steps.
-        on_hang: ``report`` or ``end``.
-        page_folder: Folder for hang reports, ``None`` for the folder of temporary files.
+        job: This process with its rank, and the host and process of every rank.
+        after_s: Time without progress after which the job counts as hanging, in seconds
+            (``--hang-after-s``). 0 to not watch; ``None`` to derive the time from the durations of
+            steps.
+        on_hang: ``report`` to only report a hang, ``end`` to also end the job.
+        page_folder: Folder for hang reports; ``None`` for the system's folder of temporary files.
 
     Attributes:
-        snapshot: Function that returns the activity of the rank. The thread calls it; it may be
-            replaced at any time.
+        snapshot: Function that returns the rank's activity. The reporting thread calls it; it may
+            be replaced at any time.
     """
 
     def __init__(
@@ -77,15 +78,16 @@ class HangGuard:
         self._store = dist.distributed_c10d._get_default_store()
         shared = Path("/dev/shm")
         base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-        # All ranks of a machine derive the same name without a message. It contains the machine,
-        # because containers may share the memory of their host but not its process numbers.
+        # All ranks of a machine derive the same folder name without communication. The name
+        # contains a hash of the machine's name: containers may share the host's /dev/shm, but have
+        # separate process numbers.
         digest = hashlib.sha256(machines[rank].encode()).hexdigest()[:12]
         prefix = f"megatron-adaptive-{os.geteuid()}-{digest}-"
         self._folder = base / f"{prefix}{places[local[0]]['pid']}"
         if after_s == 0 or len(places) < 2:
             return
         if rank == local[0]:
-            for former in base.glob(f"{prefix}*"):  # folders of jobs that were killed
+            for former in base.glob(f"{prefix}*"):  # remove the folders of jobs that were killed
                 if not Path("/proc", former.name.removeprefix(prefix)).exists():
                     shutil.rmtree(former, ignore_errors=True)
         try:
@@ -104,7 +106,7 @@ class HangGuard:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the reports of this rank; idempotent."""
+        """Ends this rank's reports. Idempotent."""
         self._stop.set()
         thread = self._thread
         self._thread = None
@@ -114,7 +116,7 @@ class HangGuard:
         faulthandler.unregister(SIGNAL)
         self._stacks.close()
         self._file.end(self._read)
-        if self._process is not None:  # the first rank ends the watch of its machine
+        if self._process is not None:  # only the first rank of the machine started it
             self._process.kill()
             self._process.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -150,8 +152,8 @@ class HangGuard:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
-            # This process removes the folder when the rank is gone, so it must survive a signal to
-            # the rank's process group.
+            # Its own session: the watching process removes the folder after the rank has ended, so
+            # it must survive a signal to the rank's process group.
             start_new_session=True,
         )
 
@@ -180,13 +182,16 @@ class HangGuard:
         return {**fields, "pid": os.getpid(), "collectives": _collectives()}
 
     def _connect(self) -> Any:
-        # Use another connection, because calls that wait on the job's connection would block this
-        # one.
+        # Use another connection to the store: a call of the job that waits on its connection would
+        # block calls of this thread.
         store = self._store.clone() if hasattr(self._store, "clone") else self._store
         return dist.PrefixStore("hang", store)
 
     def _carry(self, store: Any) -> None:
-        """Puts the report of this machine into the store, and reads those of other machines."""
+        """Puts this machine's report into the store.
+
+        Reads the reports of other machines if this one makes no progress.
+        """
         report = read_whole(self._folder / "machine.json")
         store.set(str(self._machine), report)
         if parse_json(report, strict=False)["still_s"] < _STILL_S:
@@ -200,12 +205,11 @@ class HangGuard:
 
 
 def _collectives() -> dict[str, tuple[int, list[int]]]:
-    """Returns for each group the number of collectives begun by this rank, and its members."""
+    """Returns for each process group the number of collectives begun here, and its ranks."""
     collectives = {}
     for group in process_groups():
-        with contextlib.suppress(
-            Exception
-        ):  # the backend does not count, or the group is being destroyed
+        # Skip a group that is being destroyed, or whose backend does not count collectives.
+        with contextlib.suppress(Exception):
             members = dist.get_process_group_ranks(group)
             if len(members) > 1:
                 number = group._get_sequence_number_for_group()

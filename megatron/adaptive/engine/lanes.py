@@ -1,24 +1,23 @@
-"""Runs a forward and a backward of a rank in turns: one computes while the other communicates.
+"""Runs an F and a B of a rank in turns: one computes while the other communicates.
 
-An action runs in a lane, which is a thread. One lane at a time computes. It begins an exchange of
-tokens, gives the turn to the other lane, and when the turn is back waits for the rest of the
-exchange::
+There are two lanes, which are threads, and each runs one action. Only one lane computes at a time.
+When its action exchanges tokens with other ranks, the lane starts the exchange and gives the turn
+to the other lane. When it gets the turn back, it waits for the rest of the exchange::
 
     lane 0   F [attention]~~~~~~~~~ [expert]~~~~~~~~~~ [attention]      [..] computes
     lane 1                [expert B]~~~~~~~~ [attention B]~~~~~~        ~~~~ communicates
 
-If the other lane is empty, the policy decides what starts in it: an action of another kind, a
-    weight
-gradient, which ends before the turn goes back, or nothing.
+If the other lane is empty, the policy decides what starts there: an action of another kind,
+nothing, or a weight gradient, which ends before the turn goes back.
 
 Turns change only at exchanges and at the end of actions, never by time. So all members of a
-decision group issue the collectives of both actions in the same order, and both actions may share
-communicators. This cannot deadlock: an exchange that a lane waits for was begun by every member at
-the same position of this order, and nothing before it waits for anything after it.
+decision group start the collectives of both actions in the same order, and both actions may use the
+same communicators. This cannot deadlock: every member starts an exchange at the same position of
+this order, and nothing before an exchange waits for anything after it.
 
-The same code serves devices: the process group runs an exchange on a separate stream, the kernels
-    of
-the other lane are launched meanwhile, and the wait delays only the kernels launched after it.
+The same code is used for GPUs: the process group runs an exchange on a separate stream, and the
+kernels of the other lane are launched meanwhile. The wait for the exchange delays only kernels
+launched after it.
 """
 
 from __future__ import annotations
@@ -38,20 +37,21 @@ _JOIN_S = 30.0
 
 
 class _Abandoned(Exception):  # noqa: N818 - ends a lane if the other one failed
-    """Raised in an action to unwind it after the step has failed in the other lane."""
+    """Raised in an action to end it after the step has failed in the other lane."""
 
 
 class Lanes:
-    """Runs the actions of a step in two lanes; the calling thread is the first lane.
+    """Runs the actions of a step in two lanes (threads); the calling thread is the first.
 
     Args:
         decide: Function that starts and returns the next action, or returns ``None``. Its argument
-            is True if an action that communicates can continue instead.
+            is whether a communicating action can continue instead.
         perform: Function that runs a started action to its end.
-        await_arrival: Function that blocks until an action may be able to start.
+        await_arrival: Function that blocks until an input arrives, so that an action may be able to
+            start.
 
     Attributes:
-        away_ns: Nanoseconds for which each action gave its turn to other actions.
+        away_ns: Time for which each action let other actions compute, in nanoseconds.
     """
 
     def __init__(
@@ -68,14 +68,16 @@ class Lanes:
         self._lanes: list[Action | None] = [None, None]
         self._communicates = [False, False]
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
-        self._next: Action | None = None  # action that the second lane starts next
+        self._next: Action | None = None  # action that the second lane will start
         self._error: BaseException | None = None
 
     def run(self, is_done: Callable[[], bool]) -> None:
-        """Runs actions until the step is done; exchanges within them pass the turn on.
+        """Runs actions until the step is done.
+
+        Exchanges of tokens within actions give the turn to the other lane.
 
         Raises:
-            Exception: An action of either lane raised it.
+            Exception: Any exception that an action of either lane raised.
         """
         second = threading.Thread(target=self._second, args=(_stream(),), name="lane", daemon=True)
         second.start()
@@ -94,13 +96,13 @@ class Lanes:
             self._error = self._error or _Abandoned()
             raise
         finally:
-            self._turns[1].release(2)  # one for an abandoned action, one for the end
+            self._turns[1].release(2)  # twice: to end an action that failed, and to end the thread
             second.join(_JOIN_S)
 
     def hand_over(self) -> None:
-        """Lets other actions compute while the present action communicates.
+        """Lets other actions compute while the current action communicates.
 
-        Returns at its next turn.
+        Returns when the current action's lane gets the turn back.
         """
         lane = self._turn
         since_ns = time.monotonic_ns()
@@ -131,7 +133,7 @@ class Lanes:
             raise self._error
 
     def _second(self, stream: Any) -> None:
-        """Runs in the thread of the second lane: performs the actions that are started in it."""
+        """Runs the actions of the second lane, in its thread."""
         if stream is not None:
             torch.cuda.set_stream(stream)
         while True:
@@ -142,7 +144,8 @@ class Lanes:
                 return
             try:
                 self._run_here(action)
-                # A weight gradient fills one exchange, then the first lane gets its turn.
+                # After a weight gradient, which runs during one exchange, the first lane gets the
+                # turn.
                 while self._communicates[0] and action.kind is not ActionKind.W:
                     action = self._decide(True)
                     if action is None:
@@ -155,10 +158,10 @@ class Lanes:
 
     @contextlib.contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """Makes every exchange of rows pass the turn on while the context is open.
+        """While the context is open, gives the turn away during every exchange of rows.
 
-        This applies to forwards and backwards. Exchanges of rows take long. Exchanges of one number
-        per row do not, and keep the turn.
+        This applies to forward and backward passes. Exchanges of rows (tokens) take long. Exchanges
+        of one number per row are short, so the lane keeps the turn.
         """
         plain = dist.all_to_all_single
 
@@ -187,5 +190,5 @@ class Lanes:
 
 
 def _stream() -> Any:
-    """Returns the CUDA stream of the calling thread, ``None`` without a device."""
+    """Returns the current CUDA stream of the calling thread, ``None`` if CUDA is not in use."""
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -1,6 +1,6 @@
-"""Makes the policy of one rank, the state that it reads, and its cap.
+"""Makes the policy of one rank, and the rank state that the policy reads.
 
-All programs on the engine use it: megatron-core's GPT, plain modules, and a user's Megatron-LM.
+It is used for megatron-core's GPT, for plain modules, and in a user's Megatron-LM.
 """
 
 from __future__ import annotations
@@ -25,31 +25,36 @@ from megatron.adaptive.schedule.unequal_widths import Widths
 
 
 class Orders:
-    """Makes the policies and states of one rank, one policy per number of microbatches.
+    """Makes the policy and the state of one rank for each step.
+
+    There is one policy per number of microbatches.
 
     Args:
-        schedule: Name of a schedule or rule; ``auto`` runs ``adaptive`` until times are measured.
-        placement: Placement of the stages on ranks.
+        schedule: Name of a static schedule or run-time scheduling rule; ``auto`` runs ``adaptive``
+            until times are measured.
+        placement: Assignment of pipeline stages to ranks.
         pp_rank: Position of this rank in the pipeline.
-        cap: Most activations that a rank may hold, in whole-rank microbatches; ``None`` to derive
-            it from the shape of the pipeline.
-        splits: Whether backwards are split, so that weight gradients are separate actions.
-        pieces: Number of parts of each weight gradient under a rule, which fills short waits with
-            them. A fixed order has one part.
-        schedule_file: Path of the schedule file if ``schedule`` is ``file``.
+        cap: Limit on the activations that a rank holds. One unit is one microbatch in all chunks of
+            the rank. ``None`` for the default for this pipeline.
+        splits: Whether weight gradients are separate actions (W), instead of part of the backward
+            pass.
+        pieces: Number of W actions per weight gradient under a run-time rule, which fills short
+            waits with them. A static schedule has one.
+        schedule_file: Path of the schedule file if ``schedule`` is ``file``, else ``None``.
         group_size: Number of microbatches that a chunk runs in a row under ``interleaved``;
             ``None`` for the number of ranks of the pipeline.
-        widths: Widths of the stages if they are unequal, else ``None``.
-        auto_candidates: Names of further schedules that ``auto`` tries.
-        beside: Whether an action of a training step may start while another one, of another kind,
-            exchanges tokens.
+        widths: Number of data-parallel ranks of each stage if they differ, else ``None``.
+        auto_candidates: Names of additional schedules that ``auto`` tries.
+        beside: Whether in a training step an action may start while another one, of another kind,
+            exchanges tokens of experts.
 
     Attributes:
-        replay: Recorded orders to follow in training steps, ``None`` for none. The caller sets the
-            step (``Replay.begin``).
+        replay: Recorded orders to follow in training steps, or ``None``. The caller sets the step
+            before it starts (``Replay.begin``).
 
     Raises:
-        ConfigError: The schedule file is for another pipeline, or needs split backwards.
+        ConfigError: The schedule file is for another pipeline, or has W actions although ``splits``
+            is false.
         ScheduleError: The file contains no order, or the schedule does not exist.
     """
 
@@ -80,7 +85,8 @@ class Orders:
             weight_pieces = self._from_file.weight_pieces
         elif splits:
             weight_pieces = pieces if is_rule(_simulated_name(schedule)) else 1
-        # It has the name that the user chose; a cap of None stands for the default one.
+        # This candidate keeps the schedule name that the user chose, which may be auto. A cap of
+        # None means the default limit on activations.
         self._chosen = Candidate(
             name=schedule, placement=placement, weight_pieces=weight_pieces, cap=cap
         )
@@ -90,24 +96,25 @@ class Orders:
 
     @property
     def schedule(self) -> str:
-        """Returns the name of the schedule or rule."""
+        """Returns the name of the schedule or run-time rule in use, which may be ``auto``."""
         return self._chosen.name
 
     @property
     def _spec(self) -> ScheduleSpec | None:
-        """Returns the description of the schedule, ``None`` for an order that ``auto`` made."""
+        """Returns the ScheduleSpec of the schedule, ``None`` for a schedule that ``auto`` made."""
         return None if self.schedule == ANNEALED else schedule_spec(self.schedule)
 
     @property
     def weight_pieces(self) -> int:
-        """Returns the number of parts of each weight gradient, 0 for whole backwards."""
+        """Returns the number of W actions per weight gradient, 0 if there are none."""
         return self._chosen.weight_pieces
 
     def policy(self, num_microbatches: int, *, forward_only: bool) -> Policy:
-        """Returns the policy of a step.
+        """Returns the policy that chooses this rank's actions in a step.
 
         Raises:
-            ConfigError: The order of the file or record has another number of microbatches.
+            ConfigError: The order in the schedule file or record has another number of
+                microbatches.
             ScheduleError: The schedule does not suit this number.
         """
         if self.replay is not None and not forward_only:
@@ -120,14 +127,15 @@ class Orders:
     def state(
         self, num_microbatches: int, *, forward_only: bool, sizes: Sequence[float] | None = None
     ) -> RankState:
-        """Returns a fresh state for a step.
+        """Returns this rank's state at the start of a step.
 
         Args:
-            num_microbatches: Number of microbatches of this rank.
-            forward_only: Whether the step is an evaluation.
-            sizes: Number of positions of each microbatch, to which its activations are
-                proportional; ``None`` if all are equal. The cap then counts positions, in units of
-                their mean. It is at least the largest size, so that every microbatch can start.
+            num_microbatches: Number of microbatches that this rank runs in the step.
+            forward_only: Whether the step is an evaluation, which has only forward passes.
+            sizes: Number of token positions in each microbatch, to which the size of its
+                activations is proportional; ``None`` if all are equal. The limit on activations is
+                then relative to the mean size, and raised to the largest size if necessary, so that
+                every microbatch can start.
         """
         cap = None if forward_only else self._cap_for(num_microbatches)
         if sizes is not None and cap is not None:
@@ -146,33 +154,35 @@ class Orders:
         )
 
     def use(self, candidate: Candidate) -> None:
-        """Switches to another schedule or rule from the next step on.
+        """Switches to another schedule or run-time rule from the next step on.
 
-        All ranks must do the same.
+        All ranks must make the same switch before the same step.
         """
         self._chosen = candidate
         self._policies.clear()
 
     def candidate(self, num_microbatches: int) -> Candidate:
-        """Returns the candidate to simulate for steps with this number of microbatches."""
+        """Returns the schedule and settings to simulate for this number of microbatches."""
         name = _simulated_name(self.schedule)
         cap = self._cap_for(num_microbatches) if is_rule(name) else None
         return replace(self._chosen, name=name, cap=cap)
 
     def inputs_in_flight(self, num_microbatches: int, *, smallest: float = 1.0) -> int:
-        """Returns the most inputs that a rank keeps at a time, for the size of its channels.
+        """Returns the maximum number of received inputs that a rank keeps at a time.
+
+        It determines the size of the receive buffers.
 
         Args:
-            num_microbatches: Number of microbatches of a step; of the whole job if stages are
-                unequal.
-            smallest: Size of the smallest microbatch, relative to the mean. The cap has room for
-                more inputs of this size than of any other.
+            num_microbatches: Number of microbatches per step of this rank, or of the whole job if
+                stages have unequal numbers of ranks.
+            smallest: Size of the smallest microbatch, relative to the mean. The memory limit admits
+                more microbatches of this size than of any other.
         """
         keeps_all = self._spec is not None and (
             self._spec.keeps_all or (self._spec.is_own and not self._spec.is_rule)
         )
         if (widths := self.widths) is not None:
-            # Both ends of a channel need the same size, so take the most of any rank.
+            # Both ends of a channel need the same size, so take the maximum over all stages.
             counts = [
                 widths.own_microbatches(s, num_microbatches) for s in range(widths.num_stages)
             ]
@@ -223,7 +233,7 @@ class Orders:
 
 
 def _load_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule:
-    """Loads the schedule of ``--schedule-file`` and checks that it suits the run."""
+    """Loads the file of ``--schedule-file``, and checks that it is for this pipeline."""
     schedule = load(Path(path))
     its = schedule.placement
     if its != placement:
@@ -242,5 +252,8 @@ def _load_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule
 
 
 def _simulated_name(schedule: str) -> str:
-    """Returns the schedule that runs until times are measured; differs only for ``auto``."""
+    """Returns the schedule to run before times are measured.
+
+    It is ``adaptive`` for ``auto``, else the schedule itself.
+    """
     return "adaptive" if schedule == "auto" else schedule

@@ -1,4 +1,4 @@
-"""Describes a process within its job: device, messages between all hosts, end of the job."""
+"""Represents a process in its job, with its device, small messages to all ranks, and the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def gather(value: T, group: Any = None) -> list[T]:
-    """Returns the values of all ranks of a group, by rank.
+    """Gathers a value from each rank of a group, and returns all values by rank.
 
     Collective over the group, by default over all ranks.
     """
@@ -32,7 +32,7 @@ def gather(value: T, group: Any = None) -> list[T]:
 
 
 def from_first(value: T, group: Any = None) -> T:
-    """Returns the value of the first rank of a group.
+    """Broadcasts the value of a group's first rank, and returns that value.
 
     Collective over the group, by default over all ranks.
     """
@@ -46,11 +46,11 @@ _GLOO = re.compile(r"gloo/transport/[^]]*\] (.*?)(?:\. This is|\.?$)", re.MULTIL
 
 
 def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
-    """Returns the error of a connection that broke, ``None`` for any other error.
+    """Returns a ``PeerLostError`` if a library's error is about a broken connection, else ``None``.
 
     Args:
-        error: Exception of a library. Exceptions that it wraps are searched too.
-        rank: Global rank of this process, for the message.
+        error: Exception that a library raised. The exceptions that caused it are searched too.
+        rank: Global rank of this process, for the error message.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -65,7 +65,7 @@ def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
 
 
 def _broken_connection(error: BaseException) -> str | None:
-    """Returns a library's reason for a broken connection, ``None`` for any other error."""
+    """Returns the library's text about a broken connection, ``None`` for any other error."""
     text = str(error)
     if isinstance(error, RuntimeError) and (match := _GLOO.search(text)) is not None:
         return match[1]
@@ -79,7 +79,7 @@ def naming_lost_peers() -> Iterator[None]:
     """Turns a library's error about a broken connection into ``PeerLostError``.
 
     Raises:
-        PeerLostError: A collective failed because another rank is gone.
+        PeerLostError: A collective operation failed because another rank has ended.
     """
     try:
         yield
@@ -94,19 +94,22 @@ def naming_lost_peers() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Describes this process and its job.
+    """Contains what this process shares with its job: device, groups, folder rights.
 
     Attributes:
-        environment: Settings of the launcher, with the rank and world size of the process group.
-        accelerator: Device of this process.
+        environment: Settings from the launcher's environment variables, with the rank and world
+            size of the process group.
+        accelerator: CPU or GPU that this process computes on.
         control_group: Gloo group of all ranks for small messages between hosts.
         places: Host and process of every rank, by global rank (see ``liveness.here``).
-        timeout: Time limit of waits for other ranks.
-        owns_process_group: True if torch's default process group was made for this job and ends
-            with it.
-        groups_before: Process groups that existed before the job.
-        groups: Process groups that :meth:`close` destroys; empty for all that were made since.
-        leases: Rights to write folders of checkpoints, by path; they end with the job.
+        timeout: Maximum time of waits for other ranks.
+        owns_process_group: Whether torch's default process group was made for this job, and is
+            destroyed with it.
+        groups_before: Process groups that existed before the job began, which it keeps.
+        groups: Process groups that :meth:`close` destroys. If empty, it destroys all that were made
+            since the job began.
+        leases: Rights to write checkpoint folders, by path. They are given up at the end of the
+            job.
     """
 
     environment: Environment
@@ -130,18 +133,18 @@ class Job:
         return self.environment.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, by rank. Collective over all ranks."""
+        """Gathers a value from each rank and returns all, by rank. Collective over all ranks."""
         return gather(value, self.control_group)
 
     def from_first(self, value: Any) -> Any:
-        """Returns the value of rank 0. Collective over all ranks."""
+        """Broadcasts the value of rank 0, and returns that value. Collective over all ranks."""
         return from_first(value, self.control_group)
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Calls ``action`` on rank 0 and returns its result on all ranks. Collective.
 
         Raises:
-            AdaptiveError: ``action`` raised it on rank 0; all ranks raise it.
+            AdaptiveError: ``action`` raised this error on rank 0. It is then raised on all ranks.
         """
         answer: Any = None
         if self.is_first:
@@ -156,16 +159,21 @@ class Job:
         return result
 
     def settle(self) -> None:
-        """Records the present process groups as those of the job; later ones belong to the user."""
+        """Records the process groups made so far as the job's.
+
+        Groups made later belong to the user, and :meth:`close` keeps them.
+        """
         self.groups[:] = [group for group in process_groups() if group not in self.groups_before]
 
     def end_leases(self) -> None:
-        """Gives back the rights to write folders; idempotent."""
+        """Gives up the rights to write folders. Idempotent."""
         for lease in self.leases.values():
             lease.end()
 
     def close(self) -> None:
-        """Ends the job, or only its process groups if torch was initialized before it.
+        """Ends the job.
+
+        If torch was initialized before the job, only the job's process groups are destroyed.
 
         Collective.
         """
@@ -175,24 +183,27 @@ class Job:
             return
         if not self.groups:
             self.settle()
-        dist.barrier()  # after it, no rank waits in one of these groups
+        dist.barrier()  # after this, no rank is waiting in one of these groups
         destroy_groups(self.groups)
 
 
 def environment_of_rank() -> Environment:
-    """Returns the settings of the launcher, with rank and world size of the process group."""
+    """Returns the launcher's settings, with the rank and world size of the process group."""
     return dataclasses.replace(
         Environment.read(), rank=dist.get_rank(), world_size=dist.get_world_size()
     )
 
 
 def process_groups() -> list[Any]:
-    """Returns this process's groups in the order they were made, the same on all members."""
+    """Returns the process groups of this process in the order they were made.
+
+    The order is the same on all ranks of a group.
+    """
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def destroy_groups(groups: Iterable[Any]) -> None:
-    """Destroys the groups that still exist, which ends their threads. Collective."""
+    """Destroys those of the groups that still exist, which ends their threads. Collective."""
     for group in list(groups):
         if group in process_groups():
             dist.destroy_process_group(group)

@@ -1,7 +1,7 @@
-"""Writes the progress of a run for other programs to read: ``progress.jsonl`` in its folder.
+"""Writes the progress of a run to ``progress.jsonl`` in the trace folder, for other programs.
 
-One rank appends a line of JSON for every iteration that the log reports, and for others at most two
-lines per second::
+One rank appends a line of JSON for every iteration that is in the log. For other iterations it
+writes at most two lines per second::
 
     {"total_iterations": 200, "start_iteration": 0, "world_size": 4, ...}        at each start
     {"iteration": 7, "unix_ns": ..., "step_ms": 41.2, "tokens_per_s": 24850.1, "loss": 6.91, ...}
@@ -11,7 +11,7 @@ lines per second::
     {"findings": [{"headline": "slow rank: ...", "gain": 0.11, "do": "move layers, ..."}], ...}
     {"ended": "all iterations are done", "unix_ns": ...}                           at an orderly end
 
-A number that is not finite is ``null``. Lines are missing for the time that the disk is full.
+A number that is not finite is written as ``null``. While the disk is full, no lines are written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 COMPLETE = "all iterations are done"
-"""Reason for the end of a training that has done all iterations."""
+"""Reason given for the end of a training run that has done all its iterations."""
 
 PERIOD_S = 0.5
 
@@ -35,25 +35,25 @@ Value = float | int | str | list[float] | list[dict[str, Any]] | None
 
 
 def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = False) -> str:
-    """Returns the line of the log about a checkpoint.
+    """Returns the line that the log shows about a saved checkpoint.
 
     Args:
-        iteration: Number of its iteration.
-        path: Path of the checkpoint.
-        seconds: Seconds that training waited for it.
-        is_behind: Whether it was written in the background.
+        iteration: Number of the iteration after which it was saved.
+        path: Path of the checkpoint's folder.
+        seconds: Time that training waited for the checkpoint, in seconds.
+        is_behind: Whether the checkpoint was written in the background.
     """
     waited = f"training waited {seconds:.2f} s" if is_behind else f"{seconds:.2f} s"
     return f"  successfully saved checkpoint from iteration {iteration:7d} to {path} ({waited})"
 
 
 class ProgressFile:
-    """Appends to the progress file of a run.
+    """Appends lines to ``progress.jsonl``, the file with a run's progress.
 
-    A failure to write is reported once; lines are lost, but the job continues.
+    If writing fails, a warning is printed once and lines are lost, but the job continues.
 
     Args:
-        folder: Folder of the traces, made if it is missing; ``None`` to write nothing.
+        folder: Trace folder, made if it is missing; ``None`` to write nothing.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -70,13 +70,13 @@ class ProgressFile:
             Outage(path, "lines").begins(error)
 
     def begins(self, start_iteration: int, total_iterations: int, **more: Value) -> None:
-        """Writes the line of a start.
+        """Writes the line about the start of a run.
 
         Args:
-            start_iteration: Number of iterations done before.
-            total_iterations: Number of iterations of the whole training.
-            **more: Parallel sizes, and ``moved`` if ranks that were training already write here
-                from now on.
+            start_iteration: Number of iterations done before this start.
+            total_iterations: Number of iterations of the whole training run.
+            **more: Parallel sizes, and ``moved`` if ranks that were already training write to this
+                folder from now on.
         """
         sizes = {"total_iterations": total_iterations, "start_iteration": start_iteration}
         self._start = _line({**sizes, **more})
@@ -84,12 +84,13 @@ class ProgressFile:
             self._file.begin()
 
     def iteration(self, iteration: int, values: Mapping[str, Value], *, is_logged: bool) -> None:
-        """Reports an iteration, unless another one was reported less than 0.5 s ago.
+        """Writes a line about an iteration, unless another was written less than 0.5 s ago.
 
         Args:
             iteration: Number of the iteration.
             values: Measurements of the iteration, by name.
-            is_logged: True if the log has a line about it; it is then reported in any case.
+            is_logged: Whether the log has a line about the iteration. It is then always written
+                here too.
         """
         now_s = time.monotonic()
         self._pending = {"iteration": iteration, **values}
@@ -98,12 +99,12 @@ class ProgressFile:
             self._flush()
 
     def report(self, values: Mapping[str, Value]) -> None:
-        """Reports an event other than an iteration, such as a checkpoint or the end of training."""
+        """Writes a line about an event, such as a checkpoint or the end of training."""
         self._flush()
         self._write(values)
 
     def close(self) -> None:
-        """Reports the last iteration and closes the file; idempotent."""
+        """Writes the line about the last iteration and closes the file. Idempotent."""
         self._flush()
         file = self._file
         self._file = None

@@ -1,7 +1,8 @@
-"""Connects the ranks of a launcher to one store, within a time limit.
+"""Connects the ranks that a launcher started to one key-value store, within a time limit.
 
-torch itself waits without a limit if another program listens at the port and does not answer. It
-retries for minutes if a name does not resolve, and ranks with different ports wait for each other.
+torch itself would wait without a limit if another program listens at the port and does not reply.
+It retries for minutes if a name does not resolve. Ranks with different ports would wait for each
+other forever.
 """
 
 from __future__ import annotations
@@ -26,32 +27,39 @@ _AGAIN_S = 0.2
 _LOOK_S = 0.02
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
-"""Time limit in seconds for an answer of the store, which takes milliseconds if it runs."""
+"""Maximum time to wait for a reply of the store, in seconds.
+
+A running store replies within milliseconds.
+"""
 _NAMED = 8
-"""Most missing ranks that a message lists."""
+"""Maximum number of missing ranks that an error message lists."""
 _ARRIVED = "arrived"
 _COMPLETE = "complete"
 
 
 class MeetingError(Exception):
-    """Raised with a short reason why ranks cannot connect; see :func:`no_rendezvous`."""
+    """Raised with a short reason why ranks cannot connect.
+
+    :func:`no_rendezvous` turns it into an error message for users.
+    """
 
 
 def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
-    """Returns the store in which the ranks of a launcher meet. Collective over all ranks.
+    """Returns the key-value store that all ranks share. Collective over all ranks.
 
-    A process without a launcher gets a store for itself. If rank 0 serves the store and
-    ``MASTER_ADDR`` is an address of its machine, the store listens at that address only: torch
-    itself would listen at all addresses and accept any client. Blocks until all ranks are there,
-    for ``environment.meeting_s`` at most.
+    A process without a launcher gets its own store. If rank 0 serves the store and ``MASTER_ADDR``
+    is an address of its machine, the store listens at that address only. torch itself would listen
+    at all addresses and accept any client. The call blocks until all ranks are connected, for
+    ``environment.meeting_s`` at most.
 
     Args:
-        environment: Variables of this rank.
-        timeout: Time limit of later waits for other ranks.
+        environment: Settings of this rank, from environment variables.
+        timeout: Maximum time of later waits for other ranks.
 
     Raises:
-        SetupError: This process may not open as many files as a rank needs.
-        DistError, ValueError, MeetingError: The ranks cannot connect (see :func:`no_rendezvous`).
+        SetupError: The limit on open files of this process is too low for this number of ranks.
+        DistError, ValueError, MeetingError: The ranks cannot connect; :func:`no_rendezvous` turns
+            these errors into one for users.
     """
     if environment.world_size == 1 and not environment.is_launched:
         return dist.HashStore()
@@ -62,14 +70,18 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
     else:
         store = _join(environment, end_s)
     store.set_timeout(timeout)
-    # A launcher may keep one store when it restarts its ranks, so each start has its own prefix.
+    # Each start of the ranks needs its own prefix, because a launcher may keep the store when it
+    # restarts its ranks.
     store = dist.PrefixStore(f"start-{environment.restart_count}", store)
     _wait_for_all(dist.PrefixStore("meeting", store), environment, end_s)
     return store
 
 
 def no_rendezvous(environment: Environment, error: Exception) -> Exception:
-    """Turns a failure to connect the ranks into an error of one line, or returns ``error``."""
+    """Turns a failure to connect the ranks into an error with one line of text.
+
+    Returns ``error`` itself if it is about something else.
+    """
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, ValueError) and "rendezvous" not in reason:
         return error
@@ -81,15 +93,18 @@ def no_rendezvous(environment: Environment, error: Exception) -> Exception:
 
 
 def within(limit_s: float, action: Callable[[], T], late: str) -> T:
-    """Runs a call that may never return in a thread, and waits for it up to a time limit.
+    """Calls a function that may never return, and waits for its result up to a time limit.
+
+    The function runs in a thread.
 
     Args:
         limit_s: Time limit in seconds.
-        action: Function to call; its exceptions are raised here.
-        late: Text of the error after the time limit.
+        action: Function to call. Its exceptions are raised in the calling thread.
+        late: Text of the error if the time limit has passed.
 
     Raises:
-        MeetingError: The time limit has passed; the thread continues until the process ends.
+        MeetingError: The time limit has passed. The function's thread continues until the process
+            ends.
     """
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -116,11 +131,11 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
     Args:
         host: Name or address of the host.
         port: Port number.
-        end_s: End of the wait, in seconds of ``time.monotonic``.
-        only_look_up: True to wait only until the name resolves.
+        end_s: End of the wait, as a value of ``time.monotonic``.
+        only_look_up: Whether to wait only until the name resolves.
 
     Raises:
-        MeetingError: No program listened there in time, or the name did not resolve.
+        MeetingError: No program listened at the address in time, or the name did not resolve.
     """
     begin_s = time.monotonic()
     reason = ""
@@ -145,10 +160,10 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
 
 
 def connect(host: str, port: int, end_s: float) -> Any:
-    """Returns a connection to the store that another process serves.
+    """Connects to the key-value store that another process serves.
 
     Raises:
-        MeetingError: No program listens there, or it is not a store.
+        MeetingError: No program listens at the address, or the program is not a store.
     """
     reach(host, port, end_s)
     return within(
@@ -170,7 +185,7 @@ def _serve(environment: Environment, end_s: float) -> Any:
     port = environment.master_port
     left_s = max(1.0, end_s - time.monotonic())
     if port is not None:
-        with contextlib.suppress(OSError):  # the connection reports a wrong port later
+        with contextlib.suppress(OSError):  # a wrong port is reported later, when ranks connect
             reach(address, port, end_s, only_look_up=True)
             listener = bind(address, port)
             return dist.TCPStore(
@@ -196,7 +211,7 @@ def _join(environment: Environment, end_s: float) -> Any:
 
 
 def _wait_for_all(store: Any, environment: Environment, end_s: float) -> None:
-    """Waits until every rank is connected to the store; the error lists missing ranks."""
+    """Waits until every rank is connected to the store. The error lists missing ranks."""
     begin_s = time.monotonic()
     size = environment.world_size
     try:

@@ -1,24 +1,24 @@
-"""Records the orders of a run in one file, and replays them.
+"""Records the order in which each rank ran its actions in one file, and replays it.
 
-A run-time rule depends on the arrival of inputs, so two runs seldom have the same order. A record
-makes an order repeatable: for finding a fault, for a comparison, or for a profile. Losses and
-gradients do not depend on the order, because each stage runs its forwards, its backwards and its
-weight gradients in ascending order of microbatches, whatever it runs in between. So the orders of
-one replica suffice, though under a run-time rule each data-parallel replica has a different order:
-if all replicas replay them, losses and gradients are the same bit by bit.
+The order that a run-time scheduling rule chooses depends on when inputs arrive, so two runs seldom
+have the same order. A record makes an order repeatable: for debugging, for comparisons, or for
+profiling. Losses and gradients do not depend on the order, because each stage runs its F, its B and
+its W actions in ascending order of microbatches. So it suffices to record one data-parallel
+replica, although under a run-time rule each replica has a different order. If all replicas replay
+this record, losses and gradients are the same bit by bit.
 
 Only training steps are recorded; an evaluation always has the same order. The file is JSON.
-``orders`` lists each different order once, as codes of ``schedule.policy.codes_of``. A step refers
-to one order per rank::
+``orders`` lists each different order once. Its numbers are codes of actions (see
+``schedule.policy.codes_of``). In ``steps``, each step has the index of one order per rank::
 
     {"format": "megatron-adaptive schedule", "version": 1,
      "shape": {"ranks": 2, "chunks": 1, "placement": "loop", "weight_pieces": 0, "replicas": 0},
      "orders": [[0, 0, 1, 1], [0, 1, 0, 1]],
      "steps": {"1": [0, 1], "2": [0, 1]}}
 
-If microbatches are dealt to replicas, sums depend on the replica of each microbatch. Then a step
-refers to an order for each rank of each replica, and ``dealt`` lists the microbatches of each
-replica::
+If replicas are balanced by choosing the microbatches of each, the sums of gradients depend on that
+choice. Then a step has the index of an order for each rank of each replica, and ``dealt`` lists the
+microbatches of each replica::
 
      "dealt": {"1": [[0, 3], [1, 2]]}
 """
@@ -44,25 +44,25 @@ _VERSION = 1
 _HINT = "name a file that --record-schedule wrote"
 
 Codes = tuple[int, ...]
-"""Order of one rank, as codes."""
+"""Order of one rank's actions in a step, as codes."""
 Shares = tuple[tuple[int, ...], ...]
-"""Microbatches of each replica."""
+"""Indices of the microbatches that each replica works on in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordShape:
-    """Describes the shape that two runs must share for one to replay the orders of the other.
+    """Contains the sizes that must be equal in two runs for one to replay the other.
 
-    The number of microbatches is not part of it: it may change from step to step, and each order
-    determines it.
+    The number of microbatches is not included. It may change from step to step, and follows from
+    each order.
 
     Attributes:
         ranks: Number of pipeline-parallel ranks.
         chunks: Number of chunks per rank.
-        placement: Kind of placement.
-        weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
-        replicas: Number of replicas that microbatches are dealt to, 0 if replicas take them in
-            turns.
+        placement: Kind of placement of the stages: ``loop`` or ``v``.
+        weight_pieces: Number of W actions per weight gradient; 0 if there are none.
+        replicas: Number of replicas if they are balanced by choosing the microbatches of each; 0 if
+            microbatches are assigned round-robin.
     """
 
     ranks: int
@@ -73,12 +73,12 @@ class RecordShape:
 
     @property
     def num_orders(self) -> int:
-        """Returns the number of orders of a step."""
+        """Returns the number of orders per step."""
         return self.ranks * max(1, self.replicas)
 
     @staticmethod
     def of(placement: Placement, weight_pieces: int, replicas: int = 0) -> RecordShape:
-        """Returns the shape of a run."""
+        """Returns the record shape for a run with these sizes."""
         return RecordShape(
             ranks=placement.num_ranks,
             chunks=placement.num_chunks,
@@ -98,27 +98,31 @@ _REMEDIES = {
 
 
 class ScheduleRecord:
-    """Contains the orders of all ranks of a pipeline, by step.
+    """Contains the orders of all ranks of a pipeline, for each recorded step.
 
     Args:
-        shape: Shape of the pipeline.
-        source: Path of the record, for messages.
+        shape: Sizes of the pipeline that the record is for.
+        source: Path of the record's file, for error messages.
     """
 
     def __init__(self, shape: RecordShape, source: str = "the record") -> None:
         self.shape = shape
         self._source = source
-        self._orders: dict[Codes, Codes] = {}  # each different order once
+        # Each different order once, so that equal orders share memory.
+        self._orders: dict[Codes, Codes] = {}
         self._steps: dict[int, tuple[Codes, ...]] = {}
         self._dealt: dict[int, Shares] = {}
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Returns the recorded steps, ascending."""
+        """Returns the numbers of the recorded steps, ascending."""
         return tuple(sorted(self._steps))
 
     def add(self, step: int, orders: Sequence[Sequence[int]], dealt: Shares | None = None) -> None:
-        """Stores the orders of a step, one per rank; replaces earlier ones of this step."""
+        """Stores the orders of a step, one per rank.
+
+        Orders stored before for the same step are replaced.
+        """
         known_orders = self._orders
         if dealt is not None:
             self._dealt[step] = dealt
@@ -127,11 +131,11 @@ class ScheduleRecord:
         )
 
     def drop_after(self, step: int) -> None:
-        """Removes all steps after ``step``."""
+        """Removes the orders of all steps after ``step``."""
         self._steps = {number: orders for number, orders in self._steps.items() if number <= step}
 
     def save(self, path: str | Path) -> None:
-        """Writes the record atomically.
+        """Writes the record to a file, atomically.
 
         Raises:
             TraceError: The file cannot be written.
@@ -153,7 +157,7 @@ class ScheduleRecord:
 
     @staticmethod
     def load(path: str | Path) -> ScheduleRecord:
-        """Reads a record.
+        """Reads a record from a file.
 
         Raises:
             ConfigError: The file does not exist, is damaged, or has a newer version.
@@ -173,10 +177,10 @@ class ScheduleRecord:
             raise _damaged(path, reason) from error
 
     def require_shape(self, shape: RecordShape) -> None:
-        """Checks that a run has the shape of this record.
+        """Checks that a run has the sizes of the recorded run.
 
         Raises:
-            ConfigError: A field differs; the message lists all that do, with both values.
+            ConfigError: A size differs; the message lists all that differ, with both values.
         """
         present = asdict(shape)
         recorded = asdict(self.shape)
@@ -195,7 +199,7 @@ class ScheduleRecord:
         """Checks that the record contains a range of steps.
 
         Raises:
-            ConfigError: Steps are missing; the message lists them and those that are there.
+            ConfigError: Steps are missing; the message lists the missing and the recorded steps.
         """
         missing = [step for step in range(first, last + 1) if step not in self._steps]
         if missing:
@@ -206,15 +210,16 @@ class ScheduleRecord:
             )
 
     def codes(self, step: int, index: int, num_microbatches: int) -> Codes:
-        """Returns the order of a rank in a step.
+        """Returns the recorded order of one rank in one step, as codes.
 
         Args:
             step: Number of the step.
-            index: Index of the rank's order among those of the step.
-            num_microbatches: Number of microbatches of the rank in this run.
+            index: Index of the rank's order in the list of the step.
+            num_microbatches: Number of microbatches of the rank in this run's step.
 
         Raises:
-            ConfigError: The step is missing, or had another number of microbatches.
+            ConfigError: The step is not recorded, or was recorded with another number of
+                microbatches.
         """
         self.require_steps(step, step)
         codes = self._steps[step][index]
@@ -223,14 +228,15 @@ class ScheduleRecord:
         return codes
 
     def dealt(self, step: int, num_microbatches: int) -> Shares:
-        """Returns the microbatches of each replica in a step.
+        """Returns the recorded microbatches of each replica in one step.
 
         Args:
             step: Number of the step.
-            num_microbatches: Number of microbatches of all replicas in this run.
+            num_microbatches: Number of microbatches of all replicas together in this run's step.
 
         Raises:
-            ConfigError: The step is missing, or had another number of microbatches.
+            ConfigError: The step is not recorded, or was recorded with another number of
+                microbatches.
         """
         self.require_steps(step, step)
         self._require_count(step, sum(map(len, self._dealt[step])), num_microbatches)
@@ -245,20 +251,22 @@ class ScheduleRecord:
 
 
 class Recording:
-    """Records the orders of this rank, and writes the file of the whole pipeline from time to time.
+    """Records this rank's orders; at each call of :meth:`write`, the whole pipeline's are saved.
 
     Args:
         path: Path of the file.
-        shape: Shape of the pipeline.
-        order_index: Index of this rank's order among those of a step: its position in the pipeline,
-            plus the ranks of earlier replicas. ``None`` if the rank records nothing: if it is not
-            the first tensor- and context-parallel rank, or if it belongs to a later replica and
-            microbatches are not dealt.
-        is_writer: True for the first rank of the group of :meth:`write`.
-        after_step: Last step of an earlier start of the job, whose file is continued; 0 for none.
+        shape: Sizes of the pipeline that the record is for.
+        order_index: Index of this rank's order in the list of a step: its position in the pipeline,
+            plus the number of ranks of earlier replicas. ``None`` if this rank records nothing.
+            That is so unless it is the first tensor- and context-parallel rank, and in the first
+            replica if only one replica is recorded.
+        is_writer: Whether this rank writes the file; True on the first rank of the group of
+            :meth:`write`.
+        after_step: Last step before this start of the job. If it is not 0, an existing file is
+            continued after this step.
 
     Raises:
-        ConfigError: The file to be continued is damaged or of another shape.
+        ConfigError: The file to be continued is damaged, or is of a run with other sizes.
     """
 
     def __init__(
@@ -282,19 +290,21 @@ class Recording:
             self._record.drop_after(after_step)
 
     def append(self, step: int, codes: Iterable[int], dealt: Shares | None = None) -> None:
-        """Records the order of a training step, from ``Executor.last_codes``."""
+        """Records the order of a training step, as codes from ``Executor.last_codes``."""
         if self._order_index is not None:
             self._pending[step] = tuple(codes), dealt
 
     def write(self, group: Any) -> None:
-        """Gathers new orders and writes the file, or warns if that fails.
+        """Gathers the orders of all ranks since the last call, and writes the file.
+
+        If writing fails, a warning is printed.
 
         Collective over ``group``.
 
         Args:
             group: Gloo group that contains the recording ranks, for example all ranks.
         """
-        import torch.distributed as dist  # reading a record needs no torch
+        import torch.distributed as dist  # imported here because reading a record needs no torch
 
         first = dist.get_process_group_ranks(group)[0]
         is_first = dist.get_rank() == first
@@ -316,18 +326,18 @@ class Recording:
 
 
 class Replay:
-    """Replays the orders of a record on one rank.
+    """Makes policies by which one rank follows its recorded orders.
 
     Args:
-        record: Record of a pipeline of the same shape.
-        shape: Shape of this run.
-        order_index: Index of this rank's order among those of a step (see :class:`Recording`).
+        record: Record of a run with the same sizes.
+        shape: Sizes of this run.
+        order_index: Index of this rank's order in the list of a step, as in :class:`Recording`.
 
     Attributes:
-        record: Record that is replayed.
+        record: Record whose orders are followed.
 
     Raises:
-        ConfigError: The record is of another shape.
+        ConfigError: The record is of a run with other sizes.
     """
 
     def __init__(self, record: ScheduleRecord, shape: RecordShape, order_index: int) -> None:
@@ -338,14 +348,17 @@ class Replay:
         self._policies: dict[Codes, Follow] = {}
 
     def begin(self, step: int) -> None:
-        """Sets the training step that comes next."""
+        """Sets the number of the training step that :meth:`policy` is for."""
         self._step = step
 
     def policy(self, num_microbatches: int) -> Follow:
-        """Returns the policy of the present step, which is static for the agreement as well.
+        """Returns a policy that follows the recorded order of the current step.
+
+        It counts as static, so the ranks of a decision group need not agree on actions.
 
         Raises:
-            ConfigError: The step is missing, or had another number of microbatches.
+            ConfigError: The step is not recorded, or was recorded with another number of
+                microbatches.
         """
         codes = self.record.codes(self._step, self._order_index, num_microbatches)
         if codes not in self._policies:
@@ -356,7 +369,10 @@ class Replay:
 
 
 def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
-    """Returns the record in a file's content; raises ``ValueError`` and such if it is damaged."""
+    """Returns the record in a file's content.
+
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` if the content is damaged.
+    """
     names = [field.name for field in fields(RecordShape)]
     shape_values = {"replicas": 0, **content["shape"]}
     record = ScheduleRecord(RecordShape(**{name: shape_values[name] for name in names}), source)
@@ -384,7 +400,7 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
 
 
 def _require_whole(order: Codes, shape: RecordShape) -> None:
-    """Checks that an order contains every action once."""
+    """Checks that an order contains every action of a rank exactly once."""
     if not all(_is_count(code) for code in order):
         raise ValueError("an order contains something other than codes")
     lanes = 3 * shape.chunks

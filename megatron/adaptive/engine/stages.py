@@ -1,13 +1,15 @@
-"""Computes the chunks of a rank with megatron-core's forward and backward steps, unchanged.
+"""Computes the model chunks of a rank by calling megatron-core's forward and backward steps.
 
 This is the only module of the pipeline that calls ``megatron.core.pipeline_parallel.schedules``.
-megatron-core's loops keep the inputs and outputs of forwards in lists; this module keeps them by
-chunk and microbatch. It switches gradient synchronization of data parallelism on for the last
-microbatch of each chunk. If backwards are split, weight gradients go through the chunk's
+megatron-core's loops keep the inputs and outputs of forward passes in lists; this module keeps them
+in a dictionary by chunk and microbatch, so that any order of actions is possible. It reduces
+gradients over data-parallel ranks at the last microbatch of each chunk. If weight gradients are
+separate actions (W), they are kept until then in the chunk's
 :class:`~megatron.adaptive.engine.weight_gradient.WeightGradientStore`.
 
 :class:`ForwardBackward` replaces the function that megatron-core's ``get_forward_backward_func()``
-returns. It has the same arguments and result, and the order of work of its ``Orders``.
+returns. It has the same arguments and result. The order of forward and backward passes is that of
+its ``Orders``.
 """
 
 from __future__ import annotations
@@ -46,12 +48,12 @@ def default_process_groups() -> ProcessGroupCollection:
 
 
 class GradientSync:
-    """Delays the data-parallel reduction of gradients until a chunk's last microbatch.
+    """Controls when gradients are reduced over data-parallel ranks: at a chunk's last microbatch.
 
-    All replicas must start their reductions in the same order. The last backwards of a rank's
-    chunks come in descending order under every schedule, because the backward of a chunk needs that
-    of the next chunk. The last weight gradients of split backwards come in any order, so the
-    reduction of a chunk then waits for those of all later chunks.
+    All replicas must start their reductions in the same order. Under every schedule, the last
+    backward passes (B) of a rank's chunks run in descending order of chunks, because each needs the
+    result of the next chunk's. But the last weight gradients (W), if they are separate, run in any
+    order. So the reduction of a chunk then waits for those of all later chunks.
 
     Args:
         config: Configuration of the chunks in megatron-core.
@@ -67,7 +69,7 @@ class GradientSync:
         self._next_start = len(chunks) - 1
 
     def hold(self) -> None:
-        """Accumulates gradients locally from now on."""
+        """Turns data-parallel reduction off: gradients are accumulated locally from now on."""
         for chunk, hold in enumerate(self._hold):
             if hold is not None and self._held[chunk] is None:
                 context = hold()
@@ -75,20 +77,24 @@ class GradientSync:
                 self._held[chunk] = context
 
     def before_last_backward(self, chunk: int) -> None:
-        """Prepares for the backward that completes the gradients of a chunk."""
+        """Turns the reduction on for the backward pass that completes a chunk's gradients.
+
+        Does nothing if the chunk has a ``grad_sync_func``, which is called after the backward pass.
+        """
         if self._start[chunk] is None:
             self._let_go(chunk)
 
     def after_last_backward(self, chunk: int) -> None:
-        """Reduces the complete gradients of a chunk, if it has a ``grad_sync_func``."""
+        """Starts the reduction of a chunk's complete gradients, if it has a ``grad_sync_func``."""
         if self._start[chunk] is not None:
             self._reduce(chunk)
 
     def after_last_weights(self, chunk: int) -> None:
-        """Reduces the complete gradients of a chunk after split backwards.
+        """Starts the reduction of a chunk's gradients, which its last W has completed.
 
-        Starts the reductions that are due, in descending order of chunks. This includes chunks that
-        only have a ``no_sync_func``, because no backward is left to start their reduction.
+        Reductions start in descending order of chunks, so the reduction of this chunk may be
+        delayed, or reductions of earlier chunks may follow. A chunk that only has a
+        ``no_sync_func`` is reduced here too, because no backward pass is left to do it.
 
         Raises:
             ConfigError: A chunk has a ``no_sync_func`` but no function that reduces its gradients.
@@ -99,7 +105,7 @@ class GradientSync:
             self._next_start -= 1
 
     def release(self) -> None:
-        """Ends all delays, also after an error in the step."""
+        """Turns the reduction on again for all chunks, also after an error in the step."""
         for chunk in range(len(self._held)):
             self._let_go(chunk)
 
@@ -138,29 +144,30 @@ def _as_list(value: Any, length: int) -> list[Any]:
 
 @dataclass(kw_only=True, eq=False)
 class MegatronStages(SplitStages):
-    """Computes the megatron-core chunks of a rank in one step.
+    """Computes the forward and backward passes of megatron-core's chunks in one step.
 
     Attributes:
         forward_step_func: User function of megatron-core,
             ``(data_iterator, model) -> (output, loss_func)``.
         data_iterators: Data iterators, one per chunk.
-        chunks: Model chunks of the rank, in order.
-        placement: Placement of the stages on ranks.
+        chunks: Model chunks of the rank, in pipeline order.
+        placement: Assignment of pipeline stages to ranks.
         pp_rank: Position of this rank in the pipeline.
         num_microbatches: Number of microbatches of the step.
-        groups: Process groups of the step.
-        meter: Meter of activations.
-        forward_only: True in an evaluation, which keeps nothing for a backward.
-        collect_non_loss_data: Same as in megatron-core.
-        first_val_step: Same as in megatron-core.
-        stores: Stores of split backwards, one per chunk, attached to its layers; ``None`` for whole
-            backwards. Not used in an evaluation.
+        groups: Process groups of megatron-core that the step uses.
+        meter: Meter that measures the size of activations in the first forward pass of each chunk.
+        forward_only: Whether the step is an evaluation, which keeps nothing for backward passes.
+        collect_non_loss_data: Argument of megatron-core's forward step, passed on.
+        first_val_step: Argument of megatron-core's forward step, passed on.
+        stores: Stores of deferred weight gradients, one per chunk, attached to its layers; ``None``
+            if the backward pass computes weight gradients. Not used in an evaluation.
         loss_parts: Number of microbatches over which the loss of the step is averaged; ``None`` for
-            those of this rank.
-        sizes: Size of each microbatch relative to the measured one; ``None`` if all are equal.
+            this rank's number.
+        sizes: Size of each microbatch, relative to the one that ``meter`` has measured; ``None`` if
+            all are equal.
         config: Configuration of the chunks in megatron-core.
-        reduced_losses: Results of the loss function for logging, by microbatch.
-        num_tokens: Number of tokens of the loss, on the last stage.
+        reduced_losses: Results of the loss function for logging, one per microbatch.
+        num_tokens: Number of tokens over which the loss was computed, on the last stage.
     """
 
     forward_step_func: Callable[..., Any]
@@ -187,7 +194,8 @@ class MegatronStages(SplitStages):
             self.placement.stage_of(self.pp_rank, chunk) == last
             for chunk in range(len(self.chunks))
         ]
-        # Inputs and outputs of forwards whose backward has not run, by chunk and microbatch.
+        # Inputs and outputs of forward passes whose backward pass has not run, by (chunk,
+        # microbatch).
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         kind = (get_model_type(self.chunks[0]),) if _TAKES_TYPE else ()
         self._backward_rest = (*kind, self.config)
@@ -228,10 +236,10 @@ class MegatronStages(SplitStages):
         return output
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`.
+        """Frees the memory of a chunk's output, after the transport has taken the output.
 
-        Only the graph of the output is needed from now on. The transport keeps its storage as long
-        as it needs it.
+        The backward pass needs only the autograd graph of the output. The transport itself keeps
+        the memory for as long as it sends from it.
         """
         if not self._is_last[chunk] and self.config.deallocate_pipeline_outputs:
             kept = self._kept.get((chunk, microbatch))
@@ -255,7 +263,7 @@ class MegatronStages(SplitStages):
         return answer  # type: ignore[no-any-return]
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`.
+        """Computes a part of the weight gradients that the backward pass (B) has deferred.
 
         After the last part of the last microbatch, the chunk's gradients are reduced over
         data-parallel ranks, but not before those of all later chunks.
@@ -271,25 +279,26 @@ class MegatronStages(SplitStages):
         return nbytes if self.sizes is None else round(nbytes * self.sizes[microbatch])
 
     def finish(self) -> None:
-        """Ends the step, normally or after an error."""
+        """Cleans up at the end of a step, also after an error."""
         self._sync.release()
         super().finish()
 
 
 class ForwardBackward:
-    """Runs the forwards and backwards of a step; call it like megatron-core's function.
+    """Runs the forward and backward passes of a step; call it like megatron-core's function.
 
     Args:
-        executor: Executor of this rank.
-        orders: Policies and states of this rank. If stages are unequal, the loss is the mean over
-            the whole step, and the caller must sum gradients over the ranks of a stage instead of
-            averaging them.
-        stores: Stores of the chunks for split backwards, ``None`` for whole backwards.
-        span: Function that returns a context which traces a span of a kind, here ``reduce``;
-            ``None`` if the caller traces it.
+        executor: Executor that runs this rank's steps.
+        orders: Object that makes the policy and the state of this rank for each step. If stages
+            have unequal numbers of ranks, the loss is the mean over the whole step. The caller must
+            then sum gradients over the ranks of a stage instead of averaging them.
+        stores: Stores of deferred weight gradients, one per chunk; ``None`` if the backward pass
+            computes weight gradients.
+        span: Function that takes the kind of a span (here ``reduce``) and returns a context that
+            traces it; ``None`` if the caller traces the reduction.
 
     Attributes:
-        orders: Policies and states of this rank.
+        orders: Object that makes the policy and the state of this rank for each step.
     """
 
     def __init__(
@@ -305,8 +314,9 @@ class ForwardBackward:
         self._stores = stores
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
-        self._measured_size = 0.0  # number of positions of the measured microbatch
-        self._mean_size = 1.0  # mean size in the last step, relative to the measured one
+        self._measured_size = 0.0  # number of token positions in the measured microbatch.
+        # Mean size of a microbatch in the last step, divided by the measured one.
+        self._mean_size = 1.0
 
     def __call__(
         self,
@@ -328,12 +338,13 @@ class ForwardBackward:
         loss_parts: int | None = None,
         sizes: Sequence[float] | None = None,
     ) -> list[Any]:
-        """Runs one step. See megatron-core for arguments that are not listed here.
+        """Runs one step. megatron-core documents the arguments that are not listed here.
 
         Args:
-            loss_parts: Number of microbatches of all replicas, if their numbers differ and the
-                caller sums gradients over replicas instead of averaging them.
-            sizes: Number of positions of each microbatch of this rank, ``None`` if all are equal.
+            loss_parts: Number of microbatches of all replicas together, if replicas have different
+                numbers and the caller sums gradients over them instead of averaging.
+            sizes: Number of token positions in each microbatch of this rank, ``None`` if all are
+                equal.
 
         Returns:
             Results of ``loss_func`` for logging on the last stage, one per microbatch in ascending
@@ -341,7 +352,7 @@ class ForwardBackward:
 
         Raises:
             ConfigError: The executor does not support an argument.
-            TransportError: Another rank is gone or silent.
+            TransportError: Another rank has ended, or does not respond.
         """
         if adjust_tensor_shapes_fn is not None:
             raise ConfigError(
@@ -387,7 +398,7 @@ class ForwardBackward:
                     chunks,
                     stages.num_tokens if stages.config.calculate_per_token_loss else None,
                     pg_collection=stages.groups,
-                    # megatron-core 0.15 does not have this argument.
+                    # Pass this argument only if it is needed, because megatron-core 0.15 lacks it.
                     **({"force_all_reduce": True} if force_all_reduce else {}),
                 )
         if timers is not None:
@@ -395,7 +406,7 @@ class ForwardBackward:
         return stages.reduced_losses
 
     def _relative_sizes(self, sizes: Sequence[float] | None) -> list[float] | None:
-        """Returns the sizes relative to the microbatch whose activations were measured."""
+        """Returns the sizes divided by that of the microbatch whose activations were measured."""
         if sizes is None:
             return None
         self._measured_size = self._measured_size or sizes[0]
@@ -404,7 +415,7 @@ class ForwardBackward:
         return relative
 
     def _run(self, stages: MegatronStages, sizes: Sequence[float] | None) -> None:
-        """Runs all actions of the step, and ends it also after an error."""
+        """Runs all actions of the step, and cleans up also after an error."""
         num_microbatches = stages.num_microbatches
         forward_only = stages.forward_only
         try:
@@ -418,10 +429,13 @@ class ForwardBackward:
             stages.finish()
 
     def use(self, candidate: Candidate) -> None:
-        """Switches to another schedule or rule from the next step on; all ranks must do the same.
+        """Switches to another schedule or run-time rule from the next step on.
+
+        All ranks must make the same switch.
 
         Raises:
-            ConfigError: It needs another placement, or stores that this object does not have.
+            ConfigError: The schedule needs another placement, or has W actions although this object
+                has no stores.
         """
         placement = self.orders.placement
         if candidate.placement != placement or (candidate.weight_pieces and not self._stores):
@@ -432,7 +446,10 @@ class ForwardBackward:
         self.orders.use(candidate)
 
     def activation_bytes(self) -> tuple[int, ...]:
-        """Returns the bytes that a mean microbatch keeps in each chunk, 0 before the first one."""
+        """Returns the size in bytes of a mean microbatch's activations in each chunk.
+
+        The sizes are 0 before the first microbatch.
+        """
         return tuple(
             round(self._meter.bytes_of(chunk) * self._mean_size)
             for chunk in range(self.orders.placement.num_chunks)
@@ -440,9 +457,10 @@ class ForwardBackward:
 
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # The router of megatron-core uses this name, but imports it only with Transformer Engine.
+    # megatron-core's router uses this name, but imports it only if Transformer Engine is installed.
+    # Without this line it would raise a NameError.
     moe_utils.te_general_gemm = None
 
 _NOTHING = contextlib.nullcontext()
-# megatron-core 0.17 removed the model's type from the arguments.
+# Whether backward_step takes the model's type, which megatron-core 0.17 has removed.
 _TAKES_TYPE = "model_type" in inspect.signature(backward_step).parameters

@@ -1,14 +1,15 @@
-"""Decides when to stop before the last iteration: on a signal or time limit, agreed by all ranks.
+"""Stops a run before its last iteration on a signal or time limit, at one iteration on all ranks.
 
 ::
 
     rank 0   iteration 7 ── start all-reduce 7 ──────────┐  iteration 8 ── start 8, read 7: stop
     rank 1   iteration 7 ── SIGTERM, start all-reduce 7 ─┘  iteration 8 ── start 8, read 7: stop
 
-The answer to one boundary is read at the next, so no rank waits for it. While a
-:class:`StopRequest` is open, it owns the handlers of SIGTERM, SIGINT, SIGUSR1 and SIGHUP. If SIGHUP
-is ignored, as under ``nohup``, it stays ignored. The training loop saves and ends the run; this
-module does not. If a peer is lost, the liveness watcher ends the process in any case.
+At the end of each iteration, the ranks start an all-reduce of their stop requests. They read its
+result at the end of the next iteration, so that no rank waits for it. While a :class:`StopRequest`
+is open, it owns the handlers of SIGTERM, SIGINT, SIGUSR1 and SIGHUP. If SIGHUP is ignored, as under
+``nohup``, it stays ignored. Saving a checkpoint and ending the run is left to the training loop. If
+another rank is lost, the liveness watcher ends the process without such an agreement.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class StopRequest:
-    """Collects requests to stop and lets all ranks decide on the same iteration.
+    """Collects requests to stop, and makes all ranks stop after the same iteration.
 
     Open it in the main thread. A first SIGINT asks for a stop, a second one raises
     ``KeyboardInterrupt`` at once.
 
     Args:
-        limit_minutes: Minutes after opening at which the run stops, by the first rank whose time is
-            over; ``None`` for no limit.
+        limit_minutes: Time limit of the run in minutes, from the making of this object. The run
+            stops when the limit is over on any rank; ``None`` for no limit.
     """
 
     def __init__(self, limit_minutes: float | None = None) -> None:
-        # When a terminal is closed, writes to it fail even before SIGHUP comes. Such a write must
-        # not end the rank before it has saved a checkpoint.
+        # When a terminal is closed, writes to it fail even before SIGHUP arrives. Such a failed
+        # write must not end the process before it has saved a checkpoint.
         keep_printing()
         self._limit_minutes = limit_minutes
         self._start_s = time.monotonic()
@@ -55,7 +56,8 @@ class StopRequest:
             for number in _SIGNALS
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
-        # A launcher may have blocked these signals until they have handlers.
+        # Unblock these signals: the launcher may have blocked them until their handlers are
+        # installed.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def __enter__(self) -> StopRequest:
@@ -66,22 +68,22 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Returns the agreed reason, such as ``signal SIGTERM``, ``None`` before an agreement."""
+        """Returns the agreed reason, such as ``signal SIGTERM``; ``None`` if there is none yet."""
         return self._agreed
 
     def agreed(self, group: dist.ProcessGroup | None) -> bool:
-        """Returns whether to stop now; every rank calls it at the same iteration boundaries.
+        """Returns whether to stop now. Every rank must call it after the same iterations.
 
         Args:
-            group: Gloo group of all ranks, used for nothing else meanwhile; ``None`` for a single
-                process, whose requests count at once.
+            group: Gloo group of all ranks, which nothing else uses between two calls; ``None`` for
+                a single process, which then needs no agreement.
 
         Returns:
-            True on every rank if a rank received a request before its previous call. Once true it
-            stays true.
+            True on every rank if any rank had a request before the previous call. After a first
+            True, all later calls return True.
 
         Raises:
-            PeerLostError: A member of the group is gone.
+            PeerLostError: A rank of the group has ended.
         """
         if self._agreed is not None:
             return True
@@ -98,13 +100,13 @@ class StopRequest:
         return False
 
     def finish(self) -> bool:
-        """Waits for the pending answer; call it before the group is destroyed.
+        """Waits for the result of the last all-reduce. Call it before the group is destroyed.
 
         Returns:
             True if all ranks have agreed to stop.
 
         Raises:
-            PeerLostError: A member of the group is gone.
+            PeerLostError: A rank of the group has ended.
         """
         work = self._work
         self._work = None
@@ -118,7 +120,7 @@ class StopRequest:
         return self._agreed is not None
 
     def close(self) -> None:
-        """Restores the former handlers of the signals. Idempotent."""
+        """Restores the signal handlers that were installed before. Idempotent."""
         while self._old:
             number, handler = self._old.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

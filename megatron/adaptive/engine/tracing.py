@@ -1,18 +1,19 @@
-"""Traces iterations and spans around the actions of a step, and loops of other programs.
+"""Traces iterations, the work around the actions of a step, and training loops of other programs.
 
-Without a trace, and in iterations that are not traced, every call returns at once.
+If tracing is off, and in iterations that are not traced, every call returns at once.
 
-megatron-core's own loop is timed from outside. It gets another ``forward_step_func``, which times
-the forward of each microbatch and registers a hook on its output. Autograd calls the hook when the
-backward of this output begins, and a callback when the backward has ended. Waits and messages
-between them are not traced::
+megatron-core's own loop is timed from outside. Its ``forward_step_func`` is wrapped. The wrapper
+times the forward pass of each microbatch and registers a hook on the output. Autograd calls the
+hook when the backward pass of this output begins, and a callback when it has ended. Waits and
+messages between these passes are not traced::
 
     loop:  forward_step_func ── F ──┐    recv, send    autograd: hook ── B ── callback
                                     └─ output.register_hook
 
-If the loop itself computes a loss from the output, that is part of neither.
+If the loop itself computes a loss from the output, this is not part of the traced passes.
 
-Loops that do not use this package are recorded with torch.profiler (see :func:`record_trace`).
+Training loops that do not use this package are recorded with torch.profiler (see
+:func:`record_trace`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 
-if TYPE_CHECKING:  # it imports megatron-core, which is not needed to trace another program
+if TYPE_CHECKING:  # this module imports megatron-core, which tracing another program does not need
     from megatron.adaptive.engine.expert_load import ExpertLoad
 
 _P = ParamSpec("_P")
@@ -50,14 +51,14 @@ _STEP = KINDS.index("step")
 
 @dataclass(frozen=True, slots=True)
 class _Iteration:
-    """Identifies an iteration for the recorder."""
+    """Contains the number of an iteration and its number of microbatches."""
 
     number: int = 0
     num_microbatches: int = 0
 
 
 class _DeviceSpan(NamedTuple):
-    """Records a span on the device that may not have ended."""
+    """Contains a span of work on the device, whose times may not be known yet."""
 
     iteration: _Iteration
     kind: int
@@ -68,19 +69,21 @@ class _DeviceSpan(NamedTuple):
 
 
 class Tracing:
-    """Traces this process.
+    """Traces the iterations of this process, and spans of work within them.
 
-    Spans on the device are marked by its clock. Their times are read after the device has passed
-    the marks, perhaps in a later iteration, so nothing waits for the device. One thread calls all
-    methods except :meth:`data_read`.
+    Spans on the device are bounded by marks, which are events on a GPU. Their times are read after
+    the device has passed the marks, perhaps in a later iteration, so that no call waits for the
+    device. All methods except :meth:`data_read` must be called from one thread.
 
     Args:
-        recorder: Recorder of the spans, ``None`` for no trace.
-        clock: Clock of the device, ``None`` for the clock of the host.
-        sync: Thread and channels that compare this rank's clock with others, closed with the trace.
+        recorder: Recorder that stores spans; ``None`` if tracing is off.
+        clock: Clock that makes marks on the device; ``None`` for the clock of the host.
+        sync: Thread and channels that compare this rank's clock with those of others. They are
+            closed with the trace.
 
     Attributes:
-        experts: Meter of the rank's experts; ``None`` if there are none or nothing needs it.
+        experts: Meter of the load of this rank's experts; ``None`` if there are none, or if nothing
+            uses it.
     """
 
     def __init__(
@@ -93,25 +96,25 @@ class Tracing:
         self._clock: Any = clock or CpuClock()
         self._sync = sync
         self.experts: ExpertLoad | None = None
-        self._traced: _Iteration | None = None  # the present iteration if it is traced
-        self._iteration = _Iteration()  # the present or last iteration, traced or not
+        self._traced: _Iteration | None = None  # the current iteration if it is traced.
+        self._iteration = _Iteration()  # the current or last iteration, traced or not.
         self._doing = ""
         self._in_step = False
         self._begun_ns = 0
         self._unresolved: list[_DeviceSpan] = []
 
     def watch(self, snapshot: Callable[[], dict[str, Any]]) -> None:
-        """Lets the recorder publish the activity of this rank for other programs.
+        """Makes the recorder publish what this rank is doing, for other programs.
 
         Args:
-            snapshot: Function that returns the activity within the pipeline's step, in fields of
-                ``trace.status_files.Now``. Another thread calls it.
+            snapshot: Function that returns what the rank is doing in the pipeline's step, as fields
+                of ``trace.status_files.Now``. It is called from another thread.
         """
         if self.recorder is not None:
             self.recorder.watch(lambda: {**self.now(), **snapshot()})
 
     def now(self) -> dict[str, Any]:
-        """Returns the present iteration and span; other threads may call it."""
+        """Returns the current iteration and kind of work. Other threads may call it."""
         return {
             "iteration": self._iteration.number,
             "num_microbatches": self._iteration.num_microbatches,
@@ -122,13 +125,13 @@ class Tracing:
     def begin_iteration(
         self, iteration: int, num_microbatches: int, *, is_traced: bool, lengths: Lengths = ()
     ) -> None:
-        """Begins an iteration.
+        """Begins an iteration, to which later spans are added.
 
         Args:
             iteration: Number of the iteration.
-            num_microbatches: Number of its microbatches.
-            is_traced: Whether to trace it.
-            lengths: Lengths of its microbatches, empty if all are equal.
+            num_microbatches: Number of microbatches in the iteration.
+            is_traced: Whether to trace this iteration.
+            lengths: Lengths of the iteration's microbatches in tokens, empty if all are equal.
         """
         self._traced = None
         self._in_step = True
@@ -146,7 +149,7 @@ class Tracing:
             self._traced = self._iteration
 
     def end_iteration(self) -> None:
-        """Ends the iteration; spans before the next one still count for it."""
+        """Ends the iteration. Spans until the next iteration begins are still added to this one."""
         self._in_step = False
         if self.recorder is None:
             return
@@ -159,7 +162,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """Traces the work of the block on the device, as a span of ``kind``."""
+        """Traces the device's work in the block, as a span of ``kind``."""
         if self._traced is None:
             yield
             return
@@ -173,24 +176,27 @@ class Tracing:
 
     @property
     def is_traced(self) -> bool:
-        """Returns whether the present iteration is traced."""
+        """Returns whether the current iteration is traced."""
         return self._traced is not None
 
     def mark(self) -> Any:
-        """Returns a mark of the present time on the device's clock, for :meth:`device_span`."""
+        """Marks the current point in the device's work, for :meth:`device_span`."""
         return self._clock.mark()
 
     def device_span(
         self, kind: str, start: Any, end: Any, chunk: int = -1, microbatch: int = -1
     ) -> None:
-        """Traces the work of the device between two marks, if the iteration is traced."""
+        """Traces the device's work between two marks, if the iteration is traced."""
         if self._traced is not None:
             self._unresolved.append(
                 _DeviceSpan(self._traced, KINDS.index(kind), chunk, microbatch, start, end)
             )
 
     def around(self, kind: str, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Returns ``function`` with every call traced as a span; unchanged without a trace."""
+        """Wraps a function so that every call is traced.
+
+        Returns the function itself if tracing is off.
+        """
         if self.recorder is None:
             return function
 
@@ -203,7 +209,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def host_span(self, kind: str) -> Iterator[None]:
-        """Traces the block by the host's clock, also between two iterations."""
+        """Traces the block with the host's clock. It may also be used between two iterations."""
         start_ns = time.monotonic_ns()
         self._doing = kind
         try:
@@ -213,23 +219,23 @@ class Tracing:
             self._add(self._traced, [_row(KINDS.index(kind), start_ns, time.monotonic_ns())])
 
     def data_read(self, microbatch: int, start_ns: int, end_ns: int) -> None:
-        """Traces the read of a microbatch on the host."""
+        """Traces that the host read the data of a microbatch."""
         if self.recorder is not None:
             self.recorder.extend([_row(_DATA, start_ns, end_ns, microbatch)])
 
     def close(self) -> None:
-        """Writes all remaining spans; idempotent."""
+        """Writes all remaining spans and closes the trace. Idempotent."""
         if self.recorder is None:
             return
         for last in self._unresolved[-1:]:
-            self._clock.wait(last.end)  # earlier spans on the device end before it
+            self._clock.wait(last.end)  # then all earlier spans have ended too
         self._resolve()
         if self._sync is not None:
             self._sync.close()
         self.recorder.close()
 
     def _resolve(self) -> None:
-        """Records the spans that the device has passed, and keeps the others for a later call."""
+        """Records the spans that the device has finished, and keeps the others for a later call."""
         clock = self._clock
         waiting = self._unresolved
         self._unresolved = []
@@ -256,11 +262,11 @@ def _row(kind: int, start_ns: int, end_ns: int, microbatch: int = -1, chunk: int
 
 
 class OutsideTrace:
-    """Wraps megatron-core's function that runs a step, and traces its forwards and backwards.
+    """Wraps megatron-core's function that runs a step, and traces forward and backward passes.
 
     Args:
-        function: Function of megatron-core.
-        tracing: Trace of this process.
+        function: Function of megatron-core that runs a step.
+        tracing: Trace to which the spans are added.
     """
 
     def __init__(self, function: Callable[..., list[Any]], tracing: Tracing) -> None:
@@ -281,17 +287,18 @@ class OutsideTrace:
             self._doing = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the activity of this rank in its step (see ``Executor.snapshot``)."""
+        """Returns what this rank is doing in its step, as fields of ``trace.status_files.Now``."""
         return {**self._doing, "done": list(self._done)} if self._doing else {}
 
     def _traced(self, function: Callable[..., Any], model: Any) -> Callable[..., Any]:
-        """Returns the ``forward_step_func`` of one step, which times forwards and backwards."""
+        """Wraps a step's ``forward_step_func`` so that it times forward and backward passes."""
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         chunk_of = {id(part): chunk for chunk, part in enumerate(models)}
         forwards = [0] * len(models)
 
         def forward_step(data_iterator: Any, model: Any, *more: Any, **plan: Any) -> Any:
-            if plan:  # combined 1F1B gets the parts of a forward and runs them itself
+            # Combined 1F1B only asks for the parts of a forward pass, and runs them itself.
+            if plan:
                 return function(data_iterator, model, *more, **plan)
             chunk = chunk_of[id(model)]
             microbatch = forwards[chunk]
@@ -305,7 +312,7 @@ class OutsideTrace:
         return forward_step
 
     def _begins(self, kind: str, chunk: int, microbatch: int) -> Callable[[], None]:
-        """Begins a span for an action; returns a function that ends it."""
+        """Begins a span for an F or B, and returns a function that ends the span."""
         self._doing = {"doing": kind, "chunk": chunk, "microbatch": microbatch}
         start = self._tracing.mark()
 
@@ -325,10 +332,9 @@ def record_trace(
     skip: int = 2,
     steps: int = 5,
 ) -> Iterator[Callable[[], None]]:
-    """Records steps of any training loop with torch.profiler, in a file per rank.
+    """Records steps of any training loop with torch.profiler, in one file per rank.
 
-    ``trace import`` reads these files. Nothing is recorded before and after these steps, and no
-    rank waits for others::
+    The command ``trace import`` reads these files. No rank waits for others. An example::
 
         with record_trace("traces/mine", model) as step:
             for batch in loader:
@@ -336,11 +342,13 @@ def record_trace(
                 step()
 
     Args:
-        folder: Folder of ``rank0.json.gz`` and so on, the same on all ranks; made if it is missing.
-        model: Model whose forwards and backwards get names in the trace; ``None`` if the loop
-            already names them, like ``torch.distributed.pipelining`` and Megatron-LM.
-        skip: Number of steps before the first recorded one, at least 1, to warm up the profiler.
-        steps: Number of recorded steps.
+        folder: Folder for the files ``rank0.json.gz`` and so on. All ranks must give the same; it
+            is made if it is missing.
+        model: Model whose forward and backward passes get names in the trace; ``None`` if the loop
+            itself names them, as ``torch.distributed.pipelining`` and Megatron-LM do.
+        skip: Number of steps before the first recorded one, at least 1. In the last of them the
+            profiler warms up.
+        steps: Number of steps to record.
 
     Yields:
         Function to call at the end of each step.
@@ -368,7 +376,7 @@ def record_trace(
 
 
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
-    """Names each forward and backward of a model with the ranges that other loops use."""
+    """Names each forward and backward pass of a model with the range names that other loops use."""
     forwards: list[Callable[[], None]] = []
 
     def begins(*_: Any) -> None:
@@ -386,14 +394,17 @@ def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
 
 
 def _range(name: str) -> Callable[[], None]:
-    """Begins a range of the profiler; returns a function that ends it."""
+    """Begins a named range of the profiler, and returns a function that ends the range."""
     entered = profiler.record_function(name)
     entered.__enter__()
     return lambda: entered.__exit__(None, None, None)
 
 
 def _around_backward(output: Any, begins: Callable[[], Callable[[], None]]) -> None:
-    """Calls ``begins`` when the backward of an output begins, and its result when that ends."""
+    """Calls ``begins`` when the backward pass of an output begins.
+
+    Calls the function that ``begins`` returned when the backward pass has ended.
+    """
     running: list[Callable[[], None]] = []
 
     def first(_: torch.Tensor) -> None:

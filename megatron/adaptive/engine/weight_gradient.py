@@ -1,8 +1,9 @@
-"""Defers weight gradients: splits a backward into B by inputs and W by weights.
+"""Defers weight gradients: divides the backward pass into input (B) and weight gradients (W).
 
-A layer that defers runs its arithmetic as a :class:`LayerCall` through :func:`defer`, which hides
-the weight from autograd. The backward then computes the input gradient only. It keeps the tensors
-for the weight gradient in the chunk's :class:`WeightGradientStore`::
+A layer that defers its weight gradient describes its arithmetic as a :class:`LayerCall` and runs it
+through :func:`defer`, which hides the weight from autograd. The backward pass then computes only
+the input gradient. It keeps the tensors for the weight gradient in the chunk's
+:class:`WeightGradientStore`::
 
     forward      defer(call, x, store) ──> y
     B            dy ──> call.input_gradient ──> dx
@@ -10,10 +11,11 @@ for the weight gradient in the chunk's :class:`WeightGradientStore`::
     W            store.run ──> call.weight_gradients ──> main_grad or grad
 
 Hidden weights have no ``AccumulateGrad`` node, so hooks on them do not run, including those of
-data-parallel wrappers. This module owns the calls of torch's layers; those of megatron-core are in
-:mod:`~megatron.adaptive.engine.deferred_layers`.
+data-parallel wrappers. This module has the calls of torch's layers; the calls of megatron-core's
+layers are in :mod:`~megatron.adaptive.engine.deferred_layers`.
 
-Source: "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2.1, for the split itself.
+Source: "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2.1, for the split of the
+backward pass.
 """
 
 from __future__ import annotations
@@ -31,15 +33,18 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.adaptive.errors import ScheduleError
 
 _FLOPS_PER_ELEMENT = 32
-"""Cost of moving one element, in floating-point operations; used only to balance pieces."""
+"""Cost of moving one element, in floating-point operations.
+
+It is used only to divide weight gradients into parts of equal cost.
+"""
 
 
 class LayerCall:
-    """Computes the output of one call of a layer, its input gradient and its weight gradients.
+    """Computes the output, the input gradient and the weight gradients of one call of a layer.
 
     Attributes:
-        weight: Weight of the call. Gradients of calls that share it are summed first, as in
-            autograd.
+        weight: Weight that the call uses. If several calls share it, their gradients are summed
+            first, as in autograd.
     """
 
     __slots__ = ()
@@ -50,32 +55,35 @@ class LayerCall:
         raise AssertionError(f"{type(self).__name__}: the layer runs its own forward")
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of the input from that of the output."""
+        """Returns the gradient of the input, computed from the gradient of the output."""
         raise AssertionError(f"{type(self).__name__}: there is no gradient of the input")
 
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Returns the gradient of each parameter, except those that it has already accumulated.
+        """Returns each parameter with its gradient, except gradients that it accumulates itself.
 
-        Neither argument requires a gradient, so autograd records nothing.
+        Autograd records nothing here, because neither argument requires a gradient.
         """
         raise NotImplementedError
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Returns the approximate cost of :meth:`weight_gradients` in FLOPs, here of a product."""
+        """Returns the approximate cost of :meth:`weight_gradients` in FLOPs.
+
+        This default is the cost of a matrix product.
+        """
         return 2.0 * gradient.numel() / gradient.shape[-1] * self.weight.numel()
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCall(LayerCall):
-    """Computes a call of ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
+    """Describes a call of ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
 
     Attributes:
-        weight: Weight ``[out, in]``, or ``[in, out]`` if it is ``turned``.
-        bias: Bias ``[out]`` or ``None``.
-        turned: Whether the weight is transposed.
-        dtype: Element type of the computation under autocast, ``None`` for that of the tensors.
+        weight: Weight ``[out, in]``, or ``[in, out]`` if ``turned`` is true.
+        bias: Bias ``[out]``, or ``None`` for a layer without a bias.
+        turned: Whether the weight is stored transposed.
+        dtype: Element type to compute in under autocast; ``None`` for the tensors' own type.
     """
 
     weight: torch.nn.Parameter
@@ -84,14 +92,14 @@ class LinearCall(LayerCall):
     dtype: torch.dtype | None = None
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`LayerCall`."""
+        """Returns the output of the layer for its input."""
         weight = self.weight.t() if self.turned else self.weight
         bias = None if self.bias is None else self._cast(self.bias)
         with torch.autocast(inputs.device.type, enabled=False):
             return F.linear(self._cast(inputs), self._cast(weight), bias)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`LayerCall`."""
+        """Returns the gradient of the input, computed from the gradient of the output."""
         weight = self._cast(self.weight)
         rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight.t() if self.turned else weight)
         return rows.view(*gradient.shape[:-1], -1)
@@ -99,7 +107,7 @@ class LinearCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Implements :class:`LayerCall`."""
+        """Yields each parameter with its gradient, except gradients that it accumulates itself."""
         gradient = gradient.reshape(-1, gradient.shape[-1])
         inputs = self._cast(inputs).reshape(-1, inputs.shape[-1])
         product = inputs.t().mm(gradient) if self.turned else gradient.t().mm(inputs)
@@ -113,15 +121,17 @@ class LinearCall(LayerCall):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCall(LayerCall):
-    """Computes a call of ``torch.nn.Embedding`` with a dense gradient.
+    """Describes a call of ``torch.nn.Embedding`` whose weight gradient is dense.
 
     The shapes are ``[...] int -> [..., width]``.
 
     Attributes:
         weight: Weight ``[rows, width]``.
-        padding_idx: Index of the row without a gradient, -1 for none.
-        scale_grad_by_freq: Same as in torch.
-        by_index: True to look up by indexing, whose backward is deterministic on a GPU.
+        padding_idx: Index of the padding row, which gets no gradient; -1 for none.
+        scale_grad_by_freq: Whether to divide a row's gradient by the number of its occurrences, as
+            in torch.
+        by_index: Whether to look up rows by indexing, because its backward pass is deterministic on
+            a GPU.
     """
 
     weight: torch.nn.Parameter
@@ -130,13 +140,13 @@ class EmbeddingCall(LayerCall):
     by_index: bool = False
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`LayerCall`."""
+        """Returns the output of the layer for its input."""
         return self.weight[inputs] if self.by_index else F.embedding(inputs, self.weight)
 
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Implements :class:`LayerCall`."""
+        """Yields each parameter with its gradient, except gradients that it accumulates itself."""
         if self.by_index:
             total = gradient.new_zeros(self.weight.shape)
             yield self.weight, total.index_put_((inputs,), gradient, accumulate=True)
@@ -153,15 +163,15 @@ class EmbeddingCall(LayerCall):
             )
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Implements :class:`LayerCall`."""
+        """Returns the approximate cost of :meth:`weight_gradients` in FLOPs."""
         return float(_FLOPS_PER_ELEMENT) * (gradient.numel() + self.weight.numel())
 
 
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Adds a microbatch's gradient to the tensor that autograd and megatron-core's hook would use.
+    """Adds a microbatch's gradient to ``main_grad`` if the parameter has it, else to ``grad``.
 
-    This is ``main_grad`` if the parameter has one, else ``grad``. The operations are the same, so
-    that the sums are equal bit by bit.
+    Autograd and megatron-core's hook would use the same tensor and the same operations, so the sums
+    are equal bit by bit.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
@@ -173,7 +183,7 @@ def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 class _Task(NamedTuple):
-    """Describes a call whose weight gradient is still to be computed."""
+    """Contains the tensors for a weight gradient that is still to be computed."""
 
     call: LayerCall
     inputs: torch.Tensor
@@ -182,9 +192,12 @@ class _Task(NamedTuple):
 
 @dataclass(slots=True)
 class _Backlog:
-    """Lists the remaining tasks of one microbatch, in the order of its backward.
+    """Lists the weight gradients of one microbatch that are still to be computed.
 
-    A unit contains the tasks of one weight: usually one, and several if calls share the weight.
+    They are in the order in which the backward pass reached the layers.
+
+    A unit is the list of all tasks for one weight: usually one task, and several if several calls
+    share the weight.
     """
 
     microbatch: int
@@ -194,10 +207,10 @@ class _Backlog:
 
 
 def _run_unit(unit: Sequence[_Task]) -> None:
-    """Computes the gradient of a weight for one microbatch.
+    """Computes the gradient of one weight for one microbatch.
 
-    Sums the gradients of a parameter within the microbatch first, and then adds them to those of
-    earlier microbatches, in the same order as autograd.
+    First sums the parameter's gradients within the microbatch, then adds the sum to that of earlier
+    microbatches. Autograd adds in the same order.
     """
     totals: dict[torch.nn.Parameter, torch.Tensor] = {}
     for task in unit:
@@ -209,14 +222,14 @@ def _run_unit(unit: Sequence[_Task]) -> None:
 
 
 def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
-    """Cuts a row of costs into contiguous groups of about equal sums.
+    """Divides a sequence of costs into contiguous groups of about equal sums.
 
     Args:
         costs: Cost of each element, at least 0.
         pieces: Number of groups.
 
     Returns:
-        Number of elements of each group, which may be 0.
+        Number of elements in each group, which may be 0.
     """
     sizes = [0] * pieces
     whole = sum(costs)
@@ -231,13 +244,13 @@ def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
 def uneven_pieces(
     units: Iterable[list[_Task]], pieces: int
 ) -> tuple[deque[list[_Task]], list[int]]:
-    """Cuts units into pieces if their costs differ from rank to rank, as those of experts do.
+    """Divides units into groups (pieces) if their costs differ between ranks, as with experts.
 
-    Units that communicate must be in the same piece on all ranks. So they are divided first, by
-    their costs alone, and the other units fill up the pieces.
+    Units that communicate must be in the same piece on all ranks. So these are divided first, by
+    their own costs, which are the same on all ranks. Then the other units fill up the pieces.
 
     Returns:
-        Units in the order of their pieces, and number of units of each piece.
+        Units ordered by piece, and the number of units in each piece.
     """
     common: list[tuple[float, list[_Task]]] = []
     local: deque[tuple[float, list[_Task]]] = deque()
@@ -264,49 +277,57 @@ def uneven_pieces(
 
 
 class WeightGradientStore:
-    """Keeps the deferred weight gradients of one model chunk.
+    """Keeps the tensors for one model chunk's deferred weight gradients, and computes them later.
 
-    Layers read :attr:`active` in their forward and defer only while it is set. One thread at a time
-    uses a store; autograd's device threads count as part of the backward that started them.
+    Layers read :attr:`active` in their forward pass, and defer weight gradients only while it is
+    true. Only one thread may use a store at a time. Autograd's device threads belong to the thread
+    that started the backward pass.
     """
 
     def __init__(self) -> None:
         self.active = False
-        # Layers whose cost differs between microbatches and ranks set it.
+        # Set by layers whose cost differs between microbatches and ranks, such as experts.
         self.is_uneven = False
         self._collected: list[_Task] | None = None
         self._last_collected = -1
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
-        # Pieces of the last microbatch, with a key: the next microbatch reuses them if its key is
-        # equal.
+        # Number of units in each piece of the last microbatch, with a key that identifies its
+        # layers and shapes. A later microbatch with an equal key reuses these numbers.
         self._cut: tuple[tuple[int, int, torch.Size], list[int]] | None = None
 
     @property
     def pending(self) -> int:
-        """Returns the number of microbatches whose weight gradients are not all computed."""
+        """Returns the number of microbatches with weight gradients still to be computed."""
         return len(self._backlog)
 
     @property
     def microbatch_bytes(self) -> int:
-        """Returns the bytes kept from B to W of the first collected microbatch, 0 before it."""
+        """Returns the size in bytes of the tensors kept from B to W.
+
+        It is measured on the first collected microbatch, and 0 before.
+        """
         return self._microbatch_bytes
 
     def anchor(self, device: torch.device) -> torch.Tensor:
-        """Returns a tensor that requires a gradient and never gets one.
+        """Returns an empty tensor that requires a gradient but never gets one.
 
-        It keeps a call in the graph if the input of the call requires no gradient.
+        As an input of a call, it makes autograd run the call's backward pass even if the call's
+        other input requires no gradient.
         """
         if device not in self._anchors:
             self._anchors[device] = torch.empty(0, device=device, requires_grad=True)
         return self._anchors[device]
 
     def collect(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that collects the weight gradients of a microbatch's backward.
+        """Returns a context that collects the weight gradients to compute later for a microbatch.
+
+        The microbatch's backward pass must run within the context.
 
         Raises:
-            ScheduleError: Microbatches do not ascend, or another one is being collected.
+            ScheduleError: The indices of microbatches do not ascend, or another microbatch is being
+                collected.
         """
         if self._collected is not None or microbatch <= self._last_collected:
             raise ScheduleError(
@@ -319,7 +340,10 @@ class WeightGradientStore:
         return _Collecting(self)
 
     def end(self, *, is_whole: bool) -> None:
-        """Ends :meth:`collect`; its context calls this. A failed backward leaves nothing."""
+        """Ends the context of :meth:`collect`, which calls this method.
+
+        After a failed backward pass, nothing is kept.
+        """
         tasks = self._collected
         self._collected = None
         if tasks is None or not is_whole:
@@ -330,15 +354,16 @@ class WeightGradientStore:
         self._backlog.append(_Backlog(self._last_collected, deque(units.values())))
         if not self._microbatch_bytes:
             tensors = [tensor for task in tasks for tensor in (task.inputs, task.gradient)]
-            # Identify storages by object, because those without memory share one address.
+            # Identify storages by object, not by address: storages without memory share one
+            # address.
             kept = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
             self._microbatch_bytes = sum(kept.values())
 
     def add(self, call: LayerCall, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keeps the tensors for the weight gradient of a call, within :meth:`collect` only.
+        """Keeps the tensors for the weight gradient of a call. Allowed only within :meth:`collect`.
 
         Raises:
-            ScheduleError: A backward through deferring layers runs outside of :meth:`collect`.
+            ScheduleError: The backward pass of a deferring layer runs outside of :meth:`collect`.
         """
         if self._collected is None:
             raise ScheduleError(
@@ -349,18 +374,19 @@ class WeightGradientStore:
         self._collected.append(_Task(call, inputs, gradient))
 
     def run(self, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes one of ``pieces`` about equal parts of a microbatch's weight gradients.
+        """Computes one of ``pieces`` parts into which a microbatch's weight gradients are divided.
 
-        The tensors of a part are freed as soon as it is done. Collective over the tensor-parallel
-        group if layers are sequence-parallel.
+        The parts take about equal time. The tensors of a part are freed as soon as it is computed.
+        Collective over the tensor-parallel group if layers are sequence-parallel.
 
         Args:
-            microbatch: Index of the microbatch, ascending; its backward must have run.
+            microbatch: Index of the microbatch, ascending from call to call; its backward pass must
+                have run.
             piece: Index of the part, ascending from 0 within the microbatch.
             pieces: Number of parts, the same for all parts of a microbatch.
 
         Raises:
-            ScheduleError: Another part is next.
+            ScheduleError: Another part of the weight gradients must be computed first.
         """
         self._check_turn(microbatch, piece, pieces)
         backlog = self._backlog[0]
@@ -376,13 +402,13 @@ class WeightGradientStore:
             self._backlog.popleft()
 
     def clear(self) -> None:
-        """Removes everything that is pending, before the next step."""
+        """Discards all weight gradients not yet computed, so that the next step can start."""
         self._collected = None
         self._last_collected = -1
         self._backlog.clear()
 
     def _counts(self, units: Sequence[list[_Task]], pieces: int) -> list[int]:
-        """Returns the number of units of each piece; reuses the last result for like units."""
+        """Returns the number of units in each piece; reuses the last result for equal layers."""
         if not units:
             return [0] * pieces
         key = (len(units), pieces, units[0][0].gradient.shape)
@@ -407,7 +433,10 @@ class WeightGradientStore:
 
 
 class _Collecting:
-    """Implements the context of :meth:`WeightGradientStore.collect`, faster than a generator."""
+    """Implements the context of :meth:`WeightGradientStore.collect`.
+
+    A class is faster here than a generator with ``contextlib``.
+    """
 
     __slots__ = ("_store",)
 
@@ -421,10 +450,13 @@ class _Collecting:
 
 
 class SplitStages:
-    """Computes the weight gradients of a step, as a base class for ``executor.Stages``.
+    """Computes the deferred weight gradients of a step.
+
+    Implementations of ``executor.Stages`` derive from this class.
 
     Args:
-        stores: Stores of the rank's chunks, ``None`` for whole backwards.
+        stores: Queue of deferred weight-gradient work for each chunk of this rank; ``None`` if the
+            backward pass computes weight gradients itself.
     """
 
     def __init__(self, stores: Sequence[WeightGradientStore] | None) -> None:
@@ -434,10 +466,10 @@ class SplitStages:
             store.active = True
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes a part of the weight gradients that a split backward deferred.
+        """Computes a part of the weight gradients that the backward pass (B) has deferred.
 
         Raises:
-            ScheduleError: Another part is next, or backwards are not split.
+            ScheduleError: Another part must be computed first, or the backward pass defers nothing.
         """
         if self._stores is None:
             raise ScheduleError(
@@ -447,18 +479,21 @@ class SplitStages:
         self._stores[chunk].run(microbatch, piece, pieces)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the bytes that a split backward keeps, measured at the first one; 0 before it."""
+        """Returns the size in bytes of the tensors that B keeps for W.
+
+        It is measured at the first B, and 0 before.
+        """
         return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
 
     def finish(self) -> None:
-        """Ends the step, normally or after an error."""
+        """Discards remaining weight gradients at the end of a step, also after an error."""
         for store in self._stores or ():
             store.active = False
             store.clear()
 
 
 class _Defer(torch.autograd.Function):
-    """Runs a call and hides its parameters from autograd."""
+    """Runs a call of a layer as an autograd function that hides the layer's parameters."""
 
     @staticmethod
     def forward(
@@ -477,9 +512,9 @@ class _Defer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (inputs,) = ctx.saved_tensors
         (gradient,) = gradients
-        # Detach both, or they would keep the graph before them until the weight gradient is
-        # computed. A gradient requires one itself if it shares memory with an output, as the
-        # gradient of megatron-core's cross entropy does.
+        # Detach inputs and gradient: otherwise they would keep the autograd graph before them alive
+        # until the weight gradient is computed. The gradient itself requires a gradient if it
+        # shares memory with an output, as in megatron-core's cross entropy.
         kept = gradient.detach() if gradient.requires_grad else gradient
         ctx.store.add(ctx.call, inputs.detach(), kept)
         needs_input = ctx.needs_input_grad[0]
@@ -487,20 +522,20 @@ class _Defer(torch.autograd.Function):
 
 
 def is_deferring(store: WeightGradientStore, weight: torch.Tensor) -> bool:
-    """Returns whether a layer with this store defers the gradient of ``weight`` now.
+    """Returns whether a layer with this store must defer the gradient of ``weight``.
 
-    It does not if gradients are off, or if the weight is computed from other tensors.
+    False if the store is inactive, gradients are off, or the weight is computed from other tensors.
     """
     return store.active and torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
 
 
 def defer(call: LayerCall, inputs: torch.Tensor, store: WeightGradientStore) -> torch.Tensor:
-    """Returns the output of a call whose weight gradient goes to ``store``.
+    """Runs a call of a layer, and leaves its weight gradient to ``store``.
 
     Args:
-        call: Arithmetic of the call, with its parameters.
-        inputs: Input of the layer; kept until the weight gradient is computed.
-        store: Store of the chunk.
+        call: Call to run, with its arithmetic and parameters.
+        inputs: Input of the layer, kept in the store until the weight gradient is computed.
+        store: Store of the layer's chunk.
     """
     anchor = None if inputs.requires_grad else store.anchor(call.weight.device)
     output: torch.Tensor = _Defer.apply(inputs, anchor, call, store)

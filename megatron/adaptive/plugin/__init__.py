@@ -1,8 +1,9 @@
-"""Runs the pipeline steps of a user's own Megatron-LM on the engine of this package.
+"""Runs the pipeline steps of a user's own Megatron-LM on this package's engine.
 
-While it is installed, it replaces ``get_forward_backward_func``. Megatron-LM calls this function to
-get the function that runs a step, and gets one that runs on the executor of this package. For a
-placement in a V, it also replaces megatron-core's functions that return the position of a stage::
+While the plugin is installed, it replaces megatron-core's ``get_forward_backward_func``.
+Megatron-LM calls it to get the function that runs a step, and now gets one that uses this package's
+executor. If stages are placed in a V, the plugin also replaces megatron-core's functions that
+return the position of a stage::
 
     Megatron-LM ── get_forward_backward_func() ──> Seam ── one pipeline rank ──> megatron-core's own
                                                      └──── several ───────────> Engine ─> executor
@@ -23,29 +24,30 @@ __all__ = ["add_arguments", "install", "uninstall"]
 
 
 def install(schedule: str = "adaptive", **more: Any) -> None:
-    """Makes Megatron-LM run its pipeline steps on the engine of this package.
+    """Makes Megatron-LM run its pipeline steps on this package's engine.
 
     Call it on every rank before the first step, and on a machine without CUDA before megatron-core
     is imported. Flags of :func:`add_arguments` on the command line override the arguments. A second
-    call with the same settings does nothing; with other settings it changes them if no step has
-    run.
+    call with the same settings does nothing. A call with other settings changes them, if no step
+    has run.
 
     Args:
-        schedule: Name of the schedule or rule.
-        **more: Other attributes of :class:`~megatron.adaptive.plugin.settings.Settings`.
+        schedule: Name of a static schedule or run-time scheduling rule.
+        **more: Other settings, which are the attributes of
+            :class:`~megatron.adaptive.plugin.settings.Settings`.
 
     Raises:
         ConfigError: A setting is not possible, or differs from the settings of earlier steps.
-        SetupError: The interface of megatron-core does not fit the engine, or megatron-core was
-            imported too early on a machine without CUDA.
+        SetupError: The installed megatron-core is not compatible with the engine, or was imported
+            too early on a machine without CUDA.
     """
     settings = Settings(schedule=schedule, **more)
-    # The order matters: megatron-core needs a device when it is imported, and the engine needs a
-    # megatron-core that has passed the check.
+    # The order of these imports matters: megatron-core needs a device (or its substitute) when it
+    # is imported, and the engine must only be imported after megatron-core has passed the check.
     from megatron.adaptive import accelerator, without_cuda
 
     accelerator.install()
-    # The calling module uses torch, so it needs the substitutes for CUDA as well.
+    # The calling module uses torch, so it too needs the substitutes for CUDA functions.
     without_cuda.include_program(sys._getframe(1).f_globals)
     from megatron.adaptive.plugin import versions
 
@@ -55,14 +57,15 @@ def install(schedule: str = "adaptive", **more: Any) -> None:
     patch.put(settings)
 
 
-# ``help()`` and notebooks then show the settings by name, with their defaults.
+# Set the signature so that ``help()`` and notebooks show the settings by name, with their defaults.
 install.__signature__ = inspect.signature(Settings)  # type: ignore[attr-defined]
 
 
 def uninstall() -> None:
-    """Restores megatron-core's own function and closes the engine's channels.
+    """Restores megatron-core's own functions and closes the engine's channels.
 
-    All ranks call it between two steps. Without an earlier :func:`install` it does nothing.
+    All ranks must call it, between two steps. If :func:`install` was not called before, it does
+    nothing.
 
     Raises:
         TransportError: Another rank did not close its channels in time.

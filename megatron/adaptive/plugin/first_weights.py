@@ -1,16 +1,17 @@
-"""Draws a layer's first weights by its number, in an unmodified Megatron-LM.
+"""Draws each layer's initial weights by layer number, in an unmodified Megatron-LM.
 
-Megatron-LM seeds the generators by pipeline rank, and a rank draws its layers one after the other.
-So the same model begins with other weights if a layer moves to another rank. With ``first_weights
-by-layer`` the generators are seeded for each part of a GPT and restored after it::
+Megatron-LM seeds the random generators by pipeline rank, and a rank draws its layers one after the
+other. So the same model has other initial weights if a layer is on another rank. With
+``first_weights by-layer``, the generators are seeded separately for each part of a GPT, and
+restored after the part is built::
 
     outside of layers       seed, "outside"         output layer
       └─ embedding          seed, "embedding"
       └─ layer n of all     seed, "layer n"         on any rank
       └─ prediction n       seed, "mtp n"           including the layer in it
 
-As before, ranks of a tensor- or expert-parallel group draw different numbers from the generators
-that megatron-core keeps for that, and equal numbers from the others.
+As in megatron-core, ranks of a tensor- or expert-parallel group draw different numbers from the
+generators that are meant for that, and equal numbers from the others.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from megatron.adaptive.plugin.placement_patch import exchange, standing_for
 from megatron.adaptive.plugin.settings import megatron_arguments
 
 DEFAULT_SEED = 1234
-"""Default seed of Megatron-LM."""
+"""Seed that Megatron-LM uses by default."""
 _MARK = "first_weights_by_layer"
 
 
 class FirstWeights:
-    """Seeds the generators for each part of a model while it is built.
+    """Seeds the random generators for each part of a model while the part is built.
 
     Args:
-        is_on: Function that returns whether weights are drawn by layer.
+        is_on: Function that returns whether initial weights are drawn by layer.
     """
 
     def __init__(self, is_on: Callable[[], bool]) -> None:
@@ -113,8 +114,9 @@ class FirstWeights:
 
     @contextlib.contextmanager
     def _seeded(self, part: str, *, is_layer: bool = False) -> Iterator[None]:
-        """Seeds all generators for a part of the model within the block and restores them after."""
-        if self._is_in_layer or not self._is_on():  # an inner layer belongs to the outer layer
+        """Seeds all random generators for a part of the model; restores them after the block."""
+        # A layer within another one uses the outer layer's seed.
+        if self._is_in_layer or not self._is_on():
             yield
             return
         tracker = get_cuda_rng_tracker()
@@ -140,7 +142,7 @@ class FirstWeights:
 
 
 def is_by_layer(model: Any) -> bool:
-    """Returns whether the weights of a model were drawn by layer."""
+    """Returns whether the initial weights of a model were drawn by layer."""
     return bool(getattr(model, _MARK, False))
 
 
@@ -151,7 +153,7 @@ def _number(key: str) -> int:
 
 
 def _place(name: str) -> str:
-    """Returns this rank's positions on the mesh axes that a generator depends on."""
+    """Returns this rank's positions in the parallel groups on which a generator's seed depends."""
     if "data-parallel" in name:
         return ""
     if "expert" in name:

@@ -1,10 +1,10 @@
-"""Replaces megatron-core's ``get_forward_backward_func``.
+"""Replaces megatron-core's ``get_forward_backward_func`` by one that runs steps on the executor.
 
 megatron-core defines this function in ``pipeline_parallel.schedules`` and exports it from its
-package, and modules of Megatron-LM import it by name. All of them get the same replacement, and
-later megatron-core's own function again. The replacement is the plugin's only state.
-:mod:`~megatron.adaptive.plugin.placement_patch` replaces the functions about the placement of
-stages.
+package, and modules of Megatron-LM import it by name. In all of them, it is replaced by the same
+object, and restored when the plugin is uninstalled. The replacement holds the plugin's whole state.
+:mod:`~megatron.adaptive.plugin.placement_patch` replaces the functions that return the position of
+a stage.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from megatron.adaptive.without_cuda import renew_program
 
 _NAME = "get_forward_backward_func"
 _INTERRUPTED = 130
-"""Exit status after SIGINT."""
+"""Exit status of a process that SIGINT has ended."""
 StepFunction = Callable[..., Any]
 
 
 class Seam:
-    """Replaces ``get_forward_backward_func``.
+    """Replaces ``get_forward_backward_func``: returns functions that run steps on the engine.
 
     Args:
-        original: Function of megatron-core.
-        settings: Settings of ``install``. Flags are read when Megatron-LM first asks for a
-            function.
+        original: Function ``get_forward_backward_func`` of megatron-core.
+        settings: Settings given to ``install``. Flags of the command line are applied when
+            Megatron-LM first calls this object.
 
     Attributes:
-        original: Function of megatron-core.
+        original: Function ``get_forward_backward_func`` of megatron-core.
         engine: Engine that runs the steps, ``None`` before the first one.
-        placed: Replacements of megatron-core's functions about the placement of stages.
-        first_weights: Replacements that draw first weights by layer, if the settings ask for it.
+        placed: Replacements of megatron-core's functions that return the position of a stage.
+        first_weights: Replacements of constructors that draw first weights by layer, if the
+            settings say so.
     """
 
     original: StepFunction
@@ -68,10 +69,10 @@ class Seam:
         self._in_force = True
 
     def change(self, settings: Settings) -> None:
-        """Changes the settings.
+        """Changes the settings, if no step has run with the former ones.
 
         Raises:
-            ConfigError: A step has run with the former settings.
+            ConfigError: A step has already run with the former settings.
         """
         if settings == self._settings:
             return
@@ -83,11 +84,11 @@ class Seam:
         self._settings = settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepFunction:
-        """Returns the function that runs a step; arguments are those of megatron-core's function.
+        """Returns the function that runs a step. Arguments are those of megatron-core's function.
 
         Raises:
-            ConfigError: The settings are not possible, or megatron-core returns a loop that is
-                unknown here.
+            ConfigError: The settings are not possible, or megatron-core returns a loop that the
+                plugin does not know.
         """
         if not self._is_asked:
             self._is_asked = True
@@ -113,7 +114,7 @@ class Seam:
 
         @functools.wraps(chosen)
         def step(**arguments: Any) -> Any:
-            if not self._in_force:  # uninstalled since this function was returned
+            if not self._in_force:  # uninstall() was called after this function was returned
                 return chosen(**arguments)
             if self.engine is None:
                 traced = chosen if is_own else None
@@ -123,7 +124,7 @@ class Seam:
         return step
 
     def end(self) -> None:
-        """Passes all later calls to megatron-core's own function, and closes the engine."""
+        """Closes the engine. Later calls go to megatron-core's own function."""
         self._in_force = False
         atexit.unregister(self.leave_at_once)
         engine = self.engine
@@ -134,8 +135,9 @@ class Seam:
     def leave_at_once(self) -> None:
         """Ends the process after an uncaught error, with the exit status that Python would give.
 
-        It is registered early, so it is one of the last exit functions. The engine's threads still
-        wait for messages; a message that arrives during the shutdown of Python would abort it.
+        It is registered early, so it is one of the last exit functions to run. The engine's threads
+        still wait for messages. If a message arrived while Python shuts down, the process would
+        abort.
         """
         error = getattr(sys, "last_value", None)
         if error is None or self.engine is None or not self.engine.left_open:
@@ -146,7 +148,7 @@ class Seam:
         os._exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
     def _kind(self) -> PlacementKind:
-        """Returns the placement in force; called several times per microbatch."""
+        """Returns the current kind of placement. It is called several times per microbatch."""
         return self._settings_of_model().kind
 
     def _draws_by_layer(self) -> bool:
@@ -156,7 +158,10 @@ class Seam:
         return self._settings.overridden(megatron_arguments())
 
     def _settings_of_model(self) -> Settings:
-        """Returns the settings in force, computed once for each set of arguments."""
+        """Returns the settings with flags applied.
+
+        They are computed once for each set of parsed arguments.
+        """
         arguments = megatron_arguments()
         cached = self._cached
         if cached is None or cached[0] is not arguments or cached[1] is not self._settings:
@@ -166,10 +171,10 @@ class Seam:
 
 
 def _keeping_outputs(run_step: StepFunction) -> StepFunction:
-    """Returns a step of megatron-core's own loop that keeps outputs until they are sent.
+    """Wraps megatron-core's own loop so that it keeps outputs until they have been sent.
 
-    megatron-core frees outputs when sending has begun. On a GPU the stream still keeps them, but
-    gloo sends directly from their memory, which the next tensor would overwrite.
+    megatron-core frees an output when its sending has begun. On a GPU the stream keeps the memory
+    in use. But gloo sends directly from the output's memory, which the next tensor would overwrite.
     """
 
     @functools.wraps(run_step)
@@ -190,10 +195,10 @@ def _keeping_outputs(run_step: StepFunction) -> StepFunction:
 
 
 def put(settings: Settings) -> None:
-    """Replaces megatron-core's function by a :class:`Seam` in every module that has it.
+    """Replaces ``get_forward_backward_func`` by a :class:`Seam` in every module that has it.
 
     Raises:
-        ConfigError: Steps have run with other settings.
+        ConfigError: Steps have already run with other settings.
     """
     present = getattr(schedules, _NAME)
     if isinstance(present, Seam):
@@ -207,7 +212,7 @@ def put(settings: Settings) -> None:
 
 
 def take_back() -> None:
-    """Restores megatron-core's own function in every module."""
+    """Restores megatron-core's own functions in every module."""
     present = getattr(schedules, _NAME)
     if isinstance(present, Seam):
         exchange(schedules, _NAME, present, present.original)

@@ -1,7 +1,7 @@
-"""Places the stages of an unmodified Megatron-LM in a V.
+"""Assigns the stages of an unmodified Megatron-LM to ranks in a V.
 
-A few functions of megatron-core return the position of a stage. They are replaced here while the
-plug-in is installed. The replacements act only if the placement in force is a V::
+A few functions of megatron-core return the position of a stage. They are replaced while the plugin
+is installed. The replacements change results only if the placement is a V::
 
     4 ranks, 2 chunks    megatron-core's loop    V
     rank 0               E: 0   4                   3   4
@@ -9,16 +9,17 @@ plug-in is installed. The replacements act only if the placement in force is a V
     rank 2                  2   6                   1   6
     rank 3                  3   7 :L             E: 0   7 :L
 
-The first and the last stage are on the *last* rank, because Megatron-LM reads losses and numbers of
-tokens there and writes its logs there. So only the first stage moves. The engine counts positions
-from the last rank, so that its V begins at position 0 as everywhere in this package.
+In the drawing, E is the embedding and L the loss. The first and the last stage are on the *last*
+rank, because Megatron-LM reads losses and numbers of tokens there, and writes its logs there. So of
+these two only the first stage moves. The engine counts positions from the last rank, so that its V
+begins at position 0, as everywhere in this package.
 
 - Each stage has the same layers as in megatron-core's loop. Layer numbers, and names in
   checkpoints, follow from :class:`PlacedLayout`.
 - Both copies of a tied embedding are on one rank; :mod:`megatron.adaptive.gpt.model_placement`
-  handles the consequences. In a checkpoint they are one tensor with two names on a rank.
-- If a forward asks whether its rank is the first without a chunk, the answer is for the chunk that
-  runs: the first chunk needs the tokens of a batch, the second chunk the labels.
+  handles this. In a checkpoint, the rank has one tensor with two names.
+- A forward step may ask whether its rank is the first, without naming a chunk. The answer is for
+  the chunk that is running: the first chunk needs a batch's tokens, the second chunk its labels.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ _CHUNKS = 2
 
 
 class TurnedLayout(PlacedLayout):
-    """Describes a layout whose positions count from the last rank of the pipeline.
+    """Contains the layers of each stage, with positions counted from the pipeline's last rank.
 
     Args:
-        placement: Placement of the stages on positions.
-        stages: Layers of each stage in pipeline order.
-        original: Layout of the configuration without the plug-in.
+        placement: Assignment of pipeline stages to positions.
+        stages: Names of the layers in each stage, in pipeline order.
+        original: Layout that the model's configuration had before it was replaced by this one.
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]], original: Any) -> None:
@@ -70,14 +71,14 @@ class TurnedLayout(PlacedLayout):
 
 
 class Placed:
-    """Replaces megatron-core's functions about the placement of stages.
+    """Replaces megatron-core's functions that return the position of a stage.
 
     Args:
-        kind: Function that returns the placement in force.
+        kind: Function that returns the current kind of placement.
 
     Attributes:
-        running: Index of the chunk whose forward runs, ``None`` if none does. It is the chunk that
-            megatron-core means if it names none.
+        running: Index of the chunk whose forward step is running, or ``None``. If megatron-core
+            asks about a stage without naming a chunk, it means this one.
     """
 
     def __init__(self, kind: Callable[[], PlacementKind]) -> None:
@@ -87,10 +88,10 @@ class Placed:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def put(self) -> None:
-        """Replaces the functions of megatron-core.
+        """Puts the replacements in place of megatron-core's functions.
 
         Raises:
-            SetupError: megatron-core lacks one of them.
+            SetupError: megatron-core lacks one of these functions.
         """
         for owner, name, replacement in (
             (parallel_state, "initialize_model_parallel", self._initialize),
@@ -122,12 +123,12 @@ class Placed:
 
     @property
     def is_v(self) -> bool:
-        """Returns whether the placement in force is a V."""
+        """Returns whether the current placement is a V."""
         return self._kind() == "v"
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Puts the rank of the first stage into the embedding groups."""
-        renew_program()  # the program has imported all its modules by now
+        """Makes process groups, with the rank of a V's first stage in the embedding groups."""
+        renew_program()  # only now, because the program has imported all its modules
         if self.is_v:
             bound = inspect.signature(original).bind(*args, **kwargs)
             for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
@@ -164,10 +165,10 @@ class Placed:
     def _build_data(
         self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Makes rank 0 build the data, though it has neither the first nor the last stage of a V.
+        """Makes rank 0 build the data, although it has neither the first nor the last stage of a V.
 
-        Rank 0 makes the indices that other ranks then read. If it has no data, Megatron-LM does not
-        train on any rank.
+        Rank 0 builds the indices of the data set, which other ranks then read. If it had no data,
+        Megatron-LM would not train on any rank.
         """
         bound = inspect.signature(original).bind(builder, *args, **kwargs)
         builds_here = bound.arguments["is_built_on_rank"]
@@ -176,10 +177,9 @@ class Placed:
         original(*bound.args, **bound.kwargs)
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
-        """Gives a configuration the layout of a V."""
-        if isinstance(
-            config.pipeline_model_parallel_layout, TurnedLayout
-        ):  # a configuration is being copied
+        """Sets the layout of a V in a model's configuration."""
+        # If the configuration is a copy of one that was changed here, use the original layout.
+        if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):
             config.pipeline_model_parallel_layout = config.pipeline_model_parallel_layout.original
         original(config)
         if self.is_v and config.pipeline_model_parallel_size > 1:
@@ -191,7 +191,10 @@ class Placed:
             )
 
     def _set_up_embeddings(self, original: Callable[..., None], model: Any) -> None:
-        """Makes both copies of a tied embedding equal, because megatron-core sets one to zero."""
+        """Makes both copies of a tied embedding equal.
+
+        megatron-core itself sets one of them to zero.
+        """
         original(model)
         if not self.is_v or model.config.pipeline_model_parallel_size == 1:
             return
@@ -214,7 +217,7 @@ class Placed:
             return loaded
         from megatron.adaptive.checkpoint.megatron_state import with_own_storage
 
-        if isinstance(loaded, tuple):  # the rest lists keys that did not fit
+        if isinstance(loaded, tuple):  # other elements list keys that did not match
             return (with_own_storage(loaded[0]), *loaded[1:])
         return with_own_storage(loaded)
 
@@ -223,7 +226,7 @@ def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
     """Replaces an object where it is defined and in every module that has imported it by name."""
     setattr(owner, name, new)
     for module in list(sys.modules.values()):
-        # Read the dictionary, because getattr would make lazy modules load.
+        # Read the module's dictionary, because getattr would make lazy modules load.
         if getattr(module, "__dict__", {}).get(name) is old:
             setattr(module, name, new)
 
@@ -235,7 +238,7 @@ def kind_of(config: Any) -> PlacementKind:
 
 
 def standing_for(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement that passes the original and all arguments to ``function``."""
+    """Returns a function that calls ``function`` with the original and all arguments."""
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -250,7 +253,7 @@ def _first_moved(choose: Callable[..., list[int]], pp_ranks: list[int], *rest: A
 
 
 def _check(config: Any) -> None:
-    """Refuses a configuration that cannot run in a V."""
+    """Raises an error for a configuration that cannot run in a V."""
     chunks = config.virtual_pipeline_model_parallel_size or 1
     if chunks != _CHUNKS:
         raise ConfigError(
@@ -290,7 +293,7 @@ def _check(config: Any) -> None:
 
 
 def _stages_in_loop(config: Any) -> tuple[tuple[str, ...], ...]:
-    """Returns the layers that megatron-core gives each stage, in pipeline order."""
+    """Returns the layer names that megatron-core assigns to each stage, in pipeline order."""
     ranks = config.pipeline_model_parallel_size
     chunks = [(rank, chunk) for chunk in range(_CHUNKS) for rank in range(ranks)]
     layout = config.pipeline_model_parallel_layout
@@ -303,7 +306,7 @@ def _stages_in_loop(config: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, stages_of(layers, config.mtp_num_layers or 0)))
 
 
-# Cached, because Megatron-LM makes a configuration for every batch that it reads.
+# Cached, because Megatron-LM makes a configuration object for every batch that it reads.
 @functools.lru_cache(maxsize=8)
 def _turned(ranks: int, stages: Sequence[Sequence[str]], original: Any) -> TurnedLayout:
     placement = Placement(num_ranks=ranks, num_chunks=_CHUNKS, kind="v")

@@ -1,10 +1,10 @@
 """Traces a user's Megatron-LM and writes the progress of its run.
 
-The executor traces actions, waits and messages, as in the trainer of this package. Other spans need
-no change of Megatron-LM either: its data iterator (``data``), the function that finishes gradients
-(``reduce``), torch's hooks around the step of every optimizer (``optimizer``), steps without
-backwards (``evaluate``), and ``dist_checkpointing.save`` (``checkpoint``). The result of a step
-contains the losses.
+The executor traces actions, waits and messages, as in the trainer of this package. Other work is
+traced without a change of Megatron-LM. Reads of its data iterator become spans ``data``, and the
+function that finishes gradients ``reduce``. torch's hooks around the step of every optimizer give
+spans ``optimizer``, evaluation steps ``evaluate``, and ``dist_checkpointing.save`` gives
+``checkpoint``. Losses are read from the result of a step.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _ENDED = "the program ended"
 
 @dataclass(frozen=True, kw_only=True)
 class _Begun:
-    """Describes the training step under way.
+    """Contains facts about the current training step.
 
     Attributes:
         iteration: Number of the step.
-        begin_s: Start of the step, in seconds of :func:`time.perf_counter`.
-        samples: Number of samples of all replicas.
-        tokens: Number of tokens of these samples.
+        begin_s: Start of the step, as a value of :func:`time.perf_counter`.
+        samples: Number of samples in the step, of all replicas together.
+        tokens: Number of tokens in these samples.
     """
 
     iteration: int
@@ -57,16 +57,17 @@ class _Begun:
 
 
 class StepTrace:
-    """Traces the steps of this rank; one rank also writes the progress of the run.
+    """Traces this rank's steps. One rank also writes the progress of the run.
 
-    If the trace cannot be written, it ends with one message, and training continues.
+    If the trace cannot be written, a message is printed once and tracing ends, but training
+    continues.
 
     Args:
-        tracing: Trace of this process.
+        tracing: Trace to which spans are added.
         settings: Settings of the plugin.
-        accelerator: Device of this rank.
-        iteration: Number of training steps done before.
-        finish_step: Function that ends the step under way; called before a checkpoint is saved.
+        accelerator: CPU or GPU of this rank.
+        iteration: Number of training steps done before this start.
+        finish_step: Function that ends the current step. It is called before a checkpoint is saved.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class StepTrace:
         self._rate: float | None = None
         self._done = iteration
         self._total = int(getattr(megatron_arguments(), "train_iters", None) or 0)
-        self._optimizers = 0  # number of nested optimizer steps under way
+        self._optimizers = 0  # number of optimizer steps that are running, one within another
         self._update: AbstractContextManager[None] | None = None
         self._hooks = [
             register_optimizer_step_pre_hook(self._update_begins),
@@ -93,7 +94,8 @@ class StepTrace:
         ]
         self._save = dist_checkpointing.save
         dist_checkpointing.save = self._saving(self._save)
-        # Only the rank that writes Megatron-LM's log has the losses.
+        # The rank that writes Megatron-LM's log also writes the progress, because only it has the
+        # losses.
         is_writer = dist.get_rank() == dist.get_world_size() - 1
         folder = settings.trace_dir if is_writer else None
         self._progress = ProgressFile(folder)
@@ -108,12 +110,12 @@ class StepTrace:
         )
 
     def begin(self, iteration: int, arguments: Mapping[str, Any]) -> None:
-        """Begins a training step.
+        """Starts to trace a training step.
 
         Args:
-            iteration: Number of the step in the log. If Megatron-LM runs a step again, the trace
-                uses the next number.
-            arguments: Arguments of megatron-core's function.
+            iteration: Number of the step in Megatron-LM's log. If Megatron-LM runs a step again,
+                the trace uses the next number.
+            arguments: Arguments of megatron-core's function that runs a step.
         """
         iteration = max(iteration, self._done + 1)
         microbatches = arguments["num_microbatches"]
@@ -130,14 +132,17 @@ class StepTrace:
         )
 
     def returned(self, reported: Sequence[Any]) -> None:
-        """Takes the result of a training step.
+        """Stores the loss from the result of a training step.
 
-        Collective over replicas, but does not wait for them.
+        Collective over replicas, but does not wait for the other replicas.
         """
         self._loss = _mean_loss(reported)
 
     def end(self) -> None:
-        """Writes the step under way, if there is one; the device must have finished it."""
+        """Ends the current step, if there is one, and writes its measurements.
+
+        The device must have finished the step.
+        """
         begun = self._begun
         self._begun = None
         if begun is None:
@@ -166,10 +171,10 @@ class StepTrace:
         return self.tracing.host_span("evaluate")
 
     def close(self, *, is_orderly: bool) -> None:
-        """Ends the trace.
+        """Closes the trace and the progress file, and removes all hooks.
 
         Args:
-            is_orderly: True if no step failed.
+            is_orderly: Whether all steps have succeeded.
 
         Raises:
             TraceError: A file could not be written.
@@ -185,7 +190,10 @@ class StepTrace:
         self.tracing.close()
 
     def timed(self, iterators: Any) -> Any:
-        """Returns the data iterators of a training step with traced reads; keeps ``None``."""
+        """Wraps the data iterators of a training step so that reads are traced.
+
+        ``None`` stays ``None``.
+        """
         if isinstance(iterators, list):
             return [self.timed(iterator) for iterator in iterators]
         return None if iterators is None else _Timed(iterators, self.tracing.data_read)
@@ -221,11 +229,11 @@ class StepTrace:
 
 
 class _Timed:
-    """Wraps a data iterator and times its reads; all other attributes are those of the iterator.
+    """Wraps a data iterator and times its reads. Other attributes are passed on.
 
     Args:
         iterator: Iterator over microbatches.
-        was_read: Function that is called with the index, start and end of each read.
+        was_read: Function called with the index, start and end of each read, in nanoseconds.
     """
 
     def __init__(self, iterator: Iterator[Any], was_read: Callable[[int, int, int], None]) -> None:
@@ -250,10 +258,11 @@ class _Timed:
 def stage_sizes(
     job: Job, placement: Placement, pp_rank: int, chunks: Sequence[torch.nn.Module], seq_length: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Returns the number of layers of each stage, and its work in layers.
+    """Returns each stage's number of layers, and its compute cost as a number of layers.
 
-    Collective over all ranks. Work counts multiply-adds only, as in the trainer of this package.
-    Both results are empty if a chunk has no list of layers.
+    Collective over all ranks. The cost is the stage's number of multiply-adds divided by that of
+    one layer, as in the trainer of this package. Both results are empty if a chunk has no list of
+    layers.
     """
     local = {
         placement.stage_of(pp_rank, chunk): _sizes_of(model, seq_length)
@@ -271,7 +280,10 @@ def stage_sizes(
 
 
 def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, float] | None:
-    """Returns a chunk's number of layers, and multiply-adds per token of a layer and of logits."""
+    """Returns a chunk's number of layers, and two costs in multiply-adds per token.
+
+    These are the cost of one layer, and of computing logits.
+    """
     model = unwrap_model([chunk])[0]
     config = get_model_config(chunk)
     layers = getattr(getattr(model, "decoder", None), "layers", None)
@@ -286,7 +298,9 @@ def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, floa
 
 
 def _mean_loss(reported: Sequence[Any]) -> torch.Tensor | None:
-    """Returns the mean loss over microbatches and replicas, ``None`` if Megatron-LM reports none.
+    """Returns the mean loss over microbatches and replicas.
+
+    Returns ``None`` if Megatron-LM reports no loss.
 
     Source: ``train_step`` of Megatron-LM: it reports a loss, or the sum over tokens together with
     their number.
@@ -308,7 +322,7 @@ def _mean_loss(reported: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _sizes() -> dict[str, int]:
-    """Returns the parallel sizes of the run, by the names of ``progress.jsonl``."""
+    """Returns the parallel sizes of the run, by their names in ``progress.jsonl``."""
     return {
         "world_size": dist.get_world_size(),
         "data_parallel_size": parallel_state.get_data_parallel_world_size(),

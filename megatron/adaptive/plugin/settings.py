@@ -1,6 +1,7 @@
-"""Defines the settings of the plugin, in code or on Megatron-LM's command line.
+"""Defines the plugin's settings, which are given in code or on Megatron-LM's command line.
 
-Imports neither torch nor megatron-core, because flags are added before either is needed.
+This module imports neither torch nor megatron-core, because flags are added before either is
+needed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 
 @dataclass(frozen=True, kw_only=True)
 class _PluginFlags:
-    """Lists flags that the trainer does not need, and settings of a model that rules check."""
+    """Defines flags that only the plugin has, and a model's settings that are checked with them."""
 
     moe_token_dispatcher_type: str = flag("How tokens get to their experts.", "allgather")
 
@@ -45,43 +46,47 @@ class Settings:
     """Contains the settings of :func:`~megatron.adaptive.plugin.install`.
 
     Attributes:
-        schedule: Rule that chooses at run time (``adaptive``, ``hinted``, ``dfc``, ``bfc``), fixed
-            order (``1f1b``, ``interleaved``, ``gpipe``, ``breadth-first``, ``varuna``, ``zb-h1``,
-            ``zb-v``, ``v-half``), ``file``, or ``auto``, which measures the first steps and takes
-            the schedule that is fastest in simulation. ``megatron`` runs megatron-core's own code.
-        placement: Placement of the stages if each rank has two chunks: ``loop``, as in
+        schedule: Scheduling rule that chooses actions at run time (``adaptive``, ``hinted``,
+            ``dfc``, ``bfc``), static schedule (``1f1b``, ``interleaved``, ``gpipe``,
+            ``breadth-first``, ``varuna``, ``zb-h1``, ``zb-v``, ``v-half``), ``file``, or ``auto``,
+            which measures the first steps and chooses the schedule that is fastest in simulations.
+            ``megatron`` runs megatron-core's own code.
+        placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
             megatron-core, or ``v``. A V must be set before megatron-core's process groups are made.
-            ``None`` for a V with ``zb-v`` and ``v-half``, a loop with all others.
-        auto_candidates: Names of the user's schedules that ``auto`` tries as well, each as
+            ``None`` for a V with ``zb-v`` and ``v-half``, and a loop with all other schedules.
+        auto_candidates: Names of the user's own schedules that ``auto`` tries too, in the form
             ``package.module:name``.
-        schedule_file: Path of the schedule file for ``file``: JSON, or the CSV of
+        schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
             ``torch.distributed.pipelining``.
-        activation_cap: Most activations that a rank keeps under a rule, in microbatches over all
-            its chunks; ``None`` to derive it from the shape of the pipeline.
-        split_backward: Whether weight gradients are separate actions. ``None`` for True with
-            ``zb-h1``, and with ``adaptive`` and ``hinted`` if it costs nothing (see
-            docs/plugin.md).
-        weight_pieces: Most parts into which a rule cuts each weight gradient, with
-            ``split_backward``.
-        keyed_dropout: True to draw dropout's random numbers from step, microbatch and layer, as in
-            the trainer of this package, so that the order of work does not change them. Otherwise
-            Megatron-LM draws them, and they depend on that order if a rank has several chunks.
-        first_weights: ``by-rank`` to draw first weights as Megatron-LM does, or ``by-layer`` to
-            draw them by seed and layer number. A new GPT then begins with the same weights in a
-            loop, in a V and for every number of stages. It must be set before the model is built.
-        trace_dir: Folder for a trace of every rank, ``None`` for no trace.
-        diagnose_interval: Number of steps between two searches for causes that slow the run, each
-            reported once; needs ``trace_dir``; 0 for never.
+        activation_cap: Limit on the activations that a rank holds under a run-time rule. One unit
+            is one microbatch in all chunks of the rank. ``None`` for the default for this pipeline.
+        split_backward: Whether weight gradients are separate actions, instead of part of the
+            backward pass. ``None`` for True with ``zb-h1``, and with ``adaptive`` and ``hinted`` if
+            it costs nothing (see docs/plugin.md).
+        weight_pieces: Maximum number of parts of each weight gradient under a run-time rule, if
+            weight gradients are separate actions.
+        keyed_dropout: Whether dropout's random numbers depend only on step, microbatch and layer,
+            as in the trainer of this package. Otherwise Megatron-LM draws them, and they depend on
+            the order of actions if a rank has several chunks.
+        first_weights: ``by-rank`` to draw initial weights as Megatron-LM does, or ``by-layer`` to
+            draw them by seed and layer number. With ``by-layer``, a new GPT has the same initial
+            weights in a loop, in a V and for every number of stages. It must be set before the
+            model is built.
+        trace_dir: Folder for the trace files of all ranks; ``None`` to turn tracing off.
+        diagnose_interval: Number of steps between two diagnoses of what slows the run; 0 for none.
+            Needs ``trace_dir``. Each cause is reported once.
         transport: Connection between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
             ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses for each pair.
-        transport_silence_s: Seconds without any message or heartbeat after which a rank is lost.
-        timeout_s: Time limit in seconds of every wait for a message of the pipeline.
-        hang_after_s: Seconds without progress after which the rank that others wait for is named;
-            0 for never, ``None`` for 10 times the median step and at least 30 s.
-        on_hang: ``report`` to write a page and a line, ``end`` to end the job as well.
+        transport_silence_s: Time without any message or heartbeat after which a rank counts as
+            lost, in seconds.
+        timeout_s: Maximum time of a wait for a message of the pipeline, in seconds.
+        hang_after_s: Time without progress after which the job counts as hanging and the rank that
+            others wait for is reported, in seconds. 0 for never; ``None`` for 10 times the median
+            step, and at least 30 s.
+        on_hang: ``report`` to write a report page and print a line, ``end`` to also end the job.
 
     Raises:
-        ConfigError: A setting is not possible, by itself or with another one.
+        ConfigError: A value is not possible, or contradicts another setting.
     """
 
     schedule: str = "adaptive"
@@ -109,30 +114,30 @@ class Settings:
         self.require()
 
     def require(self, **model: Any) -> None:
-        """Checks the settings against the rules of schedules.
+        """Checks that the settings are possible together with each other and with a model.
 
         Args:
-            **model: Further settings, of a model and its layout.
+            **model: Settings of the model and of its division into chunks.
 
         Raises:
-            ConfigError: A rule is broken.
+            ConfigError: Two settings contradict each other.
         """
         settings = {spec.dest: getattr(self, name) for name, spec in _flags().items()}
         GivenFlags(settings | model, _specs()).require(order_rules(self.schedule))
 
     @property
     def kind(self) -> PlacementKind:
-        """Returns the kind of placement of the stages."""
+        """Returns the kind of placement of the stages, ``loop`` or ``v``."""
         return self.placement or ("v" if schedule_spec(self.schedule).is_v_only else "loop")
 
     @property
     def is_rule(self) -> bool:
-        """Returns whether the order is chosen at run time."""
+        """Returns whether the order of actions is chosen at run time."""
         return schedule_spec(self.schedule).is_rule
 
     @property
     def splits(self) -> bool | None:
-        """Returns whether backwards are split, ``None`` if that depends on the model."""
+        """Returns whether weight gradients are separate actions; ``None`` if the model decides."""
         splits = schedule_spec(self.schedule).splits_backward
         if self.split_backward is None and splits == "by default":
             return None
@@ -142,8 +147,8 @@ class Settings:
         """Returns these settings, overridden by the flags on the command line.
 
         Args:
-            arguments: Parsed arguments of Megatron-LM, or ``None``. An attribute that is missing or
-                ``None`` does not change a setting.
+            arguments: Parsed arguments of Megatron-LM, or ``None``. A setting whose attribute is
+                missing or ``None`` does not change.
 
         Raises:
             ConfigError: The resulting settings are not possible.
@@ -154,7 +159,9 @@ class Settings:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the plugin's flags; for ``extra_args_provider`` of Megatron-LM's ``pretrain``.
+    """Adds the plugin's flags to a parser.
+
+    Pass this function as ``extra_args_provider`` to Megatron-LM's ``pretrain``.
 
     For flags that are not on the command line, the settings of
     :func:`~megatron.adaptive.plugin.install` apply.
@@ -169,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _flags() -> dict[str, FieldSpec]:
-    """Returns the trainer's flag for each setting."""
+    """Returns the command-line flag of each setting."""
     specs = _specs()
     settings = [field.name for field in dataclasses.fields(Settings)]
     names = {
@@ -193,5 +200,5 @@ def megatron_arguments() -> Any:
         return None
     try:
         return get_args()
-    except AssertionError:  # Megatron-LM raises it before it has parsed arguments
+    except AssertionError:  # Megatron-LM raises this if it has not parsed its arguments yet
         return None

@@ -1,8 +1,10 @@
-"""Runs Megatron-LM's steps on the executor, which all ranks build together at the first step.
+"""Runs Megatron-LM's steps on this package's executor.
 
-Owns the channels, the choice of ``auto``, the keys of dropout, the trace, and their end.
-:class:`~megatron.adaptive.engine.stages.ForwardBackward` runs a step, and
-:mod:`~megatron.adaptive.plugin.run_trace` traces Megatron-LM around it.
+All ranks build the executor together at the first step.
+
+This module makes and closes the channels between ranks, the tuner of ``auto``, the keys of dropout
+and the trace. :class:`~megatron.adaptive.engine.stages.ForwardBackward` runs a step, and
+:mod:`~megatron.adaptive.plugin.run_trace` traces the rest of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -57,19 +59,20 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class Engine:
-    """Runs the steps of this rank.
+    """Runs Megatron-LM's training and evaluation steps on this rank.
 
     Args:
-        settings: Settings of the plugin, in force for all steps.
-        placed: Replacements of megatron-core's functions about the placement of stages.
-        traced: Function of megatron-core that runs the steps and is traced from outside; ``None``
-            to run them on the executor.
+        settings: Settings of the plugin, with flags of the command line applied.
+        placed: Replacements of megatron-core's functions that return the position of a stage.
+        traced: Function of megatron-core that runs the steps, and is only traced; ``None`` to run
+            the steps on the executor.
 
     Attributes:
-        left_open: True after a close that followed a failed step: threads still wait for messages.
+        left_open: Whether channels were left open by :meth:`close`, because a step has failed.
+            Their threads still wait for messages.
     """
 
-    # The first step sets both.
+    # Both are set in the first step.
     _job: Job
     _orders: Orders
 
@@ -90,26 +93,26 @@ class Engine:
         self._tuner: Tuner | None = None
         self._trace: StepTrace | None = None
         self._iteration = 0
-        self._step: int | None = None  # number of microbatches of the training step under way
-        # Times of the last training step, and its number of microbatches.
+        self._step: int | None = None  # number of microbatches of the current training step.
+        # Times of the last training step, with the step's number of microbatches.
         self._done: tuple[RankTimes, int] | None = None
         self._broken = False
         self._guard: HangGuard | None = None
-        self._runs = False  # True within a step
+        self._runs = False  # True while a step is running
         self.left_open = False
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """Runs a step. The first one is collective over all ranks of the job.
+        """Runs a step. The first call is collective over all ranks of the job.
 
         Args:
-            arguments: Arguments of megatron-core's function.
+            arguments: Arguments of the call, as for megatron-core's function that runs a step.
 
         Returns:
-            Result of megatron-core's function.
+            Same as megatron-core's function: results of the loss function.
 
         Raises:
             ConfigError: The engine does not support the model or an argument.
-            TransportError: Another rank is gone or silent.
+            TransportError: Another rank has ended, or does not respond.
         """
         if self._traced is None:
             check_call(arguments)
@@ -145,15 +148,16 @@ class Engine:
                     trace.returned(reported)
             return reported
         except BaseException:
-            self._broken = True  # peers would not answer an orderly close
+            self._broken = True  # other ranks would not take part in an orderly close
             raise
         finally:
             self._runs = False
 
     def _begin_training_step(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Counts the step and returns its arguments, with keyed dropout and traced data."""
+        """Counts the step, and returns its arguments with keyed dropout and traced data reads."""
         current = getattr(megatron_arguments(), "curr_iteration", None)
-        # Megatron-LM may run a step again, to check that its results are the same.
+        # Take the number from Megatron-LM if it has one: it may run a step again, to check that the
+        # results are the same.
         self._iteration = (self._iteration if current is None else current) + 1
         if self._dropout is not None:
             keyed = self._dropout.keyed(
@@ -167,7 +171,7 @@ class Engine:
         return arguments
 
     def _by_chunk(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a forward step so that megatron-core knows which chunk runs."""
+        """Wraps a forward step so that ``placed`` knows which chunk is running."""
         numbers = {id(chunk): number for number, chunk in enumerate(self._chunks)}
         placed = self._placed
 
@@ -182,7 +186,7 @@ class Engine:
         return step
 
     def close(self) -> None:
-        """Ends the trace and, unless a step has failed, the channels. All ranks must call it.
+        """Closes the trace and, unless a step has failed, the channels. All ranks must call it.
 
         Raises:
             TransportError: Another rank did not close its channels in time.
@@ -204,7 +208,7 @@ class Engine:
             wiring.close()
 
     def _close_at_exit(self) -> None:
-        # After an uncaught error, other ranks do not close their channels, so do not wait for them.
+        # After an uncaught error, other ranks do not close their channels. So do not wait for them.
         self._broken = self._broken or getattr(sys, "last_value", None) is not None
         try:
             self.close()
@@ -249,7 +253,7 @@ class Engine:
                 "megatron.adaptive.uninstall() and install() on all ranks in between"
             )
         elif self._traced is None and self._payload is not None and payload != self._payload:
-            self._payload = None  # shapes vary, other than in the steps before
+            self._payload = None  # None: shapes vary from now on, unlike in earlier steps
             self._build(config, arguments["num_microbatches"])
         if self._forward_backward is None and self._traced is not None:
             assert self._trace is not None
@@ -267,7 +271,7 @@ class Engine:
             self._tuner = self._make_tuner(config)
 
     def _evidence(self) -> dict[str, Any]:
-        """Returns the activity of this rank; the thread of the hang guard calls it."""
+        """Returns what this rank is doing. The thread of the hang guard calls it."""
         activity = {} if self._trace is None else self._trace.tracing.now()
         if self._wiring is not None:
             activity |= self._wiring.executor.evidence()
@@ -295,7 +299,10 @@ class Engine:
         return StepTrace(tracing, self._settings, self._accelerator, done, self._finish_step)
 
     def _make_keys(self, config: Any) -> DropoutKeys | None:
-        """Returns the keys of dropout, or prints that dropout will differ from run to run."""
+        """Returns the keys for drawing dropout's random numbers; ``None`` without keyed dropout.
+
+        Prints a line if dropout will therefore differ from run to run.
+        """
         has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         if not has_dropout or not self._settings.keyed_dropout:
             if has_dropout and len(self._chunks) > 1 and self._settings.is_rule:
@@ -310,7 +317,7 @@ class Engine:
         return keys
 
     def _make_tuner(self, config: Any) -> Tuner | None:
-        """Returns the tuner of ``auto``, ``None`` if the schedule is another. Collective."""
+        """Returns the tuner of schedule ``auto``, ``None`` for other schedules. Collective."""
         settings = self._settings
         if self._orders.schedule != "auto":
             return None
@@ -327,13 +334,13 @@ class Engine:
             loads=None,
             gain=None,
             cap=settings.activation_cap,
-            can_turn=False,  # Megatron-LM built the model, so its placement is fixed
+            can_turn=False,  # Megatron-LM has built the model, so its placement cannot change
             timeout_s=settings.timeout_s,
             say=self._say,
         )
 
     def _tune(self) -> None:
-        """Passes the times of the last training step to the tuner, which may choose now."""
+        """Passes the last training step's times to the tuner, which may then choose a schedule."""
         done = self._done
         self._done = None
         if self._tuner is None or done is None:
@@ -344,7 +351,10 @@ class Engine:
             self._tuner = None
 
     def _choose_split(self, config: Any) -> bool:
-        """Returns whether backwards are split, the same on all ranks. Collective over all ranks."""
+        """Returns whether weight gradients are separate actions, the same on all ranks.
+
+        Collective over all ranks.
+        """
         requested = self._settings.splits
         reason = None
         if self._traced is not None:
@@ -363,7 +373,7 @@ class Engine:
         return requested is not False and not reasons
 
     def _build(self, config: Any, num_microbatches: int) -> None:
-        """Connects this rank with the others. Collective over all ranks of the job."""
+        """Builds the executor and connects it to other ranks. Collective over all ranks."""
         dtype = config.pipeline_dtype
         placement = self._orders.placement
         former = self._wiring
@@ -385,7 +395,7 @@ class Engine:
         )
         self._forward_backward = None
         if former is not None:
-            former.close()  # all ranks are here now, and no message is under way
+            former.close()  # all ranks have reached this point, and no message is being sent
             return
         self._say(
             f"schedule {self._settings.schedule} on {placement.num_ranks} pipeline ranks "
@@ -395,9 +405,9 @@ class Engine:
 
     @property
     def _pp_ranks(self) -> list[int]:
-        """Returns the ranks of this pipeline by position.
+        """Returns the global ranks of this pipeline, by position in the placement.
 
-        A V starts at megatron-core's last rank.
+        In a V, position 0 is megatron-core's last rank.
         """
         ranks: list[int] = dist.get_process_group_ranks(self._group)
         return ranks[::-1] if self._settings.kind == "v" else ranks
@@ -418,7 +428,7 @@ class Engine:
         )
 
     def _finish_step(self) -> None:
-        """Ends the training step under way, if there is one; waits until its device is done."""
+        """Ends the current training step, if any. Waits until the device has finished it."""
         step = self._step
         self._step = None
         waits = self._trace is not None or self._tuner is not None
@@ -435,7 +445,7 @@ class Engine:
 
 
 def _this_device() -> Accelerator:
-    """Returns the device that Megatron-LM has chosen for this process."""
+    """Returns the CPU or GPU that Megatron-LM has chosen for this process."""
     device = current_device()
     if device.type != "cuda":
         keep_freed_memory()
@@ -447,9 +457,9 @@ def _this_device() -> Accelerator:
 
 
 def _shared_settings(settings: Settings, config: Any) -> dict[str, str]:
-    """Returns the settings that must be equal on all ranks, of the plug-in and of experts."""
+    """Returns the settings of the plugin and of experts that must be equal on all ranks."""
     shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    for name in ("trace_dir", "schedule_file"):  # paths may differ
+    for name in ("trace_dir", "schedule_file"):  # paths may differ between ranks
         shared.pop(name, None)
     for name in ("overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type"):
         shared[name] = getattr(config, name, None)
@@ -459,7 +469,7 @@ def _shared_settings(settings: Settings, config: Any) -> dict[str, str]:
 def _payload_shape(
     config: Any, arguments: Mapping[str, Any], num_chunks: int
 ) -> tuple[int, ...] | None:
-    """Returns the shape ``[s, b, h]`` of the tensors between stages, ``None`` if it may vary."""
+    """Returns the shape ``[s, b, h]`` of tensors sent between stages, ``None`` if it may vary."""
     varying = ("variable_seq_lengths", "mtp_num_layers", "fp32_residual_connection")
     if config.pipeline_dtype is None or any(getattr(config, name, None) for name in varying):
         return None

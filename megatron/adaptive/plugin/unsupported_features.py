@@ -1,7 +1,7 @@
-"""Refuses features of Megatron-LM that the engine does not support, before the first step.
+"""Rejects features of Megatron-LM that the engine does not support, before the first step.
 
-megatron-core's own loop does more than call forwards and backwards. Each entry here is a part of
-the loop that the engine does not have, or a model that relies on the order of the loop.
+megatron-core's own loop does more than run forward and backward passes. Each check here is for a
+part of that loop that the engine lacks, or for a model that relies on the loop's order.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _SEVERAL_INPUTS = {
     "add_encoder": "an encoder with a decoder",
     "modality_submodules": "a model of several modalities",
 }
-"""Attributes of unwrapped chunks that have several inputs, with the kind of model."""
+"""Attributes by which models with several inputs are recognised, with the kind of model."""
 
 
 def check_call(arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments of a step that the engine does not support.
+    """Raises an error for arguments of a step that the engine does not support.
 
     Args:
-        arguments: Arguments of megatron-core's function.
+        arguments: Arguments of the call, as for megatron-core's function that runs a step.
 
     Raises:
-        ConfigError: An argument is refused.
+        ConfigError: An argument is not supported.
     """
     if arguments.get("adjust_tensor_shapes_fn") is not None:
         raise ConfigError(
@@ -66,10 +66,10 @@ def check_call(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_groups(origin: str, groups: Any, names: Mapping[str, str] = _GROUPS) -> None:
-    """Refuses process groups other than those of ``parallel_state``.
+    """Raises an error for process groups other than those of ``parallel_state``.
 
-    This includes the groups of several models at once, which exchange a dictionary of tensors and
-    have no groups with these names.
+    This includes the groups of several models that are trained at once. They exchange a dictionary
+    of tensors, and have no groups with these names.
     """
     for kind, name in names.items() if groups is not None else ():
         if not _is_of_parallel_state(kind, getattr(groups, name, None)):
@@ -97,10 +97,10 @@ def _is_of_parallel_state(kind: str, group: Any) -> bool:
 def check_model(
     config: Any, chunks: Sequence[torch.nn.Module], settings: Settings, *, replicas: int
 ) -> None:
-    """Refuses a model that the engine would train wrongly or not at all.
+    """Raises an error for a model that the engine would train wrongly or not at all.
 
     Raises:
-        ConfigError: A setting or chunk of the model is refused.
+        ConfigError: A setting or chunk of the model is not supported.
     """
     for name, reason in _CONFIG.items():
         value = getattr(config, name, None)
@@ -144,7 +144,10 @@ def check_model(
 
 
 def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
-    """Refuses delayed scaling with a rule, because its forwards reduce over replicas."""
+    """Raises an error for fp8 with delayed scaling under a run-time rule.
+
+    Its forward passes reduce over replicas, which choose different orders under such a rule.
+    """
     delayed = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
     if not delayed or replicas == 1 or getattr(config, "tp_only_amax_red", False):
         return
@@ -158,7 +161,8 @@ def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
 
 def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
     kind = get_model_type(chunk)
-    # megatron-core has two enumerations of this name: its models set one, Megatron-LM the other.
+    # Compare names: megatron-core has two enumerations called ModelType. Its models use one,
+    # Megatron-LM uses the other.
     if getattr(kind, "name", kind) != ModelType.encoder_or_decoder.name:
         raise ConfigError(
             f"model type {getattr(kind, 'name', kind)} of chunk {number}: one tensor goes from "
@@ -182,11 +186,11 @@ def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
 def why_not_by_default(
     config: Any, chunks: Sequence[torch.nn.Module], *, replicas: int
 ) -> str | None:
-    """Returns why split backwards may cost more than they gain, ``None`` if they do not.
+    """Returns why separate weight gradients may cost more than they gain; ``None`` if they do not.
 
-    Usually, a split backward keeps less for its weight gradients than it frees in activations,
-    which the cap counts. This does not hold in these cases, or reductions of gradients no longer
-    overlap with backwards.
+    Usually, B keeps less memory for a later W than it frees in activations, so the limit on
+    activations still holds. In the cases here this is not so, or reductions of gradients no longer
+    overlap with backward passes.
     """
     if getattr(config, "recompute_granularity", None) == "full":
         return "full recomputation keeps less than weight gradients need"

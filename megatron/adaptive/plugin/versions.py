@@ -1,7 +1,7 @@
-"""Checks that the installed megatron-core has the functions that the pipeline engine calls.
+"""Checks that the installed megatron-core has the functions that the engine calls.
 
-The check reads signatures instead of version numbers, because these do not describe a Megatron-LM
-between two releases. This module imports only names that every megatron-core since 0.14 has.
+The check compares signatures instead of version numbers, because a Megatron-LM between two releases
+has no exact version number. This module imports only names that every megatron-core since 0.14 has.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.adaptive.errors import SetupError
 
 NEWEST = (0, 19)
-"""Newest release that the tests run with."""
+"""Newest release of megatron-core with which the tests run."""
 
-# ``backward_step`` is not listed: ``engine.stages`` checks whether it takes the model's type.
+# ``backward_step`` is missing here, because its arguments differ between versions:
+# ``engine.stages`` checks them.
 _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "forward_step": (
         [
@@ -46,14 +47,16 @@ _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "deallocate_output_tensor": (["out", "deallocate_pipeline_outputs"], []),
     "finalize_model_grads": (["model", "num_tokens"], ["pg_collection"]),
 }
-"""Names of the parameters that the engine passes to each function, by position and by keyword."""
+"""Parameters that the engine passes to each function: names by position, and names by keyword."""
 
 
 def check() -> None:
-    """Refuses a megatron-core that the engine cannot run on, and warns about untested releases.
+    """Raises an error if the engine cannot use the installed megatron-core.
+
+    Prints a warning if the release is newer than those tested.
 
     Raises:
-        SetupError: A function is missing or takes other arguments.
+        SetupError: A function of megatron-core is missing or takes other arguments.
     """
     functions: dict[str, Any] = {name: getattr(schedules, name, None) for name in _CALLS}
     functions["finalize_model_grads"] = finalize_model_grads
@@ -74,11 +77,11 @@ def check() -> None:
 
 
 def why_not(functions: Mapping[str, Callable[..., Any] | None], *, has_groups: bool) -> str | None:
-    """Returns why a megatron-core does not fit the engine, ``None`` if it does.
+    """Returns why the engine cannot use a megatron-core; ``None`` if it can.
 
     Args:
-        functions: Functions of megatron-core by name, ``None`` for a missing one.
-        has_groups: Whether it has ``ProcessGroupCollection``.
+        functions: Functions of megatron-core by name, ``None`` for a missing function.
+        has_groups: Whether megatron-core has ``ProcessGroupCollection``.
     """
     if not has_groups:
         return "it has no ProcessGroupCollection, by which schedules get their groups"

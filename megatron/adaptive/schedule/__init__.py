@@ -1,8 +1,8 @@
-"""Orders the work of a pipeline: schedules known beforehand, policies that choose at run time.
+"""Orders the actions of a pipeline, by static schedules or by rules that choose at run time.
 
-Imports no torch. This file exports the names that a user's own schedule needs
-(``examples/own_schedule``); import all others from the modules. A name is imported when it is first
-used, so that a process loads only the modules it uses.
+This package does not import torch. This file exports the names that a user's own schedule needs
+(``examples/own_schedule``). Other names must be imported from their modules. Exported names are
+imported when they are first used, so that a process loads only the modules it uses.
 """
 
 from __future__ import annotations

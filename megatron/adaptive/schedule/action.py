@@ -1,6 +1,6 @@
-"""Defines actions: an action is one kind of work on one (chunk, microbatch) of a rank.
+"""Defines actions: an action is the F, B or W of one microbatch in one model chunk of a rank.
 
-Owns this vocabulary only. Placements, orders, durations and readiness are in other modules.
+Other modules decide where, in which order and when actions run.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from functools import lru_cache
 
 
 class ActionKind(str, Enum):
-    """Kinds of work: forward, backward (whole, or by inputs when split), backward by weights."""
+    """Kinds of work: F (forward pass), B (backward pass) and W (weight gradients).
+
+    If there is no W, B computes weight gradients too.
+    """
 
     F = "F"
     B = "B"
     W = "W"
 
-    # Enum.__hash__ runs Python code. The hash of the string serves as well and is several times
-    # cheaper.
+    # Actions are hashed often. Enum.__hash__ runs Python code; the hash of the string is several
+    # times cheaper.
     __hash__ = str.__hash__
 
     def __str__(self) -> str:
@@ -27,20 +30,20 @@ class ActionKind(str, Enum):
 
 KINDS = tuple(ActionKind)
 NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-"""Number of each kind in ``rank_kernel``."""
+"""Number of each kind, as used by ``rank_kernel``: 0, 1 and 2."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """Names one kind of work on one microbatch of one local chunk.
+    """Identifies the F, B or W of one microbatch in one chunk of a rank.
 
     Attributes:
-        kind: Forward, backward or backward by weights.
+        kind: Kind of work: F, B or W.
         chunk: Index of the chunk on its rank, from 0.
         microbatch: Index of the microbatch in the batch, from 0.
-        piece: Index of the part of a weight gradient, from 0; 0 for all other kinds.
-        paired: True if a fixed order starts the next action together with this one, so that one
-            computes while the other communicates. Equality and hash ignore it.
+        piece: Index of the part of a weight gradient (W), from 0; always 0 for F and B.
+        paired: Whether a fixed order starts the next action together with this one, so that one
+            computes while the other communicates. Equality and hash ignore this field.
     """
 
     kind: ActionKind
@@ -49,7 +52,8 @@ class Action:
     piece: int = 0
     paired: bool = False
 
-    # Hot path: the methods that dataclass generates build a tuple of all fields for each call.
+    # Written by hand because these methods are called often: those that dataclass generates build a
+    # tuple of all fields for each call.
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -78,19 +82,19 @@ ActionTable = tuple[tuple[Action, ...], ...]
 def action_table(
     kind: ActionKind, num_chunks: int, num_microbatches: int, pieces: int = 1
 ) -> ActionTable:
-    """Returns all actions of one kind.
+    """Returns all actions of one kind in a step.
 
-    They are made once, so that picking one on the hot path allocates nothing.
+    They are made once, so that choosing an action during the step allocates no memory.
 
     Args:
         kind: Kind of every action in the table.
         num_chunks: Number of chunks per rank.
         num_microbatches: Number of microbatches per step.
-        pieces: Number of parts of each weight gradient, 1 for other kinds.
+        pieces: Number of W actions per weight gradient, 1 for F and B.
 
     Returns:
-        Immutable table indexed ``[chunk][microbatch * pieces + piece]``; equal arguments share one
-        table.
+        Immutable table indexed ``[chunk][microbatch * pieces + piece]``. Calls with equal arguments
+        return the same table.
     """
     return tuple(
         tuple(

@@ -1,23 +1,26 @@
-"""Improves an order of work for known times, by simulated annealing.
+"""Improves a schedule for known times of its actions, by simulated annealing.
 
-``auto`` gives the result to ``hinted`` to follow. The orders of all ranks, and the inputs that
-their actions wait for, make one graph. A step takes as long as the longest path of this graph, the
-critical path. The path follows one rank until an action waits for another rank, then jumps there.
-Its actions on one rank between two jumps are a block. Here the path is on rank 1, 0 and 1 again:
+``auto`` runs the result, or lets ``hinted`` follow it. The orders of all ranks, and the inputs that
+their actions need, form a graph. A step takes as long as the longest path of this graph, the
+critical path. The path stays on one rank until an action waits for another rank's result, then
+changes to that rank. The path's actions on one rank between two such changes are a block. Here the
+path is on ranks 1, 0 and 1 again:
 
     rank 0 |      F0 F1 F2  B1 W1 [B0 W0]          W0 after B0 delays nothing;
     rank 1 | [F0 F1 B1]               [...]        with B1 before F1, B1 starts earlier
 
-Only a move of an action within its block can shorten the step. Each try picks a random action of
-the path and either moves it to one end of its block or swaps it with a neighbour. A step that is
-not longer is accepted; a longer one is accepted with a probability that falls with the excess and
-with the number of tries. The best order is kept. This takes tens of thousands of tries, so large
-pipelines, where the rules leave less to gain, are left as they are.
+Only a move of an action within its block can shorten the step. Each try chooses a random action of
+the path, and either moves it to one end of its block or swaps it with a neighbour. The change is
+kept if the step does not become longer. Otherwise it is kept with a probability that falls with the
+increase in step time and with the number of tries. The best order of all is returned. This takes
+tens of thousands of tries. Large pipelines would take too long and have less to gain, so their
+schedules are not changed.
 
-Microbatches ascend, as everywhere in this package, and memory stays within the cap. All numbers are
-integers and the random sequence is fixed, so equal arguments give the same order on every machine.
+Microbatches ascend within each stage, as everywhere in this package, and memory stays within the
+cap. All numbers are integers and the random sequence is fixed. So equal arguments give the same
+order on every machine.
 
-The functions up to ``anneal`` are written like those of ``rank_kernel``, on numbers only, so that
+The functions down to ``anneal`` use only numbers, like those of ``rank_kernel``, so that
 ``numba_kernels`` can compile them.
 
 Source: moves within blocks of the critical path as in van Laarhoven, Aarts and Lenstra 1992, "Job
@@ -40,38 +43,44 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
 VISITS = 500_000_000
-"""Most actions that are timed over all tries; takes about a second."""
+"""Maximum number of actions to time in all tries together.
+
+This takes about a second.
+"""
 LEAST_ORDERS = 40_000
-"""Fewest tries that are worth starting."""
+"""Minimum number of tries; if fewer are possible, none is made."""
 MOST_ORDERS = 200_000
-"""Most tries."""
+"""Maximum number of tries."""
 HEAT = 2
-"""Excess of a step that is accepted at first, at most, in mean durations of an action."""
+"""Maximum increase in step time that is accepted at first, in mean durations of an action."""
 
 
 class OrderGraph(NamedTuple):
-    """Contains the orders of all ranks and the inputs of all actions, as ``int64`` arrays.
+    """Contains the order of actions on all ranks, and their inputs, as ``int64`` arrays.
 
-    An action is its index in the arrays that have one entry per action.
+    An action is represented by its index in the arrays with one entry per action. Scratch arrays
+    have no meaning outside the functions that use them.
 
     Attributes:
-        rows: Actions of each rank in order, ``[ranks, longest order]``.
-        lengths: Number of actions of each rank.
-        best: Best ``rows`` so far.
-        needs: Per action, the action whose result it waits for, -1 for none.
-        gaps: Per action, picoseconds from the end of the needed action until its result is here.
-        durations: Per action, picoseconds.
-        lanes: Per action, ``kind * chunks + chunk``.
-        takes: Per action, chunks of memory that it takes; negative if it frees them.
-        ranks: Rank of each action.
-        cap: Chunks of memory that a rank may take, ``[1]``.
-        ends: Scratch: time in picoseconds at which each action ends, -1 before it is known.
-        positions: Scratch: index of each action in its row.
+        rows: Actions of each rank in the order they run, ``[ranks, longest order]``.
+        lengths: Number of actions on each rank.
+        best: Value of ``rows`` with the shortest step so far.
+        needs: Action whose result each action needs as input, -1 for none.
+        gaps: Time from the end of the needed action until its result arrives, per action, in
+            picoseconds.
+        durations: Duration of each action in picoseconds.
+        lanes: Code ``kind * chunks + chunk`` of each action.
+        takes: Memory that each action takes, negative if it frees memory. The unit is one
+            microbatch in one chunk.
+        ranks: Rank that runs each action.
+        cap: Limit on a rank's memory in the unit of ``takes``, ``[1]``.
+        ends: Scratch: end of each action in picoseconds, -1 before it is known.
+        positions: Scratch: index of each action in its rank's row of ``rows``.
         path: Scratch: actions of the critical path, last one first.
-        position: Scratch of ``finish``: index of each rank's next action.
-        now: Scratch of ``finish``: time in picoseconds of each rank.
-        stack: Scratch of ``finish``: ranks that may have an action to time.
-        waiting: Scratch of ``finish``: per action, the rank that waits for it, -1 for none.
+        position: Scratch of ``finish``: index in ``rows`` of each rank's next action.
+        now: Scratch of ``finish``: end of each rank's last action so far, in picoseconds.
+        stack: Scratch of ``finish``: ranks whose next action may be ready to be timed.
+        waiting: Scratch of ``finish``: rank that waits for the result of each action, -1 for none.
     """
 
     rows: Any
@@ -94,7 +103,7 @@ class OrderGraph(NamedTuple):
 
 
 def finish(o: OrderGraph) -> int:
-    """Returns the time at which the step ends, -1 if the ranks wait for each other forever."""
+    """Returns the end of the step in picoseconds, -1 if ranks wait for each other forever."""
     ranks = len(o.lengths)
     left = len(o.needs)
     for action in range(len(o.needs)):
@@ -137,7 +146,10 @@ def finish(o: OrderGraph) -> int:
 
 
 def trace(o: OrderGraph, step: int) -> int:
-    """Writes the critical path to ``path``, last action first; returns its number of actions."""
+    """Finds the critical path of a step and returns its number of actions.
+
+    Writes its actions to ``path``, last one first.
+    """
     action = -1
     for rank in range(len(o.lengths)):
         for index in range(o.lengths[rank]):
@@ -158,7 +170,7 @@ def trace(o: OrderGraph, step: int) -> int:
 
 
 def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
-    """Moves an action of a row from one index to another."""
+    """Moves an action in a rank's order from one index to another."""
     moved = o.rows[rank, index]
     way = 1 if to > index else -1
     while index != to:
@@ -168,7 +180,10 @@ def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
 
 
 def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
-    """Returns the index nearest to ``to`` that an action can reach without passing its own lane."""
+    """Returns the index nearest to ``to`` to which an action can move.
+
+    It must not pass another action of its own kind and chunk, so that microbatches ascend.
+    """
     lane = o.lanes[o.rows[rank, index]]
     way = 1 if to > index else -1
     while index != to and o.lanes[o.rows[rank, index + way]] != lane:
@@ -177,7 +192,7 @@ def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
 
 
 def holds(o: OrderGraph, rank: int) -> bool:
-    """Returns whether the order of a rank stays within the cap."""
+    """Returns whether a rank's memory stays within the cap in its order."""
     held = 0
     for index in range(o.lengths[rank]):
         held += o.takes[o.rows[rank, index]]
@@ -187,7 +202,10 @@ def holds(o: OrderGraph, rank: int) -> bool:
 
 
 def anneal(o: OrderGraph, orders: int) -> int:
-    """Tries this number of orders; writes the best one to ``best`` and returns its step time."""
+    """Tries ``orders`` changes.
+
+    Writes the best order found to ``best``, and returns its step time.
+    """
     step = best = finish(o)
     hottest = 0
     for action in range(len(o.needs)):
@@ -200,7 +218,8 @@ def anneal(o: OrderGraph, orders: int) -> int:
         chosen = (drawn >> 8) % count
         rank = o.ranks[o.path[chosen]]
         index = o.positions[o.path[chosen]]
-        # The path runs backwards in time, so a block begins at a higher index.
+        # The path lists the last action first, so a block begins at a higher index of the path than
+        # it ends.
         edge = chosen
         while edge + 1 < count and o.ranks[o.path[edge + 1]] == rank:
             edge += 1
@@ -238,16 +257,17 @@ def _compiled() -> Any:
 
 
 def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
-    """Looks for a faster order of the same actions.
+    """Searches for a faster order of a schedule's actions.
 
     Args:
-        schedule: Valid schedule within the cap.
-        work: Times of the whole step.
-        cap: Most activations of a rank, in whole-rank microbatches.
+        schedule: Valid schedule whose memory is within the cap.
+        work: Times of all actions and messages in the step.
+        cap: Limit on the activations that a rank holds, in microbatches of the whole rank (all its
+            chunks).
 
     Returns:
-        The best order, never slower than ``schedule``; ``None`` if the step has so many actions
-        that too few orders could be tried.
+        Schedule with the best order found, never slower than ``schedule``. ``None`` if the step has
+        so many actions that too few orders could be tried.
     """
     orders = min(MOST_ORDERS, VISITS // sum(map(len, schedule.orders)))
     if orders < LEAST_ORDERS:
@@ -271,10 +291,11 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
 
 
 def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
-    """Returns the graph of a schedule.
+    """Returns the graph of a schedule's actions and their inputs.
 
-    An action is ``kind * cells + cell``, for a weight gradient ``2 * cells + cell * pieces +
-    piece``. A cell is ``stage * num_microbatches + microbatch``.
+    The index of an F or B is ``kind * cells + cell``, and that of a W
+    ``2 * cells + cell * pieces + piece``. Here ``cell`` is
+    ``stage * num_microbatches + microbatch``, and ``cells`` is the number of cells.
     """
     placement = schedule.placement
     pieces = schedule.weight_pieces
@@ -328,13 +349,13 @@ def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
 
 
 def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
-    """Returns the time from the end of each cell's sender until its input is here.
+    """Returns the time from the end of the sending action until the input arrives, per cell.
 
     Args:
-        work: Times of the whole step.
+        work: Times of all actions and messages in the step.
         ranks: Rank of each stage, ``[stages]``.
-        kind: 0 for inputs of forwards, 1 for those of backwards.
-        way: Offset of the sender's stage, -1 or 1.
+        kind: 0 for inputs of F, 1 for inputs of B.
+        way: Offset from a stage to the stage that sends its input, -1 or 1.
     """
     source = np.roll(ranks, -way)
     delays = np.roll(work.delays_ps[kind], -way, axis=0)
@@ -343,7 +364,10 @@ def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
 
 
 def _rows(schedule: Schedule, num_cells: int) -> Any:
-    """Returns the actions of each rank in order, ``[ranks, longest order]``, padded with -1."""
+    """Returns each rank's actions in the order they run, padded with -1.
+
+    The shape is ``[ranks, longest order]``.
+    """
     longest = max(map(len, schedule.orders))
     rows = np.full((schedule.placement.num_ranks, longest), -1, dtype=np.int64)
     for rank, order in enumerate(schedule.orders):

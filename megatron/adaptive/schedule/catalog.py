@@ -1,14 +1,15 @@
-"""Lists the schedules and policies that a user can ask for, and how each of them would run.
+"""Finds schedules and run-time scheduling rules by name, with the settings to run them.
 
-Owns the checks that all schedules share, the settings with which a name runs on a pipeline
-(placement, pieces, cap), and the choice of a hint for ``hinted``. ``config.schedule_specs`` lists
-the names, with the function of each:
+Makes the checks that all schedules share. Chooses the settings with which a named schedule runs on
+a pipeline: placement of stages, number of parts of weight gradients, and limit on activations
+(cap). Chooses the order that the rule ``hinted`` follows (its hint). ``config.schedule_specs``
+lists the names, with the function of each:
 
-- The function of a fixed schedule takes the placement of the stages and the number of
-  microbatches, and returns the order of each rank.
-- The function of a rule of this package works on the numbers of a rank's state, so that numba can
-  compile it (see ``runtime_rules``). A user's rule takes the :class:`RankState` itself (see
-  ``own_schedule``).
+- The function of a fixed (static) schedule takes the placement of the stages and the number of
+  microbatches. It returns the list of actions of each rank.
+- The function of a run-time rule of this package takes the state of a rank as a list of numbers, so
+  that numba can compile the function (see ``runtime_rules``). A user's rule takes a
+  :class:`RankState` (see ``own_schedule``).
 """
 
 from __future__ import annotations
@@ -39,34 +40,41 @@ from megatron.adaptive.schedule.validate import peak_units
 from megatron.adaptive.schedule.workload import Link, StageTimes, Workload, draw
 
 ANNEALED = "annealed"
-"""Name of an order that ``auto`` makes for one pipeline (see ``anneal``).
+"""Name of a schedule that ``auto`` makes for one pipeline by simulated annealing (see ``anneal``).
 
-Users cannot ask for it. Steps with another number of microbatches run ``hinted`` instead.
+Users cannot select this name. Steps with another number of microbatches run ``hinted`` instead.
 """
 _COMPILED_FROM = 20_000
-"""Number of actions from which compiling the simulation pays off."""
+"""Number of actions above which compiling the simulation saves time."""
 Pace = tuple[float, float, float]
-"""Times of a message, a backward by inputs and a backward by weights, in forwards of a stage."""
+"""Times of a message, of B and of W, relative to the time of a stage's forward pass."""
 EQUAL: Pace = (0.0, 1.0, 1.0)
-"""Pace of messages without latency and of equally long kinds of work."""
+"""Pace if messages take no time, and F, B and W take equally long."""
 DEFAULT_PIECES = 4
-"""Number of parts of a weight gradient under a rule: small enough to fill waits for messages."""
+"""Default number of parts of a weight gradient under a run-time rule.
+
+A part is short enough to run while the rank waits for a message.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Describes a schedule or policy with the settings it would run with.
+    """Contains a schedule's or rule's name and the settings with which it runs.
 
     Attributes:
-        name: Name of the schedule or policy.
-        placement: Placement of the stages on ranks.
-        weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
-        cap: Limit of a rule on the activations of each rank, in whole-rank microbatches. ``None``
-            for no limit, and for a static schedule, whose order fixes its memory.
-        shares: Whether chunks have shares of the cap under ``adaptive`` (see ``memory_caps``).
-        pace: Pace of the stages, by which ``hinted`` chooses its hint.
-        hint: Order that ``hinted`` or ``annealed`` follows in steps with its number of
-            microbatches. In other steps, and if this is ``None``, they choose one themselves.
+        name: Name of the static schedule or run-time rule.
+        placement: Assignment of pipeline stages to ranks.
+        weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
+            weight gradients.
+        cap: Limit on the activations that each rank holds under a run-time rule. One unit is one
+            microbatch in all chunks of the rank. ``None`` for no limit, and for a static schedule,
+            whose order determines its memory.
+        shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
+            ``memory_caps``).
+        pace: Relative times of messages, B and W (see ``Pace``), by which ``hinted`` chooses its
+            hint.
+        hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the hint's number of
+            microbatches. In other steps, and if ``None``, ``hint_for`` chooses a schedule.
     """
 
     name: str
@@ -89,7 +97,7 @@ class Candidate:
         return text + (f", cap {self.cap:g})" if self.cap is not None else ")")
 
     def policies(self, num_microbatches: int) -> tuple[Policy, ...]:
-        """Returns one policy per rank, each follows a static schedule or applies a rule.
+        """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
 
         Raises:
             ScheduleError: The name is unknown, or the schedule does not suit the placement or the
@@ -126,12 +134,13 @@ class Candidate:
     def simulate(
         self, work: Workload, *, compiled: bool, policies: Sequence[Policy] | None = None
     ) -> SimResult:
-        """Simulates a step with these times.
+        """Simulates a step under this schedule or rule, with given times of actions and messages.
 
         Args:
-            work: Times of all microbatches.
-            compiled: See :func:`~megatron.adaptive.schedule.simulate.simulate`.
-            policies: Policies for this number of microbatches; ``None`` to make them here.
+            work: Times of all actions and messages in the step.
+            compiled: Whether to run the simulation compiled with numba (see
+                :func:`~megatron.adaptive.schedule.simulate.simulate`).
+            policies: Policies of the ranks, if :meth:`policies` was already called; else ``None``.
         """
         count = work.durations_ps.shape[2]
         return simulate(
@@ -156,18 +165,19 @@ def make_candidate(
     cap: float | None = None,
     weight_pieces: int | None = None,
 ) -> Candidate:
-    """Returns the settings with which a schedule or policy runs on a pipeline.
+    """Returns a schedule or rule with its settings for a pipeline, defaults filled in.
 
     Args:
-        name: Name of the schedule or policy.
+        name: Name of the static schedule or run-time rule.
         num_ranks: Number of ranks of the pipeline.
-        num_chunks: Number of chunks per rank, unless the schedule fixes it.
+        num_chunks: Number of chunks per rank; ignored if the schedule determines it.
         num_microbatches: Number of microbatches per step.
-        placement_kind: ``loop`` or ``v`` for a rule; default: as in ``placement_for``.
-        cap: Activation cap of a rule, in whole-rank microbatches; default: as in
-            ``memory_caps.default_cap``.
-        weight_pieces: Number of parts of each weight gradient under a rule, 0 for whole backwards;
-            default: 4.
+        placement_kind: ``loop`` or ``v`` for a run-time rule; ``None`` for the default of
+            ``placement_for``.
+        cap: Limit on activations under a run-time rule, in microbatches of the whole rank (all its
+            chunks); ``None`` for that of ``memory_caps.default_cap``.
+        weight_pieces: Number of W actions per weight gradient under a run-time rule; 0 if the
+            backward pass computes weight gradients; ``None`` for 4.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not suit the pipeline.
@@ -186,17 +196,17 @@ def make_candidate(
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Returns names of this package's static schedules, sorted."""
+    """Returns the names of this package's static schedules, sorted."""
     return tuple(sorted(name for name, spec in BUILT_IN.items() if spec.kind == "fixed"))
 
 
 def policy_names() -> tuple[str, ...]:
-    """Returns names of this package's static schedules and rules, sorted."""
+    """Returns the names of this package's static schedules and run-time rules, sorted."""
     return tuple(sorted(name for name, spec in BUILT_IN.items() if spec.kind in ("fixed", "rule")))
 
 
 def is_rule(name: str) -> bool:
-    """Returns whether a name is that of a rule, which chooses at run time.
+    """Returns whether the name is that of a rule, which chooses actions at run time.
 
     Raises:
         ScheduleError: There is no static schedule or rule of this name.
@@ -205,7 +215,7 @@ def is_rule(name: str) -> bool:
 
 
 def _spec_of(name: str) -> ScheduleSpec:
-    """Returns the description of a static schedule or a rule."""
+    """Returns the ScheduleSpec of a static schedule or of a run-time scheduling rule."""
     spec = _find_spec(name)
     if spec is None or spec.kind not in ("fixed", "rule"):
         raise ScheduleError(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}")
@@ -213,7 +223,7 @@ def _spec_of(name: str) -> ScheduleSpec:
 
 
 def _find_spec(name: str) -> ScheduleSpec | None:
-    """Returns the description of a name, ``None`` if nothing has this name.
+    """Returns the ScheduleSpec with this name, ``None`` if there is none.
 
     Raises:
         ScheduleError: A user's schedule of this name cannot be imported.
@@ -227,9 +237,9 @@ def _find_spec(name: str) -> ScheduleSpec | None:
 
 
 def splits_backward(name: str) -> bool:
-    """Returns whether a static schedule lists weight gradients; always False for a rule.
+    """Returns whether a static schedule has weight gradients as separate actions (W).
 
-    A rule splits backwards or not as the run asks it to.
+    Always False for a run-time rule, under which a setting of the run decides this.
 
     Raises:
         ScheduleError: The name is unknown.
@@ -238,12 +248,12 @@ def splits_backward(name: str) -> bool:
 
 
 def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
-    """Returns the placement that a schedule or rule runs on.
+    """Returns the default assignment of stages to ranks for a schedule or rule.
 
     Args:
-        name: Name of the schedule or rule.
+        name: Name of the static schedule or run-time rule.
         num_ranks: Number of ranks of the pipeline.
-        num_chunks: Number of chunks per rank; ignored by schedules that fix this number.
+        num_chunks: Number of chunks per rank; ignored if the schedule determines it.
 
     Raises:
         ScheduleError: The name is unknown, or a number is below 1.
@@ -257,13 +267,14 @@ def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
 def make_schedule(
     name: str, placement: Placement, num_microbatches: int, *, group_size: int | None = None
 ) -> Schedule:
-    """Returns a static schedule by name.
+    """Returns the actions of all ranks under a static schedule.
 
     Args:
         name: Name of the schedule.
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
-        group_size: Group size of ``interleaved``, see there.
+        group_size: Number of microbatches that a chunk runs in a row under ``interleaved``;
+            ``None`` for the number of ranks.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not suit the placement or the
@@ -298,7 +309,7 @@ def make_schedule(
 def make_policies(
     name: str, placement: Placement, num_microbatches: int, **settings: Any
 ) -> tuple[Policy, ...]:
-    """Returns the policies of a :class:`Candidate` with these settings, one per rank."""
+    """Returns one policy per rank, from a :class:`Candidate` made of the arguments."""
     return Candidate(name=name, placement=placement, **settings).policies(num_microbatches)
 
 
@@ -310,26 +321,29 @@ def hint_for(
     pace: Pace = EQUAL,
     weight_pieces: int = 1,
 ) -> Schedule:
-    """Returns the order for ``hinted`` to follow on a pipeline under a cap.
+    """Returns the schedule for ``hinted`` to follow on a pipeline, within a memory limit (cap).
 
-    It is the usual fixed order if that fits under the cap and is known to be best. Otherwise (few
-    microbatches, a loop without memory to spare, or no fixed order that fits) the candidates are
-    the fixed orders that fit and those that ``adaptive`` makes under the cap, with and without
-    shares. The one with which ``hinted`` is fastest on equal stages of this pace is returned.
+    It is the usual static schedule if that stays within the cap and is known to be best. It is not
+    if there are few microbatches, if a loop has no memory to spare, or if no static schedule stays
+    within the cap. Then the candidates are the static schedules within the cap and those that
+    ``adaptive`` makes in a simulation, with and without chunk shares. The one with which ``hinted``
+    is fastest on equal stages of this pace is returned.
 
     Args:
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        cap: Most activations, in whole-rank microbatches; ``None`` for no limit.
-        pace: Pace of the stages.
-        weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
+        cap: Limit on the activations that a rank holds, in microbatches of the whole rank (all its
+            chunks); ``None`` for no limit.
+        pace: Relative times of messages, B and W.
+        weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
+            weight gradients.
 
     Raises:
-        ScheduleError: There is no microbatch, or the cap is below the least cap.
+        ScheduleError: There is no microbatch, or the cap is too small for any order of actions.
     """
     orders = []
     for name in selectable_names(lambda spec: spec.is_hint):
-        # A schedule may not suit this placement or this number of microbatches.
+        # Skip schedules that do not suit this placement or this number of microbatches.
         with contextlib.suppress(ScheduleError):
             schedule = make_schedule(name, placement, num_microbatches)
             if cap is None or max(peak_units(schedule)) <= with_rounding(cap):
@@ -353,7 +367,7 @@ def hint_for(
 
     rule = Candidate(name="adaptive", placement=placement, weight_pieces=1, cap=cap)
     for shares in (True, False):
-        # An order made for equally long kinds of work may also be the best one for this pace.
+        # Also try an order made for equal times of F, B and W: it may be the best for this pace.
         for times in dict.fromkeys((pace, (pace[0], 1.0, 1.0))):
             orders.append(run(replace(rule, shares=shares), times).to_schedule("adaptive"))
     hinted = replace(rule, name="hinted", weight_pieces=weight_pieces)
@@ -361,10 +375,10 @@ def hint_for(
 
 
 def hint_codes(order: Sequence[Action], num_chunks: int, weight_pieces: int) -> tuple[int, ...]:
-    """Returns one rank's order in the form that ``runtime_rules.hinted`` reads.
+    """Returns one rank's actions as the codes that ``runtime_rules.hinted`` reads.
 
-    Each W of the hint becomes ``weight_pieces`` pieces, none if that is 0. If the order has no W
-    and the run splits backwards, each W follows right after its B.
+    Each W of the order becomes ``weight_pieces`` actions. If the order has no W but
+    ``weight_pieces`` is not 0, each W follows directly after its B.
     """
     splits = any(action.kind is ActionKind.W for action in order)
     actions: list[Action] = []

@@ -1,11 +1,12 @@
-"""Chooses the schedule for the policy ``auto``: the fastest one in simulations of this job.
+"""Chooses the schedule for ``auto``: the one that is fastest in simulations of this job.
 
-Owns the candidates, the summary of several simulations of each on the same work, and the choice.
-The simulations use times measured in the first steps, which ``rebalance`` provides. The command
+Makes the list of candidates, simulates each several times with the same action times, and chooses
+one. The times are measured in the first steps, and ``rebalance`` provides them. The command
 ``simulate`` compares only the schedules that its user names.
 
-A rule is chosen only if it beats the best fixed order within memory by more than the error of a
-simulation. ``planner.choose_partition`` uses this module to choose placement and layers as well.
+A run-time rule is chosen only if it is faster than the best static schedule that fits into memory,
+by more than the error of a simulation. ``planner.choose_partition`` uses this module to choose the
+placement of stages and the layers of each stage.
 """
 
 from __future__ import annotations
@@ -38,25 +39,33 @@ from megatron.adaptive.schedule.workload import StageProfile, draw
 
 STATIC = selectable_names(lambda spec: spec.is_auto_candidate)
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
-"""Name of each rule, and whether its chunks have shares of the cap."""
+"""Name of each run-time rule to try, and whether each chunk is limited to a share of the cap."""
 DRAWS = 6
-"""Number of simulated steps per candidate, each with other random times."""
+"""Number of simulated steps per candidate, each with different random times."""
 _MANY = 20_000
-"""Number of forwards in a step from which one simulated step suffices: the spread averages out."""
+"""Number of forward passes per step above which one simulated step suffices.
+
+Random differences between actions then average out.
+"""
 GAIN = 0.005
-"""Least relative gain of a rule over the best fixed order; simulations err by about as much."""
+"""Minimum relative gain of a run-time rule over the best static schedule for choosing the rule.
+
+It is about the error of a simulation.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateOutcome:
-    """Summarizes several simulations of a candidate.
+    """Contains the results of several simulations of a candidate.
 
     Attributes:
         candidate: Candidate that was simulated.
         makespans_s: Duration of each simulated step, in seconds.
-        bubble_fraction: Mean bubble fraction over ranks and simulated steps, 0 to 1.
-        peak_units: Peak of any rank in any step, in whole-rank microbatches.
-        example: First simulated step.
+        bubble_fraction: Fraction of time that ranks are idle, from 0 to 1; mean over ranks and
+            simulated steps.
+        peak_units: Maximum activations that any rank held in any step, in microbatches of the whole
+            rank (all its chunks).
+        example: Result of the first simulated step.
     """
 
     candidate: Candidate
@@ -73,12 +82,12 @@ class CandidateOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleChoice:
-    """Records the schedule that ``auto`` chose, and why.
+    """Contains the schedule that ``auto`` chose, and the reason.
 
     Attributes:
-        best: Candidate to run.
+        best: Schedule and settings to run.
         outcomes: Results of all candidates that were simulated, fastest first.
-        reason: One line for the log.
+        reason: Explanation of the choice, one line for the log.
     """
 
     best: Candidate
@@ -101,16 +110,17 @@ def candidates(
     pace: Pace = EQUAL,
     also: Sequence[str] = (),
 ) -> list[Candidate]:
-    """Returns the schedules and rules that can run on a pipeline without moving its layers.
+    """Returns the schedules and run-time rules that can run without moving the model's layers.
 
     Args:
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Most activations that memory allows, in whole-rank microbatches.
-        splittable: Whether backwards can be split.
-        pieces: Most parts of a weight gradient.
-        pace: Pace of the stages.
-        also: Names of further schedules and rules.
+        most: Maximum activations for which a rank has memory, in microbatches of the whole rank
+            (all its chunks).
+        splittable: Whether the model can compute weight gradients as separate actions (W).
+        pieces: Maximum number of W actions per weight gradient.
+        pace: Relative times of messages, B and W, for the rule ``hinted``.
+        also: Names of additional schedules and run-time rules.
     """
     options = []
     for name in (*STATIC, *(name for name in also if not is_rule(name))):
@@ -119,7 +129,7 @@ def candidates(
         )
         if candidate.placement != placement or (candidate.weight_pieces and not splittable):
             continue
-        with contextlib.suppress(ScheduleError):  # the schedule does not suit this pipeline
+        with contextlib.suppress(ScheduleError):  # skip a schedule that does not suit this pipeline
             make_schedule(name, placement, num_microbatches)
             options.append(candidate)
     usual = default_cap(placement, num_microbatches)
@@ -154,21 +164,22 @@ def choose(
     quick: bool = False,
     until_s: float = math.inf,
 ) -> ScheduleChoice:
-    """Simulates the candidates and chooses the fastest.
+    """Simulates all candidates and chooses the fastest.
 
     Args:
-        profile: Measured times and their spread, per stage.
-        placement: Placement of the stages on ranks.
+        profile: Measured times of each stage, and how much they vary.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Most activations that memory allows, in whole-rank microbatches.
-        splittable: Whether backwards can be split.
-        pieces: Most parts of a weight gradient.
-        also: Names of further schedules and rules to try.
-        quick: True to simulate one step of each candidate and to skip annealing.
-        until_s: Time of ``time.monotonic`` after which no other candidate is simulated.
+        most: Maximum activations for which a rank has memory, in microbatches of the whole rank
+            (all its chunks).
+        splittable: Whether the model can compute weight gradients as separate actions (W).
+        pieces: Maximum number of W actions per weight gradient.
+        also: Names of additional schedules and run-time rules to simulate.
+        quick: Whether to simulate only one step per candidate, and to skip simulated annealing.
+        until_s: Value of ``time.monotonic`` after which no more candidates are simulated.
 
     Raises:
-        ScheduleError: Memory does not allow any candidate, or none was simulated in time.
+        ScheduleError: No candidate fits into memory, or none was simulated in time.
     """
     is_large = placement.num_stages * num_microbatches >= _MANY
     seeds = range(DRAWS if _has_spread(profile) and not (quick or is_large) else 1)
@@ -210,7 +221,10 @@ def choose(
 def _fastest(
     outcomes: Sequence[CandidateOutcome], profile: StageProfile, most: float
 ) -> ScheduleChoice:
-    """Chooses the fastest outcome, but a fixed order if the gain of a rule is below ``GAIN``."""
+    """Chooses the fastest candidate.
+
+    A static schedule is preferred to a run-time rule whose relative gain is below ``GAIN``.
+    """
     ranked = sorted(outcomes, key=lambda outcome: (outcome.mean_s, outcome.peak_units))
     best = ranked[0]
     fixed = next((o for o in ranked if _is_fixed(o.candidate.name)), None)
@@ -223,16 +237,19 @@ def _fastest(
 def evaluate(
     candidate: Candidate, num_microbatches: int, profile: StageProfile, seeds: Sequence[int]
 ) -> CandidateOutcome:
-    """Simulates a candidate once per seed.
+    """Simulates a candidate once per random seed.
 
-    Candidates with the same profile and seeds get the same work, even with different numbers of
-    chunks: times are drawn for the stages of the profile, and summed if a chunk holds several.
+    Candidates with the same profile and seeds get the same action times, even with different
+    numbers of chunks. Times are drawn for the stages of the profile, and summed if a chunk consists
+    of several of them.
 
     Args:
         candidate: Candidate to simulate.
         num_microbatches: Number of microbatches per step.
-        profile: Measured times; its number of stages is a multiple of the candidate's.
-        seeds: Random seeds, one per simulated step; one suffices if the profile has no spread.
+        profile: Measured times of stages. Their number is a multiple of the candidate's number of
+            stages.
+        seeds: Random seeds, one per simulated step. One suffices if the profile's times do not
+            vary.
 
     Raises:
         ScheduleError: The candidate cannot run on this pipeline.
@@ -291,7 +308,10 @@ def _annealed(
     limit: float,
     pieces: int,
 ) -> list[Candidate]:
-    """Returns candidates with an order annealed for the mean times, starting from the best one."""
+    """Returns candidates whose order was improved by simulated annealing.
+
+    Annealing uses the mean times, and starts from the candidate that is fastest with them.
+    """
     quiet = replace(
         profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()
     )

@@ -1,15 +1,16 @@
-"""Makes the fixed orders in a loop: GPipe, 1F1B, their variants, and Varuna.
+"""Makes the static schedules for stages in a loop: GPipe, 1F1B, their variants, and Varuna.
 
-**1f1b**: as many warm-up forwards as stages follow, then one forward, one backward. Four ranks, six
-microbatches; ``F0-3`` is the forward of chunk 0, microbatch 3::
+**1f1b**: a rank runs as many warm-up forward passes as stages follow its own, then alternates
+forward and backward passes. Four ranks, six microbatches; ``F0-3`` is the forward pass of chunk 0,
+microbatch 3::
 
     rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 F0-4 B0-1 F0-5 B0-2 B0-3 B0-4 B0-5
     rank 1 | F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 F0-4 B0-2 F0-5 B0-3 B0-4 B0-5
     rank 2 | F0-0 F0-1 B0-0 F0-2 B0-1 F0-3 B0-2 F0-4 B0-3 F0-5 B0-4 B0-5
     rank 3 | F0-0 B0-0 F0-1 B0-1 F0-2 B0-2 F0-3 B0-3 F0-4 B0-4 F0-5 B0-5
 
-Rank r holds at most ``num_ranks - r`` microbatches. Without latency a step of m microbatches on p
-equal stages takes ``(m + p - 1) * (t_F + t_B)``.
+Rank r holds the activations of at most ``num_ranks - r`` microbatches. Without message latency, a
+step of m microbatches on p equal stages takes ``(m + p - 1) * (t_F + t_B)``.
 
 **interleaved**: each group of microbatches passes through all chunks of a rank in turn. Two ranks,
 two chunks, four microbatches::
@@ -17,100 +18,103 @@ two chunks, four microbatches::
     rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 B1-0 F0-3 B1-1 F1-2 B0-0 F1-3 B0-1 B1-2 B1-3 B0-2 B0-3
     rank 1 | F0-0 F0-1 F1-0 B1-0 F1-1 B1-1 F0-2 B0-0 F0-3 B0-1 F1-2 B1-2 F1-3 B1-3 B0-2 B0-3
 
-Forwards run group by group: all microbatches of a group in chunk 0, then in chunk 1 and so on.
-Backwards run group by group as well, from the deepest chunk to chunk 0. Rank r warms up with
-``2 * (num_ranks - 1 - r) + (num_chunks - 1) * group_size`` forwards, then alternates. This is the
-order of megatron-core, so both can be compared action by action. Without latency the idle time of
-a rank is ``(num_ranks - 1) * (t_F + t_B)``, with t_F and t_B the times of one stage: that of 1F1B
-divided by num_chunks.
+Forward passes run group by group: all microbatches of a group in chunk 0, then in chunk 1 and so
+on. Backward passes run group by group too, from the deepest chunk to chunk 0. Rank r warms up with
+``2 * (num_ranks - 1 - r) + (num_chunks - 1) * group_size`` forward passes, then alternates. This is
+the order of megatron-core, so both can be compared action by action. Without latency, the idle time
+of a rank is ``(num_ranks - 1) * (t_F + t_B)``, where t_F and t_B are the times of one stage. It is
+the idle time of 1F1B divided by num_chunks.
 
-**zb-h1**: 1F1B with split backwards, whose weight gradients fill the end of the step. Four ranks,
-six microbatches::
+**zb-h1**: 1F1B with weight gradients as separate actions (W), which fill the end of the step. Four
+ranks, six microbatches::
 
   rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 W0-0 F0-4 B0-1 W0-1 F0-5 B0-2 W0-2 B0-3 W0-3 B0-4 W0-4 B0-5 W0-5
   rank 1 | F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 W0-0 F0-4 B0-2 W0-1 F0-5 B0-3 W0-2 B0-4 W0-3 B0-5 W0-4 W0-5
   rank 2 | F0-0 F0-1 B0-0 F0-2 B0-1 F0-3 B0-2 W0-0 F0-4 B0-3 W0-1 F0-5 B0-4 W0-2 B0-5 W0-3 W0-4 W0-5
   rank 3 | F0-0 B0-0 F0-1 B0-1 F0-2 B0-2 F0-3 B0-3 W0-0 F0-4 B0-4 W0-1 F0-5 B0-5 W0-2 W0-3 W0-4 W0-5
 
-The weight gradients of rank r lag its backwards by r microbatches. So no W delays a gradient on its
-way back through the ranks. Every rank holds at most ``num_ranks`` microbatches from the start of a
-forward to the end of its W, as many as the first rank of 1F1B. Without latency a step of m
-microbatches, at least as many as ranks, on p equal stages takes
+On rank r, the W of a microbatch runs r backward passes later than its B. So no W delays a gradient
+on its way back through the ranks. Every rank holds at most ``num_ranks`` microbatches from the
+start of their F to the end of their W, as many as the first rank of 1F1B. Without latency, a step
+of m microbatches on p equal stages, with m at least p, takes
 ``m * (F + B + W) + (p - 1) * (F + B - min(F, B, W))``. The paper states ``F + B - W``, which is the
 same if W is the shortest of the three.
 
-**interleaved-zb**: interleaved 1F1B with the split backwards of ZB-H1. Forwards and backwards pass
-through the chunks in groups as in interleaved 1F1B, but after only ``num_ranks - 1 - r +
-(num_chunks - 1) * group_size`` warm-up forwards: as no weight gradient delays it, a gradient is
-back in half the time. Weight gradients of rank r lag by r microbatches, so that no rank holds more
-than under ZB-H1. Two ranks, two chunks, three microbatches in one group::
+**interleaved-zb**: interleaved 1F1B with the separate weight gradients of ZB-H1. Forward and
+backward passes go through the chunks in groups as in interleaved 1F1B, but after only
+``num_ranks - 1 - r + (num_chunks - 1) * group_size`` warm-up forward passes. This suffices because
+no weight gradient delays a gradient on its way, so the gradient is back in half the time. On rank
+r, each W runs r backward passes after its B, so that no rank holds more than under ZB-H1. Two
+ranks, two chunks, three microbatches in one group::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 B1-0 W1-0 F1-2 B1-1 W1-1 B1-2 W1-2 B0-0 W0-0 B0-1 W0-1 B0-2 W0-2
   rank 1 | F0-0 F0-1 F0-2 F1-0 B1-0 F1-1 B1-1 W1-0 F1-2 B1-2 W1-1 B0-0 W1-2 B0-1 W0-0 B0-2 W0-1 W0-2
 
-**combined-1f1b**: interleaved 1F1B with one more warm-up forward. Its steady phase runs each
-forward together with the next backward, which belongs to another microbatch: one computes while the
-experts of the other communicate. ``F0-3+`` is such a forward::
+**combined-1f1b**: interleaved 1F1B with one more warm-up forward pass. Its steady phase runs each
+forward pass together with the next backward pass, which belongs to another microbatch. One computes
+while the experts of the other communicate. ``F0-3+`` is such a forward pass::
 
     rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 F0-3+ B1-0 F1-2+ B1-1 F1-3+ B0-0 B0-1 B1-2 B1-3 B0-2 B0-3
     rank 1 | F0-0 F0-1 F1-0 F1-1+ B1-0 F0-2+ B1-1 F0-3+ B0-0 F1-2+ B0-1 F1-3+ B1-2 B1-3 B0-2 B0-3
 
-**gpipe**: all forwards, then all backwards. Three ranks, four microbatches::
+**gpipe**: all forward passes, then all backward passes. Three ranks, four microbatches::
 
     rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
     rank 1 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
     rank 2 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
 
 **breadth-first**: GPipe with several chunks in a loop. All microbatches pass through one chunk
-before the next chunk begins; backwards begin with the deepest chunk. Two ranks, two chunks, three
-microbatches::
+before the next chunk begins; backward passes begin with the deepest chunk. Two ranks, two chunks,
+three microbatches::
 
     rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
     rank 1 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
 
-A chunk's weights are used in one stretch per direction. So they are gathered, and their gradients
-reduced, once per step, while other chunks compute. The price is memory: every rank holds all
-microbatches. The idle time is that of interleaved 1F1B: without latency a step of m microbatches,
-at least as many as ranks, on p ranks with v chunks takes ``(m * v + p - 1) * (t_F + t_B)``, with
-t_F and t_B the times of one stage.
+All forward passes of a chunk are adjacent, and so are all its backward passes. So the chunk's
+weights are gathered, and their gradients reduced, once per step, while other chunks compute. The
+drawback is memory: every rank holds all microbatches. The idle time is that of interleaved 1F1B.
+Without latency, a step of m microbatches on p ranks with v chunks, with m at least p, takes
+``(m * v + p - 1) * (t_F + t_B)``, with t_F and t_B the times of one stage.
 
-**forward-only**, for evaluation: groups of as many microbatches as ranks pass through all chunks.
-Two ranks, two chunks, three microbatches::
+**forward-only**, for evaluation: microbatches pass through all chunks in groups. A group has as
+many microbatches as there are ranks. Two ranks, two chunks, three microbatches::
 
     rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 F1-2
     rank 1 | F0-0 F0-1 F1-0 F1-1 F0-2 F1-2
 
-An action's input comes from the same position in the list of another rank or, between two chunks,
-from an earlier position, so there is no deadlock. Groups keep every rank busy, and only one group
-of stage inputs waits between chunks.
+All ranks have the same list of actions. An action's input comes from the same position of another
+rank's list or, between two chunks, from an earlier position. So there is no deadlock. Groups keep
+every rank busy, and at most one group of stage inputs must be stored between chunks.
 
-Deviation from the papers of the last three: backwards run in ascending order of microbatches, as
-everywhere in this package, not in descending order.
+Deviation of the last three from their papers: backward passes run in ascending order of
+microbatches, as everywhere in this package, not in descending order.
 
-**varuna**: every rank prefers backwards and fills waits with forwards. It is made for
-    recomputation.
-Three ranks, six microbatches::
+**varuna**: every rank prefers backward passes and fills waits with forward passes. It is made for
+training with recomputation of activations. Three ranks, six microbatches::
 
     rank 0 | F0-0 F0-1 F0-2 F0-3 F0-4 F0-5 B0-0 B0-1 B0-2 B0-3 B0-4 B0-5
     rank 1 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3 F0-4 F0-5 B0-4 B0-5
     rank 2 | F0-0 B0-0 F0-1 B0-1 F0-2 B0-2 F0-3 B0-3 F0-4 B0-4 F0-5 B0-5
 
-The order is the result of simulating ``runtime_rules.depth_first`` with one chunk. A forward takes
-1, a recomputation 1 and the backward after it 2; the last stage recomputes nothing, as its backward
-follows its forward at once. The rules:
+The order is the result of simulating ``runtime_rules.depth_first`` with one chunk. In the
+simulation, a forward pass takes time 1, a recomputation 1, and the backward pass after it 2. The
+last stage recomputes nothing, as its backward pass directly follows its forward pass. At any time,
+a rank follows these rules:
 
-1. if the gradient of the next backward is here, run that backward;
-2. otherwise, if the input of the next forward is here, run that forward, regardless of memory;
+1. if the gradient for the next backward pass has arrived, run that backward pass;
+2. otherwise, if the input of the next forward pass has arrived, run that forward pass, regardless
+   of memory;
 3. otherwise wait.
 
-So forwards that 1F1B would hold back fill the waits. A rank holds at most 4 microbatches for each
-stage that follows its own, the last rank 1; with recomputation it holds only the stage's input of
-each microbatch. To limit memory, use ``adaptive``.
+So forward passes that 1F1B would delay fill the waits. A rank holds at most 4 microbatches for each
+stage that follows its own, and the last rank holds 1. With recomputation it holds only the stage's
+input of each microbatch. To limit memory, use ``adaptive``.
 
-Deviations from the paper: recomputation is part of B here, so it begins when the gradient has
-arrived; in the paper it ends at that time. Hence no rank waits between the two, and the paper's
-rule that no forward may come between them is not needed. The paper also takes a forward at run time
-if the backward in the list is late; here only the policies do that.
+Deviations from the paper: here recomputation is part of B, so it begins when the gradient has
+arrived; in the paper it ends at that time. Hence no rank waits between recomputation and backward
+pass, and the paper's rule that no forward pass may run between them is not needed. In the paper, a
+rank also runs a forward pass if the backward pass in its list is late; here only run-time rules do
+that.
 
 Source: 1F1B: PipeDream-Flush, arXiv 2006.09503, section 2.2. Interleaved: Megatron-LM, arXiv
 2104.04473, section 2.2; group sizes other than the number of ranks as in megatron-core. Combined:
@@ -139,12 +143,12 @@ from megatron.adaptive.schedule.workload import StageTimes
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of 1F1B with one chunk per rank."""
+    """Returns each rank's actions under 1F1B with one chunk per rank."""
     return tuple(order_after(warmup, num_microbatches) for warmup in _stages_after(placement))
 
 
 def order_after(warmup: int, num_microbatches: int) -> Order:
-    """Returns the order of a rank that runs ``warmup`` forwards, or all, before it alternates."""
+    """Returns the actions of a rank that alternates F and B after ``warmup`` forward passes."""
     forwards, backwards = (
         action_table(kind, 1, num_microbatches)[0] for kind in (ActionKind.F, ActionKind.B)
     )
@@ -152,17 +156,20 @@ def order_after(warmup: int, num_microbatches: int) -> Order:
 
 
 def zb_h1(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of ZB-H1 with one chunk per rank."""
+    """Returns each rank's actions under ZB-H1 with one chunk per rank."""
     return _with_lagging_weights(one_f_one_b(placement, num_microbatches))
 
 
 def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of interleaved 1F1B with split backwards, two or more chunks in a loop.
+    """Returns each rank's actions under interleaved 1F1B with separate weight gradients (W).
 
-    A group has as many microbatches as there are ranks, or a few more so that groups are equal.
+    The placement is a loop with two or more chunks per rank.
+
+    A group has as many microbatches as there are ranks, or a few more, so that all groups are
+    equal.
 
     Raises:
-        ScheduleError: The microbatches do not divide into equal groups.
+        ScheduleError: The microbatches cannot be divided into equal groups.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     groups = max(1, num_microbatches // ranks)
@@ -181,7 +188,7 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
 
 
 def _with_lagging_weights(plain: Iterable[Order]) -> tuple[Order, ...]:
-    """Adds weight gradients in the order of the backwards; on rank r they lag by r backwards."""
+    """Adds a W for each B, in the order of the B; on rank r, it runs r backward passes later."""
     orders = []
     for lag, of_rank in enumerate(plain):
         order: list[Action] = []
@@ -203,15 +210,16 @@ def interleaved(
     group_size: int | None = None,
     pairs: bool = False,
 ) -> tuple[Order, ...]:
-    """Returns the orders of interleaved 1F1B.
+    """Returns each rank's actions under interleaved 1F1B.
 
     Args:
-        placement: Loop with at least two chunks per rank.
+        placement: Assignment of stages to ranks, a loop with at least two chunks per rank.
         num_microbatches: Number of microbatches, a multiple of ``group_size``. A remainder of at
             least the number of ranks is allowed and forms a smaller last group.
         group_size: Number of microbatches that pass through a chunk before the next chunk begins,
             from the number of ranks (the default) to ``num_microbatches``.
-        pairs: True to run each forward of the steady phase together with the next backward.
+        pairs: Whether each forward pass of the steady phase runs together with the next backward
+            pass.
 
     Raises:
         ScheduleError: An argument breaks one of these conditions.
@@ -239,12 +247,12 @@ def interleaved(
 
 
 def combined_1f1b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of interleaved 1F1B in which forwards and backwards begin in pairs."""
+    """Returns each rank's actions under interleaved 1F1B, with F and B starting in pairs."""
     return interleaved(placement, num_microbatches, pairs=True)
 
 
 def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Action], list[Action]]:
-    """Returns the forwards and the backwards of all chunks, group by group."""
+    """Returns the F actions and the B actions of all chunks, each group by group."""
     forwards, backwards = (
         [
             action
@@ -261,7 +269,7 @@ def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Acti
 
 
 def _stages_after(placement: Placement) -> range:
-    """Returns for each rank the number of ranks that follow it."""
+    """Returns the number of following ranks for each rank."""
     return range(placement.num_ranks - 1, -1, -1)
 
 
@@ -276,7 +284,7 @@ def _in_turn(
 
 
 def gpipe(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of GPipe; with several chunks, those of breadth-first."""
+    """Returns each rank's actions under GPipe, or breadth-first with several chunks."""
     forwards, backwards = (
         action_table(kind, placement.num_chunks, num_microbatches)
         for kind in (ActionKind.F, ActionKind.B)
@@ -285,7 +293,7 @@ def gpipe(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of an evaluation, which has no backwards."""
+    """Returns each rank's actions in an evaluation, which has only forward passes."""
     ranks = placement.num_ranks
     forwards = action_table(ActionKind.F, placement.num_chunks, num_microbatches)
     groups = (
@@ -297,7 +305,7 @@ def forward_only(placement: Placement, num_microbatches: int) -> tuple[Order, ..
 
 
 def varuna(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of Varuna with one chunk per rank."""
+    """Returns each rank's actions under Varuna with one chunk per rank."""
     ranks = placement.num_ranks
     times = StageTimes(
         forward_s=(1.0,) * ranks,

@@ -1,39 +1,41 @@
-"""Makes ZB-V, DualPipeV and V-Half: fixed orders of two chunks per rank in a V.
+"""Makes ZB-V, DualPipeV and V-Half: static schedules of two chunks per rank in a V.
 
-**zb-v**: no idle time except the ramp, with the memory of 1F1B. Two ranks, three microbatches::
+**zb-v**: no idle time except while the pipeline fills, with the memory of 1F1B. Two ranks, three
+microbatches::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 B1-1 W1-1 B0-0 W0-0 F1-2 B1-2 W1-2 B0-1 W0-1 B0-2 W0-2
   rank 1 | F0-0 F1-0 F0-1 F1-1 B1-0 W1-0 F0-2 B0-0 W0-0 F1-2 B1-1 W1-1 B0-1 B1-2 B0-2 W0-1 W1-2 W0-2
 
-Rank r of p warms up with ``2 * (p - r) - 1`` forwards of chunk 0, alternates forwards of both
-chunks r times, and starts the backwards of chunk 1. Then it repeats a round of six: F, B, W of
-chunk 0 and F, B, W of chunk 1, so that with equal times every input arrives just in time. At the
-end it runs backwards first, then the remaining weight gradients. With fewer than ``2 * p - 1``
-microbatches, the order is that of ``2 * p - 1`` microbatches without the actions of those that do
-not exist.
+Rank r of p warms up with ``2 * (p - r) - 1`` forward passes of chunk 0, alternates forward passes
+of both chunks r times, and starts the backward passes of chunk 1. Then it repeats a round of six
+actions: F, B, W of chunk 0 and F, B, W of chunk 1. With equal times, every input then arrives just
+in time. At the end it runs backward passes first, then the remaining weight gradients. With fewer
+than ``2 * p - 1`` microbatches, the order is that of ``2 * p - 1`` microbatches without the actions
+of missing microbatches.
 
-A rank holds at most ``2 * p`` chunk microbatches, the activations of p whole ones, as 1F1B does.
-With one chunk's F, B and W each taking 1 and no latency, a step of m microbatches takes ``6 * m +
-(p - 1) + max(0, 3 * p - 2 * m - 1)``: each rank works ``6 * m``, and idles because rank r cannot
-start before time r. If F equals B, and W is between half of that and all of it, the idle time is
-``(p - 1) * F``; with other times it is larger.
+A rank holds at most ``2 * p`` microbatches, each in one chunk. Their memory is that of p
+microbatches in both chunks, as under 1F1B. If F, B and W of one chunk take time 1 each, without
+latency, a step of m microbatches takes ``6 * m + (p - 1) + max(0, 3 * p - 2 * m - 1)``. Each rank
+works for ``6 * m``, and is idle because rank r cannot start before time r. If F and B take equally
+long, and W between half as long and as long, the idle time is ``(p - 1) * F``. With other times it
+is larger.
 
-**dualpipe-v**: forwards and backwards in pairs. Two ranks, four microbatches; ``F0-3+`` runs
-together with the backward after it: one computes while the experts of the other communicate::
+**dualpipe-v**: forward and backward passes in pairs. Two ranks, four microbatches; ``F0-3+`` runs
+together with the B after it: one computes while the experts of the other communicate::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 F0-3+ B1-1 W1-1 F1-2+ B0-0 W0-0 B1-2 W1-2 F1-3+ \
 B0-1 W0-1 B1-3 W1-3 B0-2 W0-2 B0-3 W0-3
   rank 1 | F0-0 F1-0 F0-1 F1-1 F0-2 B1-0 W1-0 F1-2+ B0-0 W0-0 F0-3+ B1-1 W1-1 F1-3+ B0-1 W0-1 \
 B1-2 W1-2 B0-2 W0-2 B1-3 B0-3 W1-3 W0-3
 
-Rank r of p warms up with ``2 * (p - r - 1)`` forwards of chunk 0, alternates forwards of both
-chunks r + 1 times, and runs ``p - r - 1`` rounds of B, W and F of chunk 1. The steady phase
-alternates two pairs: a forward of chunk 0 with a backward of chunk 1, and a forward of chunk 1 with
-a backward of chunk 0. Backwards without a partner follow. The later half of them leave their W for
-the end, so that gradients travel back fast.
+Rank r of p warms up with ``2 * (p - r - 1)`` forward passes of chunk 0, alternates forward passes
+of both chunks r + 1 times, and runs ``p - r - 1`` rounds of B, W and F of chunk 1. The steady phase
+alternates two pairs: F of chunk 0 with B of chunk 1, and F of chunk 1 with B of chunk 0. Then the B
+without a partner follow. The W of their later half run at the end, so that gradients reach earlier
+stages fast.
 
-In the source, a backward of the steady phase is whole. Here its W follows right after the pair,
-because weight gradients communicate nothing.
+In the source, a backward pass of the steady phase includes its weight gradients. Here W follows
+directly after the pair, because weight gradients need no communication.
 
 **v-half**: half of 1F1B's memory for about half of its idle time. Three ranks, three microbatches::
 
@@ -41,7 +43,8 @@ because weight gradients communicate nothing.
   rank 1 | F0-0 F0-1 F1-0 F1-1 B1-0 W1-0 F0-2 B0-0 B1-1 W0-0 W1-1 F1-2 B0-1 B1-2 W0-1 W1-2 B0-2 W0-2
   rank 2 | F0-0 F1-0 F0-1 F1-1 B1-0 B0-0 W1-0 F0-2 W0-0 F1-2 B1-1 B0-1 W1-1 W0-1 B1-2 B0-2 W1-2 W0-2
 
-How it is made: time is divided into slots, and one F, B or W of a chunk takes one slot.
+The order is constructed as follows. Time is divided into slots, and one F, B or W of a chunk takes
+one slot.
 
 1. The building block gives the slots of F and B of microbatch 0 on each stage. From one rank to the
    next, F0 and B1 take 2 slots, F1 and B0 take 1 slot, so that the activations of chunk 0 and chunk
@@ -51,14 +54,14 @@ How it is made: time is divided into slots, and one F, B or W of a chunk takes o
    slot after its input in which the rank does not hold more than in the steady part.
 3. Weight gradients take the free slots, first in, first out.
 
-Each of p ranks holds at most ``2 * ((p + 2) // 2)`` chunk microbatches, the activations of
-``(p + 2) // 2`` whole ones. With F, B and W of one chunk each taking 1 and no latency, a step of m
-microbatches, at least as many as ranks, takes ``6 * m + max(p - 1, 6 * ceil(p / 2) - 7)``; 1F1B
-takes ``6 * (m + p - 1)``.
+Each of p ranks holds at most ``2 * ((p + 2) // 2)`` microbatches, each in one chunk. Their memory
+is that of ``(p + 2) // 2`` microbatches in both chunks. If F, B and W of one chunk take time 1
+each, without latency, a step of m microbatches, with m at least p, takes
+``6 * m + max(p - 1, 6 * ceil(p / 2) - 7)``; 1F1B takes ``6 * (m + p - 1)``.
 
-Deviations from the paper: this makes one pass over the slots, in which weight gradients take any
-free slot, while the authors' program makes two. The idle time is below the ``3 * p`` that they
-state. A pipeline of one rank gets the order of ZB-V.
+Deviations from the paper: this construction makes one pass over the slots, in which weight
+gradients take any free slot; the authors' program makes two. The idle time is below the ``3 * p``
+that the paper states. A pipeline of one rank gets the order of ZB-V.
 
 Source: ZB-V: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6; it is V-ZB in arXiv
 2405.15362. The order is that of ``torch.distributed.pipelining``, so both can be compared action by
@@ -80,7 +83,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def zb_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of ZB-V."""
+    """Returns each rank's actions under ZB-V."""
     ranks = placement.num_ranks
     microbatches = max(num_microbatches, 2 * ranks - 1)
     orders = []
@@ -102,7 +105,7 @@ def zb_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 
 def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of DualPipeV.
+    """Returns each rank's actions under DualPipeV.
 
     Raises:
         ScheduleError: There are fewer microbatches than stages.
@@ -116,11 +119,11 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
     orders = []
     for rank in range(ranks):
         after = ranks - 1 - rank
-        # Marks of these lanes: + begins a pair, a lower-case b leaves its W for later, and W alone
-        # stands for the oldest W that was left.
+        # Marks in these texts: + begins a pair. A lower-case b means that its W runs later, and W
+        # alone stands for the oldest W that has not run yet.
         steady = ["F0+", "B1", "F1+", "B0"] * (num_microbatches - 2 * ranks + rank + 1)
         if after == 0:
-            steady[0] = "F0"  # its partner would be the backward of the same microbatch
+            steady[0] = "F0"  # no pair: the B after it is of the same microbatch
         alone = ["B1", "B0"] * (rank + 1)
         lanes: list[str] = []
         left: deque[str] = deque()
@@ -143,9 +146,9 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
 
 
 def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
-    """Returns the actions of these lanes; the microbatches of each kind and chunk count up from 0.
+    """Returns the actions of these kinds and chunks, each with microbatches ascending from 0.
 
-    Leaves out microbatches that the step does not have.
+    Actions of microbatches that the step does not have are left out.
     """
     counts: Counter[str] = Counter()
     order = []
@@ -160,24 +163,25 @@ def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
 
 
 _PERIOD = 6
-"""Slots between the same action of two consecutive microbatches."""
+"""Number of slots from an action to the same action of the next microbatch."""
 
 _Row = dict[int, Action]
-"""Actions of one rank by slot."""
+"""Actions of one rank, by the index of their time slot."""
 
 
 def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of V-Half with two chunks per rank in a V."""
+    """Returns each rank's actions under V-Half with two chunks per rank in a V."""
     if placement.num_ranks == 1:
         return zb_v(placement, num_microbatches)
-    # The steady part repeats, so it is made with few microbatches and then stretched.
+    # The steady part repeats. So construct the order for few microbatches, and then repeat its
+    # steady part.
     few = min(num_microbatches, placement.num_ranks + 5)
     begin = _steady_begin(placement.num_ranks) + _PERIOD
     return tuple(_stretch(row, begin, num_microbatches - few) for row in squeezed(placement, few))
 
 
 def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
-    """Returns the slots of all actions of a step, per rank, including weight gradients."""
+    """Returns the time slots of each rank's actions in a step, including weight gradients."""
     ranks = placement.num_ranks
     begin = _steady_begin(ranks)
     end = _PERIOD * (num_microbatches - 1) + 1
@@ -207,13 +211,13 @@ def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
 
 
 def _steady_begin(num_ranks: int) -> int:
-    """Returns the slot in which rank 0 runs its first backward of chunk 0."""
+    """Returns the time slot of rank 0's first B of chunk 0, where the steady part begins."""
     return _block(num_ranks, 0)[3][0]
 
 
 def _block(num_ranks: int, rank: int) -> tuple[tuple[int, ActionKind, int], ...]:
-    """Returns slot, kind and chunk of a rank's forwards and backwards of microbatch 0."""
-    # Without a gap, B and F would get the same slots if the number of ranks is even.
+    """Returns slot, kind and chunk of each F and B of microbatch 0 on a rank."""
+    # Without this gap, B and F would get the same slots if the number of ranks is even.
     gap = 3 if num_ranks % 2 == 0 else 0
     return (
         (2 * rank, ActionKind.F, 0),
@@ -235,7 +239,7 @@ def _repeated_block(num_ranks: int, num_microbatches: int) -> list[_Row]:
 
 
 def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
-    """Moves an action to the first free slot in which memory suffices; returns that slot."""
+    """Moves an action to the first free slot that memory allows, and returns this slot."""
     action = row.pop(slot)
     for target in range(earliest, slot):
         if target not in row:
@@ -248,7 +252,10 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 
 
 def _peak(row: _Row) -> int:
-    """Returns the peak of chunk microbatches if each weight gradient takes the first free slot."""
+    """Returns the maximum number of microbatches held, counted once per chunk.
+
+    It assumes that each weight gradient takes the first free slot.
+    """
     held = peak = waiting = 0
     for slot in range(max(row) + 1):
         action = row.get(slot)
@@ -265,7 +272,7 @@ def _peak(row: _Row) -> int:
 
 
 def _with_weights(row: _Row) -> _Row:
-    """Puts each weight gradient in the first free slot after its backward, in ascending slots."""
+    """Puts each weight gradient into the first free slot after its B, in the order of the B."""
     full: _Row = {}
     waiting: deque[Action] = deque()
     slot = 0
@@ -283,11 +290,11 @@ def _with_weights(row: _Row) -> _Row:
 
 
 def _stretch(row: _Row, begin: int, repeats: int) -> Order:
-    """Returns the actions of a rank, with the period that starts at ``begin`` repeated.
+    """Returns a rank's actions in order, with its period that starts at slot ``begin`` repeated.
 
     Args:
-        row: Actions of the rank by slot, ascending.
-        begin: First slot of the period.
+        row: Actions of the rank by time slot, in ascending order of slots.
+        begin: First time slot of the period.
         repeats: Number of additional periods.
     """
     order: list[Action] = []

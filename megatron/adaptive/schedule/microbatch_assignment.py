@@ -1,6 +1,6 @@
-"""Deals the microbatches of a step to data-parallel replicas so that all take equally long.
+"""Assigns the microbatches of a step to data-parallel replicas so that all take equally long.
 
-The step keeps its microbatches. Only the replica that works on each of them is chosen::
+The microbatches of the step do not change; only the replica that works on each is chosen::
 
     cost of each             9  5  8  4  4  2     replica 0 is 1.5 times as slow
     in turns    replica 0    9     8     4        21 x 1.5 = 31.5
@@ -8,13 +8,13 @@ The step keeps its microbatches. Only the replica that works on each of them is 
     dealt       replica 0          8  4           12 x 1.5 = 18
                 replica 1    9  5        4  2     20
 
-The cost of a microbatch for a rank is the sum of a fixed part, a part per token, and a part per
-pair of tokens that attend to each other. The parts are fitted to the last steps. The pace of a rank
-is its compute time, without waits, divided by the cost of the microbatches that it worked on. A
+The cost of a microbatch on a rank has three parts: a fixed one, one per token, and one per pair of
+tokens that attend to each other. These parts are fitted to the measured times of the last steps.
+The pace of a rank is its compute time, without waits, divided by the cost of its microbatches. A
 replica is as fast as its slowest rank.
 
 Every rank computes all of this from the same numbers, with Python floats in a fixed order of
-operations. So ranks on different machines reach the same decision without a message.
+operations. So ranks on different machines reach the same decision without communication.
 """
 
 from __future__ import annotations
@@ -28,43 +28,51 @@ from dataclasses import dataclass
 from megatron.adaptive.schedule.workload import order_by_cost
 
 Size = tuple[float, float]
-"""Number of tokens of a microbatch, and sum of the squared lengths of its documents."""
+"""Number of tokens in a microbatch, and sum of its documents' squared lengths in tokens."""
 
 EQUAL: Size = (1.0, 1.0)
-"""Size of every microbatch if all are equal."""
+"""Size to use for every microbatch if all are equally long."""
 
 Measured = tuple[float, float, float]
-"""Three sums over the microbatches of a rank in a step.
+"""Three sums over the microbatches that a rank worked on in a step.
 
-The seconds of their actions, these seconds times tokens, and these seconds times squares (see
-:data:`Size`).
+They are the sum of the microbatches' times in seconds, the sum of times multiplied by number of
+tokens, and the sum of times multiplied by squared lengths (see :data:`Size`).
 """
 
 _LEAST_SIZES = 4
-"""Least number of different sizes for a fit of three parts."""
+"""Minimum number of different microbatch sizes for fitting the three parts of the cost."""
 _REMEMBERED = 0.9
-"""Factor on the weight of a step in the fit, per later step."""
+"""Factor by which each new step reduces the weight of older steps in the fit."""
 _REFIT_STEPS = 8
-"""Costs are fitted after each of this many first steps, later after each multiple of it."""
+"""Number of first steps after each of which costs are fitted.
+
+Later, costs are fitted each time after this number of steps.
+"""
 _STEPS = 16
-"""Number of last steps over which a pace is measured."""
+"""Number of most recent steps over which paces are measured."""
 _FEW = 3
-"""Number of last steps that suffice to detect a sudden change of pace."""
+"""Number of most recent steps used to detect a sudden change of pace."""
 _CHANGED = 0.10
-"""Relative change of a pace, over few steps, that counts as a change."""
+"""Minimum relative change of a pace over ``_FEW`` steps for adopting the new paces."""
 _DRIFTED = 0.03
-"""Relative change of a pace, over many steps, that counts as a change."""
+"""Minimum relative change of a pace over ``_STEPS`` steps for adopting the new paces."""
 _SINGULAR = 1e-7
-"""Relative limit for a pivot of nearly dependent equations, and for a better fit."""
+"""Relative tolerance of the fit.
+
+Equations with a smaller pivot count as dependent, and a fit must improve by more to replace
+another.
+"""
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """Names the microbatches of one replica in a step.
+    """Contains the indices of the microbatches that one replica works on in a step.
 
     Attributes:
-        numbers: Index of each microbatch in the step, as if they were dealt in turns.
-        total: Number of microbatches of all replicas together.
+        numbers: Index of each microbatch in the whole step. With round-robin assignment, index n
+            would be on replica n modulo the number of replicas.
+        total: Number of microbatches of all replicas together in the step.
     """
 
     numbers: tuple[int, ...]
@@ -74,19 +82,19 @@ class Dealt:
 def deal(
     costs: Sequence[Sequence[float]], *, group: int = 1, least: int = 1
 ) -> tuple[tuple[int, ...], ...]:
-    """Deals the costliest microbatches first, each to the replica that then finishes first.
+    """Assigns microbatches, costliest first, each to the replica that then finishes earliest.
 
     Source: R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969, here with costs that
     differ between replicas.
 
     Args:
         costs: Cost of each microbatch on each replica, ``[replica][microbatch]``.
-        group: Number that the microbatches of each replica must be a multiple of; it divides the
-            number of microbatches of the step.
-        least: Least number of microbatches of each replica.
+        group: Number of which each replica's number of microbatches must be a multiple. The number
+            of microbatches of the step is a multiple of it.
+        least: Minimum number of microbatches per replica.
 
     Returns:
-        The microbatches of each replica, ascending.
+        Indices of the microbatches of each replica, ascending.
     """
     replicas = range(len(costs))
     count = len(costs[0])
@@ -95,7 +103,8 @@ def deal(
     groups = [order[start : start + group] for start in range(0, count, group)]
     dealt: list[list[int]] = [[] for _ in replicas]
     busy = [0.0 for _ in replicas]
-    wanting = -(-least // group) * len(replicas)  # groups reserved for replicas below ``least``
+    # Number of groups that replicas below `least` still need.
+    wanting = -(-least // group) * len(replicas)
     for left, of_group in zip(range(len(groups), 0, -1), groups, strict=True):
         takers = [r for r in replicas if len(dealt[r]) < least] if left <= wanting else replicas
         ends = [(busy[r] + sum(costs[r][n] for n in of_group), r) for r in takers]
@@ -107,7 +116,10 @@ def deal(
 
 
 def _nearly_in_turns(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Deals in turns as far as these counts allow, because data workers read ahead in turns."""
+    """Assigns microbatches round-robin as far as these numbers per replica allow.
+
+    Data workers prefetch in round-robin order, so their prefetched microbatches can be used.
+    """
     turns = [range(replica, sum(counts), len(counts)) for replica in range(len(counts))]
     spare = iter([n for turn, count in zip(turns, counts, strict=True) for n in turn[count:]])
     return tuple(
@@ -117,7 +129,7 @@ def _nearly_in_turns(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 class CostFit:
-    """Fits the cost of microbatches on one stage by least squares over the last steps."""
+    """Fits the cost of microbatches on one stage to measured times, by least squares."""
 
     def __init__(self) -> None:
         self.parts: tuple[float, ...] = (0.0, 1.0, 0.0)
@@ -125,18 +137,18 @@ class CostFit:
         self._products = [0.0] * 3
 
     def cost(self, sums: Sequence[float]) -> float:
-        """Returns the cost of work, from its numbers of microbatches, tokens and squares."""
+        """Returns the cost of work with these sums of microbatches, tokens and squared lengths."""
         return sum(part * number for part, number in zip(self.parts, sums, strict=True))
 
     def age(self) -> None:
-        """Lowers the weight of the steps that were added before."""
+        """Reduces the weight of all steps added so far."""
         self._products = [_REMEMBERED * value for value in self._products]
         self._squares = [[_REMEMBERED * value for value in row] for row in self._squares]
 
     def add(self, sizes: Sequence[Size], measured: Measured) -> None:
-        """Adds the work and times of a rank in a step.
+        """Adds the sizes and times of a rank's microbatches in a step.
 
-        The pace of the rank has no influence: only the proportions of its times count.
+        Only the ratios between times have an influence, not the pace of the rank.
         """
         if measured[0] <= 0:
             return
@@ -148,7 +160,7 @@ class CostFit:
                 self._squares[part][other] += sum(row[part] * row[other] for row in rows)
 
     def fit(self) -> None:
-        """Replaces the parts by the non-negative ones that explain the times best."""
+        """Replaces the parts by the non-negative values that fit the times best."""
         best = 0.0
         sizes = [self._squares[n][n] ** 0.5 or 1.0 for n in range(3)]
         totals = self._squares[0]
@@ -171,13 +183,16 @@ class CostFit:
                     best = explained
                     by_part = dict(zip(chosen, solution, strict=True))
                     parts = tuple(by_part.get(n, 0.0) / sizes[n] for n in range(3))
-        # Keep the unit of the costs, so that paces measured before remain comparable.
+        # Keep the unit of the costs, so that new paces are comparable with those measured before.
         unit = self.cost(totals) / (sum(p * t for p, t in zip(parts, totals, strict=True)) or 1.0)
         self.parts = tuple(unit * part for part in parts)
 
 
 def _solve(rows: list[list[float]]) -> list[float] | None:
-    """Solves symmetric equations by elimination; returns ``None`` if they are nearly dependent."""
+    """Solves symmetric linear equations by elimination.
+
+    Returns ``None`` if they are nearly dependent.
+    """
     size = len(rows)
     for pivot in range(size):
         if rows[pivot][pivot] < _SINGULAR:
@@ -193,18 +208,20 @@ def _solve(rows: list[list[float]]) -> list[float] | None:
 
 
 class Dealer:
-    """Deals the microbatches of each step from the times of earlier steps; each rank has one.
+    """Assigns each step's microbatches to replicas, using the times of earlier steps.
+
+    Every rank has its own object, and all of them compute the same assignment.
 
     Args:
-        mode: ``lengths`` or ``speed`` to balance only lengths of microbatches or only speeds of
-            replicas, ``both`` for both.
+        mode: ``lengths`` to balance differences in microbatch lengths, ``speed`` to balance
+            differences in the speed of replicas, ``both`` to balance both.
         replicas: Number of data-parallel replicas.
         ranks: Number of pipeline ranks of each replica.
-        group: Number that the microbatches of each replica must be a multiple of.
-        least: Least number of microbatches of each replica.
-        pair: Multiplications per pair of tokens that attend to each other, divided by those per
-            token. A replica's microbatches are ordered by this ratio and not by measured times, so
-            that two runs have the same order.
+        group: Number of which each replica's number of microbatches must be a multiple.
+        least: Minimum number of microbatches per replica.
+        pair: Number of multiplications per pair of tokens that attend to each other, divided by the
+            number per token. It determines the order of a replica's microbatches. Measured times do
+            not, so that two runs have the same order.
     """
 
     def __init__(
@@ -224,8 +241,8 @@ class Dealer:
         self._limits = {"group": group, "least": least}
         self._fits = [CostFit() for _ in range(ranks)]
         self._places = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
-        # For each of the last steps, by replica and rank: seconds of its actions, and the numbers
-        # of microbatches, tokens and squares of its work.
+        # Measurements of the last steps, by (replica, rank): time of the rank's actions in seconds,
+        # and the sums of microbatches, tokens and squared lengths.
         self._past: deque[dict[tuple[int, int], tuple[float, tuple[float, ...]]]] = deque(
             maxlen=_STEPS
         )
@@ -235,7 +252,7 @@ class Dealer:
         self._steps = 0
 
     def deal(self, sizes: Sequence[Size]) -> tuple[tuple[int, ...], ...]:
-        """Returns the microbatches of each replica in the order of its work.
+        """Returns the microbatches of each replica, in the order in which it should run them.
 
         Args:
             sizes: Sizes of all microbatches of the step.
@@ -256,13 +273,14 @@ class Dealer:
         )
 
     def add(self, measured: Sequence[Sequence[Measured]]) -> str | None:
-        """Adds the times of the step that was dealt last.
+        """Adds the measured times of the step that :meth:`deal` was last called for.
 
         Args:
-            measured: Times of each rank, ``[replica][pipeline rank]``.
+            measured: Sums of times on each rank (see :data:`Measured`),
+                ``[replica][pipeline rank]``.
 
         Returns:
-            One line about a change in the assumed costs or paces, ``None`` without a change.
+            One line for the log if the costs or paces in use have changed, else ``None``.
         """
         self._steps += 1
         for fit in self._fits:
@@ -292,7 +310,7 @@ class Dealer:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Returns the time of each replica for the same work, relative to that of the fastest."""
+        """Returns each replica's time for the same work, divided by the fastest replica's."""
         sums = [sum(sizes) for sizes in zip(*(s for _, s in self._past[-1].values()), strict=True)]
         each = [self._slowest(replica, sums)[0] for replica in range(self._replicas)]
         return tuple(seconds / min(each) for seconds in each)
@@ -307,11 +325,11 @@ class Dealer:
         return [scale * fit.cost((1.0, *size)) for size in sizes]
 
     def _slowest(self, replica: int | None, sums: Sequence[float]) -> tuple[float, int]:
-        """Returns the time of the slowest rank of a replica for some work, and that rank.
+        """Returns the time that a replica's slowest rank takes for some work, and that rank.
 
         Args:
-            replica: Index of the replica, ``None`` for a replica of mean pace.
-            sums: Numbers of microbatches, tokens and squares of the work.
+            replica: Index of the replica, or ``None`` for a replica of mean pace.
+            sums: Sums of microbatches, tokens and squared lengths in the work.
         """
         times = []
         for rank, fit in enumerate(self._fits):
@@ -321,10 +339,10 @@ class Dealer:
         return max(times)
 
     def _follow(self) -> str | None:
-        """Adopts the paces of the last steps if they differ from those in use.
+        """Adopts the paces of the last steps, if they differ enough from those in use.
 
         Returns:
-            One line about the change if it is large, else ``None``.
+            One line for the log if the change is large, else ``None``.
         """
         few = self._measured_paces(_FEW)
         if len(self._past) < _FEW:
@@ -357,7 +375,7 @@ class Dealer:
 
 
 def _sums(sizes: Sequence[Size]) -> list[float]:
-    """Returns the numbers of microbatches, tokens and squares of these microbatches."""
+    """Returns the number of microbatches, and their sums of tokens and squared lengths."""
     return [
         float(len(sizes)),
         sum(tokens for tokens, _ in sizes),
@@ -368,9 +386,9 @@ def _sums(sizes: Sequence[Size]) -> list[float]:
 def _differ(
     paces: dict[tuple[int, int], float], before: dict[tuple[int, int], float], limit: float
 ) -> bool:
-    """Returns whether the pace of a rank changed by more than ``limit`` against its siblings.
+    """Returns whether a rank's pace changed by more than ``limit`` relative to its siblings.
 
-    The siblings of a rank are the same pipeline rank in all replicas.
+    A rank's siblings are the ranks at the same position in the pipelines of all replicas.
     """
     drift = {key: pace / (before[key] or 1.0) for key, pace in paces.items()}
     ranks = {rank for _, rank in drift}

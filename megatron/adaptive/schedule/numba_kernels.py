@@ -1,8 +1,8 @@
-"""Builds the simulator's event loop from its functions, as plain Python or compiled with numba.
+"""Builds the simulator's event loop, in plain Python or compiled with numba.
 
-The functions of ``rank_kernel``, ``runtime_rules`` and ``simulator`` are written so that both work.
-numba caches compiled code on disk, under a name that contains a digest of these sources, so that a
-changed rule never runs from old code.
+The functions of ``rank_kernel``, ``runtime_rules`` and ``simulator`` are written so that both are
+possible. numba caches compiled code on disk. The cached name contains a hash of the source code, so
+that outdated compiled code is never used after a change.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from typing import Any
 from megatron.adaptive.schedule import rank_kernel, runtime_rules, simulator
 
 Rule = Callable[[rank_kernel.State, Sequence[int]], int]
-"""Function ``rule(s, hint)`` of ``runtime_rules``."""
+"""Run-time scheduling rule: function of ``(s, hint)`` that returns an action's code or -1."""
 
 Modules = tuple[ModuleType, ...]
 _MODULES = (rank_kernel, runtime_rules, simulator)
 
 
 def plain_loop(rule: Rule) -> Callable[[simulator.World], int]:
-    """Returns ``simulator.run`` in plain Python, about 10 us per action; any callable is a rule."""
+    """Returns ``simulator.run`` in plain Python, with any function as its rule.
+
+    It takes about 10 us per action.
+    """
     return _bind(_MODULES, simulator.run, lambda function: function, rule=rule)
 
 
@@ -35,9 +38,11 @@ def is_known(rule: Rule) -> bool:
 
 @lru_cache
 def compiled_loop(rule: Rule) -> Callable[[simulator.World], int]:
-    """Returns ``simulator.run`` compiled for a rule of ``runtime_rules``, below 1 us per action.
+    """Returns ``simulator.run`` compiled with a rule of ``runtime_rules``.
 
-    The first call on a machine compiles, which takes some seconds.
+    It takes less than 1 us per action.
+
+    The first call on a machine compiles the code, which takes some seconds.
 
     Raises:
         ImportError: numba is not installed.
@@ -46,23 +51,23 @@ def compiled_loop(rule: Rule) -> Callable[[simulator.World], int]:
 
 
 def compile_function(module: ModuleType, main: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function of a module together with the functions that it calls there."""
+    """Compiles a function, together with the functions of its module that it calls."""
     return _bind((module,), main, _jit((module,), main, ""))
 
 
 def _jit(modules: Modules, main: Callable[..., Any], label: str) -> Callable[..., Any]:
-    from numba import njit  # the import takes half a second
+    from numba import njit  # imported only when needed, because the import takes half a second
 
-    # The code touches no Python object, so it may release the GIL for other threads.
+    # The compiled code uses no Python objects, so it may release the GIL for other threads (nogil).
     common: dict[str, Any] = {"_nrt": False, "nogil": True}
     source = "".join(map(inspect.getsource, modules)) + repr(common)
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
 
     def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__qualname__ = f"{function.__name__}_{label}_{digest}"
-        # Only the main function is called from Python, so only it is cached; the others are
-        # compiled into it. They allocate nothing, so reference counting (_nrt) is off, which
-        # halves the time.
+        # Only the main function is called from Python, and the others are compiled into it. So only
+        # the main function is cached. No function allocates memory, so reference counting (_nrt) is
+        # turned off, which halves the run time.
         compiled: Callable[..., Any] = njit(
             function, cache=function.__name__ == main.__name__, **common
         )
@@ -74,13 +79,13 @@ def _jit(modules: Modules, main: Callable[..., Any], label: str) -> Callable[...
 def _bind(
     modules: Modules, main: Callable[..., Any], make: Callable[..., Any], **instead: Any
 ) -> Callable[..., Any]:
-    """Copies the functions of all modules into one namespace and returns the copy of ``main``.
+    """Copies the functions of several modules into one namespace, and returns the copy of ``main``.
 
     Args:
-        modules: Modules with the functions.
-        main: Function to return.
-        make: Function that turns each copy into the one to call.
-        **instead: Replacements of functions, by name.
+        modules: Modules that contain the functions.
+        main: Function whose copy is returned.
+        make: Function applied to each copy, for example to compile it.
+        **instead: Functions to use in place of those with the same names.
     """
     namespace: dict[str, Any] = {}
     for module in modules:

@@ -1,7 +1,8 @@
-"""Runs users' own schedules, and checks them before the first step.
+"""Makes policies from users' own schedules, and checks them before the first step.
 
-A fixed order is made by the user's function and validated. A rule is tried in a simulated step.
-Every error names the schedule, the file and line of its function, the rank and the action.
+A static schedule is made by the user's function, and validated. A run-time rule is tried in a
+simulated step. Every error names the schedule, the file and line of its function, the rank and the
+action.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from megatron.adaptive.schedule.validate import validate
 from megatron.adaptive.schedule.workload import StageTimes
 
 _MOST_TRIED_ACTIONS = 50_000
-"""Most actions in the trial of a rule; in plain Python an action takes about 10 us."""
+"""Maximum number of actions in the trial of a rule.
+
+Each takes about 10 us, because the user's function is plain Python.
+"""
 
 
 class OwnRule:
-    """Picks actions by a user's function.
+    """Chooses actions by calling a user's function, and checks them.
 
     Args:
-        spec: Description of the schedule.
+        spec: ScheduleSpec of the user's schedule, with its function.
     """
 
     def __init__(self, spec: ScheduleSpec) -> None:
@@ -39,15 +43,15 @@ class OwnRule:
         self._function: Callable[[RankState], Action | None] = spec.load()
 
     def pick(self, state: RankState) -> Action | None:
-        """Returns the action that the function chose, ``None`` to wait.
+        """Returns the action chosen by the user's function, or ``None`` to wait.
 
         Raises:
-            ScheduleError: The function raised, or returned something that cannot start.
+            ScheduleError: The function raised an error, or returned an action that cannot start.
         """
         where = f"{self._where}, rank {state.rank}"
         try:
             action = self._function(state)
-        except Exception as error:  # the function is the user's and may raise anything
+        except Exception as error:  # a user's function may raise any exception
             raise ScheduleError(
                 f"{where}: it raised {type(error).__name__}: {error}; {state.describe()}"
             ) from error
@@ -72,21 +76,21 @@ class OwnRule:
 
 @lru_cache(maxsize=64)
 def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int) -> Schedule:
-    """Returns the validated orders of a user's fixed schedule.
+    """Returns a user's static schedule, after validating it.
 
     Args:
-        spec: Description of the schedule.
-        placement: Placement of the stages on ranks.
-        num_microbatches: Number of microbatches of a step.
+        spec: ScheduleSpec of the user's schedule, with its function.
+        placement: Assignment of pipeline stages to ranks.
+        num_microbatches: Number of microbatches per step.
 
     Raises:
-        ScheduleError: The function raised, returned something else, or its orders are not valid.
+        ScheduleError: The function raised an error, or the returned schedule is not valid.
     """
     where = f"schedule {spec.name} ({_source_of(spec)})"
     size = f"{placement.num_ranks} ranks and {num_microbatches} microbatches"
     try:
         orders = tuple(tuple(order) for order in spec.load()(placement, num_microbatches))
-    except Exception as error:  # the function is the user's and may raise anything
+    except Exception as error:  # a user's function may raise any exception
         raise ScheduleError(
             f"{where}: for {size} it raised {type(error).__name__}: {error}"
         ) from error
@@ -128,17 +132,21 @@ def own_rule(
     cap: float | None,
     weight_pieces: int,
 ) -> Policy:
-    """Returns the policy of a user's rule after a trial in a simulated step.
+    """Returns the policy of a user's run-time rule, after a trial in a simulated step.
 
     Args:
-        spec: Description of the rule.
-        placement: Placement of the stages on ranks.
-        num_microbatches: Number of microbatches of a step. A very long step is tried with fewer.
-        cap: Most activations of a rank, in whole-rank microbatches; ``None`` for no limit.
-        weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
+        spec: ScheduleSpec of the user's rule, with its function.
+        placement: Assignment of pipeline stages to ranks.
+        num_microbatches: Number of microbatches per step. The trial uses fewer if the step is very
+            long.
+        cap: Limit on the activations that a rank holds, in microbatches of the whole rank (all its
+            chunks); ``None`` for no limit.
+        weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
+            weight gradients.
 
     Raises:
-        ScheduleError: The rule raised, chose an action that is not ready, or leads to a deadlock.
+        ScheduleError: The rule raised an error, chose an action that cannot start, or leads to a
+            deadlock.
     """
     rule = OwnRule(spec)
     per_microbatch = placement.num_stages * (2 + weight_pieces)
@@ -161,7 +169,7 @@ def own_rule(
 
 
 def _source_of(spec: ScheduleSpec) -> str:
-    """Returns the file and line of the function of a schedule."""
+    """Returns the file and line of a schedule's function."""
     function = spec.load()
     try:
         file = inspect.getsourcefile(function) or "?"

@@ -1,8 +1,8 @@
-"""Decides which action a rank does next.
+"""Defines policies, which choose the next action of a rank.
 
-A policy reads a ``RankState`` and keeps nothing between two picks. So one object serves all steps,
-in the simulator and in the executor. This module owns the interface, the policy that applies a
-function of ``runtime_rules``, and the policy that follows a list.
+A policy reads a ``RankState`` and stores nothing between two choices. So the same object can be
+used for all steps, in the simulator and in the executor. This module has the interface, the policy
+that applies a function of ``runtime_rules``, and the policy that follows a list of actions.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from megatron.adaptive.schedule.rank_state import RankState
 
 
 class Policy(Protocol):
-    """Picks the next action of one rank."""
+    """Chooses the next action of one rank."""
 
     @property
     def name(self) -> str:
-        """Returns the name by which users select the policy."""
+        """Returns the name by which users select the policy, such as ``adaptive``."""
 
     def pick(self, state: RankState) -> Action | None:
-        """Chooses the action that the rank starts now.
+        """Returns the action that the rank should start now.
 
-        Returns at once and does not change the state.
+        It returns at once and does not change the state.
 
         Args:
             state: State of the rank.
 
         Returns:
-            An action that is ready, or None to wait for the next input.
+            Action that is ready to start, or None to wait for the next input.
 
         Raises:
-            ScheduleError: The policy cannot continue.
+            ScheduleError: The policy cannot choose an action.
         """
 
 
 class RulePolicy:
-    """Picks actions by a function of ``runtime_rules``.
+    """Chooses actions by a function of ``runtime_rules``.
 
     Args:
         name: Name by which users select the policy.
-        rule: Function that chooses.
-        hint: Second argument of the function, such as the order of the rank as codes.
+        rule: Function that returns the code of the chosen action.
+        hint: Second argument of ``rule``, such as the rank's order of actions as codes.
     """
 
     def __init__(self, name: str, rule: Rule, hint: Sequence[int] = ()) -> None:
@@ -55,7 +55,7 @@ class RulePolicy:
         self.hint = tuple(hint)
 
     def pick(self, state: RankState) -> Action | None:
-        """Returns the choice of the rule, None to wait."""
+        """Returns the action that the rule chooses, None to wait."""
         code = self.rule(state.numbers, self.hint)
         if code < 0:
             return None
@@ -64,18 +64,20 @@ class RulePolicy:
 
 
 class Follow(RulePolicy):
-    """Picks the actions of a list one by one, each as soon as it is ready.
+    """Chooses the actions of a list one after the other, each as soon as it is ready.
 
-    The position in the list is the number of actions that the state has started. The cap of the
-    state is ignored, as the memory of a list is known beforehand (``validate.peak_units``). A pair
-    starts when both its actions are ready. With an invalid list (see ``validate``) the rank hangs.
+    The position in the list is the number of actions started so far. The state's limit on
+    activations is ignored, because the memory that a list needs is known beforehand
+    (``validate.peak_units``). A pair starts when both of its actions are ready. If the list is
+    invalid (see ``validate``), the rank waits forever.
 
     Args:
-        order: Actions of one rank, first to last.
-        name: Name of the schedule.
+        order: Actions of one rank, in the order to run them.
+        name: Name of the schedule that the list comes from.
 
     Raises:
-        ScheduleError: A chunk does not run the actions of a kind in ascending order.
+        ScheduleError: The actions of some chunk and kind are not in ascending order of
+            microbatches.
     """
 
     def __init__(self, order: Sequence[Action], name: str = "follow") -> None:
@@ -84,16 +86,17 @@ class Follow(RulePolicy):
         super().__init__(name, runtime_rules.follow, codes_of(order, num_chunks))
 
     def pick(self, state: RankState) -> Action | None:
-        """Returns the next action of the list if it is ready, else None."""
+        """Returns the list's next action if it is ready, else None."""
         is_ready = self.rule(state.numbers, self.hint) >= 0
         return self.order[state.num_started] if is_ready else None
 
 
 def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...]:
-    """Returns a rank's order as the codes that ``runtime_rules`` read.
+    """Returns a rank's order of actions as codes, as the functions of ``runtime_rules`` read it.
 
     Returns:
-        ``kind * num_chunks + chunk`` of each action, ``3 * num_chunks`` more for a paired forward.
+        One code per action: ``kind * num_chunks + chunk``. If the next action starts together with
+        it, ``3 * num_chunks`` is added.
 
     Raises:
         ScheduleError: A chunk does not run the actions of a kind in ascending order, which codes
@@ -115,12 +118,12 @@ def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...]:
 
 
 def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tuple[Action, ...]:
-    """Returns the order that was turned into codes by ``codes_of``.
+    """Returns the actions that ``codes_of`` turned into codes.
 
     Args:
-        codes: Codes of the rank's actions.
-        num_chunks: Number of chunks of the rank.
-        weight_pieces: Number of parts of each weight gradient.
+        codes: Codes of one rank's actions, in the order they run.
+        num_chunks: Number of model chunks on the rank.
+        weight_pieces: Number of W actions per weight gradient.
     """
     counts = [0] * (3 * num_chunks)
     actions = []
@@ -134,10 +137,12 @@ def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tup
 
 
 def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ...]] | None:
-    """Returns the rule that all these policies share, with the hint of each, to be compiled.
+    """Returns the rule that all policies share, and the hint of each policy.
+
+    The simulation can then be compiled.
 
     Returns:
-        None if they do not share a function of ``runtime_rules``.
+        Rule and hints, or None if the policies do not share a function of ``runtime_rules``.
     """
     rule_policies = [
         policy for policy in policies if isinstance(policy, RulePolicy) and is_known(policy.rule)
@@ -153,18 +158,18 @@ _BY_KIND: dict[Rule, tuple[str, str, str]] = {
     runtime_rules.breadth_first: ("broadest", "deepest", "filler"),
     runtime_rules.follow: ("order", "order", "order"),
 }
-"""Reasons for F, B and W of the rules that have one reason for each kind."""
+"""Reasons for choosing F, B and W, for rules that have one reason per kind."""
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns for each action of a rank's step why it was picked, in one word for the trace.
+    """Returns a word for each action of a rank's step, by which the trace shows why it was chosen.
 
     The word is empty if the policy gives no reason.
 
     Args:
-        policy: Policy that picked the actions.
-        codes: Codes of the actions in the order they started (see ``codes_of``).
-        num_chunks: Number of chunks of the rank.
+        policy: Policy that chose the actions.
+        codes: Codes ``kind * num_chunks + chunk`` of the actions, in the order they started.
+        num_chunks: Number of model chunks on the rank.
     """
     if not isinstance(policy, RulePolicy):
         return [""] * len(codes)
@@ -176,7 +181,10 @@ def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[st
 
 
 def _hinted(hint: Sequence[int], codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns reasons by comparing the actions with a hint of ``code + 3 * num_chunks * index``."""
+    """Returns the reasons under the rule ``hinted``, by comparing the actions with the hint.
+
+    The hint's numbers are ``code + 3 * num_chunks * index``.
+    """
     lanes = 3 * num_chunks
     started = [0] * lanes
     first_open = 0

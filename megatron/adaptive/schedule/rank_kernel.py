@@ -1,66 +1,68 @@
-"""Checks the rules of every order of work, in plain functions over the state of one rank.
+"""Decides which actions of a rank may start, in plain functions over an array of integers.
 
-The rules: an action needs its input. Each stage runs its forwards, its backwards and its weight
-gradients in ascending order of microbatches. A backward follows the forward of its microbatch, a
-weight gradient its backward. A rank runs one action at a time, or one of each kind if actions may
-overlap (``BESIDE``).
+Every order of actions obeys these rules. An action needs its input. Each stage runs its F, its B
+and its W actions in ascending order of microbatches. A microbatch's B follows its F, and its W
+follows its B. A rank runs one action at a time, or one of each kind if actions may overlap
+(``BESIDE``).
 
 The state of a rank is one flat sequence of integers, ``s``. The executor runs these functions in
 plain Python on lists (see ``rank_state``). The simulator compiles the same functions with numba and
 runs them on arrays (see ``numba_kernels``). So they use numbers only: no objects, no exceptions,
 and no calls except to each other.
 
-The slots of ``s``. The example is rank 1 of 2 in a loop of 2 chunks, so it has stages 1 and 3. The
-step has 3 microbatches, split backwards and a cap of 2. F0-0, F0-1 and F1-0 have finished, B1-0 is
-running, and the input of F0-2 has arrived::
+The table lists the entries of ``s``, called slots. The example is rank 1 of 2 in a loop of 2
+chunks, so it has stages 1 and 3. The step has 3 microbatches, separate weight gradients (W) and a
+limit on activations (cap) of 2. F0-0, F0-1 and F1-0 have finished, B1-0 is running, and the input
+of F0-2 has arrived::
 
     slot             example   content
      0 LAST                1   kind of the last F or B that started, -1 before the first
-     1 IN_FLIGHT     1500000   memory held now, in millionths of a whole-rank microbatch
-     2 PEAK          1500000   most memory held so far, in the same unit
-     3 CAP           2000500   most memory that may be held, with a tolerance for rounding
+     1 IN_FLIGHT     1500000   activation memory held, in millionths of a microbatch in
+                               all chunks of the rank
+     2 PEAK          1500000   maximum of IN_FLIGHT so far
+     3 CAP           2000500   limit on IN_FLIGHT, with a tolerance for rounding
      4 CHUNKS              2   number of chunks of the rank
      5 MICROBATCHES        3   number of microbatches of the step
-     6 PIECES              1   number of parts of each weight gradient, 0 for whole backwards
+     6 PIECES              1   number of W actions per weight gradient, 0 if B computes it
      7 RANKS               2   number of ranks of the pipeline
      8 RANK                1   position of this rank in the pipeline
      9 STARTED             4   number of actions started
     10 FINISHED            3   number of actions finished
     11 TOTAL              18   number of actions of the step
-    12 UNIT           500000   memory of one microbatch of one chunk, 0 in an evaluation
-    13 LAST_CHUNK          1   chunk with the last stage, whose forward is the input of its own
-                               backward; -1 if another rank has it
+    12 UNIT           500000   memory of one microbatch in one chunk, 0 in an evaluation
+    13 LAST_CHUNK          1   chunk with the last stage, where the end of F makes B ready;
+                               -1 if another rank has the last stage
     14 BESIDE              0   1 if an action may start while another one communicates
-    15 BUSY                0   1 if a forward is running
-    16                     1   1 if a backward is running
-    17                     0   1 if a weight gradient is running
+    15 BUSY                0   1 if an F is running
+    16                     1   1 if a B is running
+    17                     0   1 if a W is running
     18 SIZED               0   1 if microbatches differ in size
     19 TURNED              0   1 in a V, where odd chunks run from the last rank to the first
-    20 HEAD              2 1   number of forwards started, per chunk
-    22                   0 1   number of backwards started, per chunk
-    24                   0 0   number of pieces of weight gradients started, per chunk
-    26                   2 1   number of forwards finished, per chunk
-    28                   0 0   number of backwards finished, per chunk
-    30                   0 0   number of pieces of weight gradients finished, per chunk
-    32           1 1 1 1 0 0   1 if the input of a forward is here, per chunk and microbatch
-    38           0 0 0 1 0 0   1 if the input of a backward is here, per chunk and microbatch
-    44                     -   memory of each microbatch of one chunk; only if SIZED is 1
+    20 HEAD              2 1   number of F started, per chunk
+    22                   0 1   number of B started, per chunk
+    24                   0 0   number of W started, per chunk
+    26                   2 1   number of F finished, per chunk
+    28                   0 0   number of B finished, per chunk
+    30                   0 0   number of W finished, per chunk
+    32           1 1 1 1 0 0   1 if the input of F has arrived, per chunk and microbatch
+    38           0 0 0 1 0 0   1 if the input of B has arrived, per chunk and microbatch
+    44                     -   memory of each microbatch in one chunk; only if SIZED is 1
 
-The number of actions of a kind that a chunk has started is also the index of the next one. Memory
-is counted in integers so that fractions add up exactly.
+The number of actions of a kind that a chunk has started is also the index of its next action.
+Memory is counted in integers, so that sums of fractions are exact.
 """
 
 from __future__ import annotations
 
 F, B, W = 0, 1, 2
-"""Kinds of action as numbers; ``ActionKind`` lists them in the same order."""
+"""Kinds of action as numbers, in the same order as in ``ActionKind``."""
 
 MEMORY_SCALE = 1_000_000
-"""Units of memory per whole-rank microbatch."""
+"""Number of memory units in one whole-rank microbatch (a microbatch in all chunks of a rank)."""
 NO_CAP = 1 << 62
-"""Value of ``CAP`` without a limit."""
+"""Value of ``CAP`` if there is no limit."""
 
-# Slots with one number each (see the table above).
+# Slots that contain one number (see the table above).
 LAST = 0
 IN_FLIGHT = 1
 PEAK = 2
@@ -81,26 +83,29 @@ SIZED = 18
 TURNED = 19
 HEAD = 20
 
-# Offsets from HEAD, in blocks of one number per chunk.
-DONE = 3  # distance from the started actions of a kind to its finished ones
-FLAGS = 6  # distance from HEAD to the flags of inputs
+# Offsets from HEAD. The unit is a block, which contains one number per chunk.
+DONE = 3  # distance from the numbers of started actions of a kind to those of finished ones.
+FLAGS = 6  # distance from HEAD to the flags of arrived inputs.
 
 State = list[int]
-"""State of one rank; in compiled code an ``int64`` array."""
+"""State of one rank as integers: a list in plain Python, an ``int64`` array in compiled code."""
 
 
 def lanes(s: State) -> int:
-    """Returns the number of codes ``kind * chunks + chunk``.
+    """Returns the number of different codes ``kind * chunks + chunk``.
 
-    The code of a forward plus this number begins a pair.
+    In an order, the code of a forward pass plus this number begins a pair: the next action starts
+    together with it.
     """
     return 3 * s[CHUNKS]
 
 
 def lane_count(s: State, kind: int, chunk: int) -> int:
-    """Returns the number of actions of a kind that a chunk has started, the index of the next one.
+    """Returns the number of actions of a kind that a chunk has started.
 
-    Each piece of a weight gradient counts as one action.
+    It is also the index of the chunk's next action of this kind.
+
+    Each part (piece) of a weight gradient counts as one action.
     """
     return s[HEAD + kind * s[CHUNKS] + chunk]
 
@@ -122,23 +127,23 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
 
 
 def stage_of(s: State, chunk: int) -> int:
-    """Returns the stage of a chunk, like :meth:`Placement.stage_of`."""
+    """Returns the pipeline stage of a chunk, as :meth:`Placement.stage_of` does."""
     rank = s[RANKS] - 1 - s[RANK] if s[TURNED] == 1 and chunk % 2 == 1 else s[RANK]
     return chunk * s[RANKS] + rank
 
 
 def size_of(s: State, microbatch: int) -> int:
-    """Returns the memory of a microbatch of one chunk."""
+    """Returns the activation memory of a microbatch in one chunk."""
     if s[SIZED] == 0:
         return s[UNIT]
     return s[HEAD + (FLAGS + 2 * s[MICROBATCHES]) * s[CHUNKS] + microbatch]
 
 
 def fits(s: State, chunk: int) -> bool:
-    """Returns whether the graded memory rule lets the chunk's next forward start.
+    """Returns whether memory allows the chunk's next forward pass to start.
 
-    Its microbatch must fit, plus one of every later chunk: the largest of those that have not
-    started there. See ``memory_caps``.
+    The cap must have room for the microbatch, plus one microbatch in every later chunk: the largest
+    of those that have not started there. This prevents deadlocks (see ``memory_caps``).
     """
     if s[SIZED] == 0:
         return s[IN_FLIGHT] + (s[CHUNKS] - chunk) * s[UNIT] <= s[CAP]
@@ -153,13 +158,16 @@ def fits(s: State, chunk: int) -> bool:
 
 
 def arrive(s: State, kind: int, chunk: int, microbatch: int) -> None:
-    """Records that the input of a forward or backward is here."""
+    """Records that the input of an F or B has arrived."""
     chunks = s[CHUNKS]
     s[HEAD + FLAGS * chunks + (kind * chunks + chunk) * s[MICROBATCHES] + microbatch] = 1
 
 
 def start(s: State, kind: int, chunk: int) -> None:
-    """Records that the chunk's next action of this kind starts; a forward takes its memory now."""
+    """Records that the chunk's next action of this kind starts.
+
+    An F takes its memory now.
+    """
     slot = HEAD + kind * s[CHUNKS] + chunk
     index = s[slot]
     s[slot] = index + 1
@@ -173,10 +181,10 @@ def start(s: State, kind: int, chunk: int) -> None:
 
 
 def finish(s: State, kind: int, chunk: int) -> None:
-    """Records that the chunk's oldest running action of this kind ended, and frees its memory.
+    """Records that the chunk's oldest running action of this kind has ended, and frees its memory.
 
-    A whole backward frees its microbatch. After a split backward, the last piece of the weight
-    gradient frees it.
+    B frees the activations of its microbatch if there are no W actions. Otherwise the last W of the
+    microbatch frees them.
     """
     slot = HEAD + (kind + DONE) * s[CHUNKS] + chunk
     index = s[slot]

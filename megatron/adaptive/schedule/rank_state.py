@@ -1,8 +1,9 @@
-"""Tracks one rank during a step: inputs that are here, actions started and finished, memory.
+"""Tracks one rank during a step: arrived inputs, started and finished actions, and memory.
 
-``RankState.numbers`` is the state of ``rank_kernel``, whose functions contain the rules. This
-module adds names, checks and messages. ``rank_kernel`` lists all slots of the state. In its example
-(rank 1 of 2 in a loop of 2 chunks, F0-0, F0-1 and F1-0 have finished and B1-0 is running)::
+``RankState.numbers`` is the list of integers on which the functions of ``rank_kernel`` work. Those
+functions decide which actions may start; this module adds names, checks and messages.
+``rank_kernel`` lists all entries. In its example (rank 1 of 2 in a loop of 2 chunks, F0-0, F0-1 and
+F1-0 have finished and B1-0 is running)::
 
     numbers                                  method or property
     IN_FLIGHT      1500000                   in_flight: 1.5 whole-rank microbatches
@@ -15,8 +16,8 @@ module adds names, checks and messages. ``rank_kernel`` lists all slots of the s
     inputs of F    111 100     per chunk     arrive; lacking: F1-1
     inputs of B    000 100     per chunk     arrive
 
-The state does not decide (a policy does), send or measure: the executor and the simulator report to
-it.
+The state does not choose actions (a policy does), send tensors or measure times. The executor and
+the simulator report events to it.
 """
 
 from __future__ import annotations
@@ -33,24 +34,27 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class RankState:
-    """Tracks one rank within one step; a new step needs a new object.
+    """Tracks the state of one rank during one step. A new step needs a new object.
 
     Not thread-safe: its owner (the executor's loop or the simulator) makes every call. All calls
     return at once and take O(chunks) time.
 
     Args:
-        placement: Placement of the pipeline's stages on its ranks.
-        rank: Position of this rank in the pipeline.
+        placement: Assignment of pipeline stages to ranks.
+        rank: Position of this rank in the pipeline, from 0.
         num_microbatches: Number of microbatches per step, at least 1.
-        cap: Most activations that ``fits`` allows, in whole-rank microbatches; None for no limit.
-        sizes: Activations of each microbatch, relative to the mean; None if all are equal.
-        forward_only: True in an evaluation, which has no backwards and holds no activations.
-        weight_pieces: Number of parts of each weight gradient; 0 for whole backwards, which
-            compute the weight gradients as well.
+        cap: Maximum activation memory that ``fits`` allows; None for no limit. One unit is the
+            activations of one microbatch in all chunks of the rank.
+        sizes: Activation memory of each microbatch relative to the mean; None if all are equal.
+        forward_only: Whether the step is an evaluation, which has no backward passes and holds no
+            activations.
+        weight_pieces: Number of W actions into which a microbatch's weight gradients are divided; 0
+            if the backward pass computes them itself.
         beside: Whether an action may start while another one, of another kind, communicates.
 
     Raises:
-        ScheduleError: An argument is out of range, or the cap is below the least cap.
+        ScheduleError: An argument is out of range, or the cap is too small for any order of
+            actions.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class RankState:
         self.weight_pieces = 0 if forward_only else weight_pieces
         self.cap = cap
         last = placement.num_stages - 1
-        # True for each kind and chunk whose input comes from another stage.
+        # Whether the input comes from another stage, for each kind and chunk.
         self._takes = (
             *(stage > 0 for stage in stages),
             *(stage < last and not forward_only for stage in stages),
@@ -104,7 +108,7 @@ class RankState:
         )
 
     def _first_numbers(self, stages: Sequence[int], sizes: Sequence[float]) -> list[int]:
-        """Returns the numbers of ``rank_kernel`` at the start of a step, except BESIDE and CAP.
+        """Returns the list of state numbers at the start of a step; the caller sets BESIDE and CAP.
 
         Args:
             stages: Stage of each chunk.
@@ -127,7 +131,7 @@ class RankState:
         s[rank_kernel.UNIT] = 0 if forward_only else round(MEMORY_SCALE / chunks)
         ends_here = not forward_only and self.placement.num_stages - 1 in stages
         s[rank_kernel.LAST_CHUNK] = chunks - 1 if ends_here else -1
-        if stages[0] == 0:  # forwards of the first stage take their input from the data
+        if stages[0] == 0:  # inputs of the first stage are the data, which need not arrive
             flags = HEAD + rank_kernel.FLAGS * chunks
             s[flags : flags + num_microbatches] = [1] * num_microbatches
         if sizes:
@@ -162,16 +166,16 @@ class RankState:
 
     @property
     def in_flight(self) -> float:
-        """Returns the activations held now, in whole-rank microbatches."""
+        """Returns the activation memory held now, in the unit of ``cap``."""
         return self.numbers[rank_kernel.IN_FLIGHT] / MEMORY_SCALE
 
     @property
     def peak_in_flight(self) -> float:
-        """Returns the most activations held so far, in whole-rank microbatches."""
+        """Returns the maximum activation memory held so far, in the unit of ``cap``."""
         return self.numbers[rank_kernel.PEAK] / MEMORY_SCALE
 
     def is_ready(self, action: Action) -> bool:
-        """Returns whether the action may start now: its input is here and it is next on its stage.
+        """Returns whether the action's input has arrived and the action is next on its stage.
 
         Memory is not considered (see ``fits``). An action that does not exist is never ready.
         """
@@ -185,9 +189,10 @@ class RankState:
         )
 
     def is_possible(self, action: Action) -> bool:
-        """Returns whether the action is next on its stage and will be ready without another start.
+        """Returns whether the action will become ready without any other action being started.
 
-        False for an action that was started, that must follow another one, or that does not exist.
+        It must be next on its stage. Returns False for an action that was started, that must follow
+        an action not yet started, or that does not exist.
         """
         kind = action.kind
         chunk = action.chunk
@@ -200,7 +205,7 @@ class RankState:
         return number == rank_kernel.F or microbatch < lane_count(self.numbers, number - 1, chunk)
 
     def ready(self) -> tuple[Action, ...]:
-        """Returns every action that may start now, at most one of each kind per chunk.
+        """Returns all actions that may start now, at most one per kind and chunk.
 
         Chunks ascend; within a chunk F comes before B, and B before W. Memory is not considered.
         """
@@ -213,24 +218,26 @@ class RankState:
         )
 
     def next_action(self, kind: int, chunk: int) -> Action:
-        """Returns the chunk's next action of a kind, which is a number of ``rank_kernel``."""
+        """Returns the chunk's next action of a kind (``F``, ``B`` or ``W`` of ``rank_kernel``)."""
         chunks = self.placement.num_chunks
         return self._actions[kind * chunks + chunk][lane_count(self.numbers, kind, chunk)]
 
     def fits(self, action: Action) -> bool:
-        """Returns whether the graded memory rule lets the action start.
+        """Returns whether memory allows the action to start, by the graded rule of ``memory_caps``.
 
-        A forward fits if one microbatch of every later local chunk still fits after it, so that the
-        cap cannot deadlock. Other actions only free memory and always fit.
+        A forward pass fits if afterwards one microbatch in every later chunk of this rank still
+        fits; so the cap cannot cause a deadlock. Other actions free memory and always fit.
         """
         return action.kind is not ActionKind.F or rank_kernel.fits(self.numbers, action.chunk)
 
     def arrive(self, kind: ActionKind, chunk: int, microbatch: int) -> None:
-        """Records that the input of an action is here; inputs may come early and in any order.
+        """Records that an action's input has arrived.
 
-        Do not call it for forwards of the first stage, whose input is the data, or for backwards of
-        the last stage, which start from the loss. If the neighbouring stage is on the same rank,
-        the caller reports the hand-over here as well.
+        Inputs may arrive in any order, and before they are needed.
+
+        Do not call it for forward passes of the first stage, whose input is the data, or for
+        backward passes of the last stage, which start from the loss. If the neighbouring stage is
+        on the same rank, the caller reports its result as an arrival too.
 
         Raises:
             ScheduleError: The action takes no input, or its input arrived before.
@@ -255,12 +262,15 @@ class RankState:
         raise ScheduleError(f"rank {self.rank}: input of {kind}{chunk}-{microbatch} {problem}")
 
     def start(self, action: Action) -> bool:
-        """Records that the action starts, if it is ready; a forward takes its memory now.
+        """Records that the action starts, if it is ready.
 
-        The cap is not enforced here: a policy asks ``fits`` if it wants to.
+        A forward pass takes its memory now.
+
+        The cap is not enforced here; policies check it with ``fits``.
 
         Returns:
-            True if the action was ready and is started now; else see :meth:`why_not`.
+            True if the action was ready and is now started. If False, :meth:`why_not` has the
+            reason.
         """
         ready = self.is_ready(action)
         if ready:
@@ -268,7 +278,7 @@ class RankState:
         return ready
 
     def finish(self, action: Action) -> None:
-        """Records that a started action ended, and frees its memory.
+        """Records that a started action has ended, and frees the memory that it no longer needs.
 
         Raises:
             ScheduleError: The action is not the oldest running one of its kind and chunk.
@@ -289,7 +299,10 @@ class RankState:
         rank_kernel.finish(s, number, chunk)
 
     def why_not(self, action: Action) -> str:
-        """Returns for error messages why an action is not ready; ``it is ready`` if it is."""
+        """Returns the reason why an action is not ready, for error messages.
+
+        Returns ``it is ready`` if it is.
+        """
         s = self.numbers
         number = NUMBER[action.kind]
         chunk = action.chunk
@@ -321,10 +334,10 @@ class RankState:
         return f"its input from {self._sender(action)} is not here"
 
     def missing(self) -> str:
-        """Describes what this rank waits for, for messages about a time limit.
+        """Returns text about what this rank waits for, for error messages after a time limit.
 
-        Lists for each chunk the next inputs that are not here, with the rank and stage that send
-        them, and the actions whose input is here but which exceed the cap.
+        Lists for each chunk the next inputs that have not arrived, with the rank and stage that
+        send them. Also lists actions whose input has arrived but which would exceed the cap.
         """
         if self.done:
             return "nothing, every action is finished"
@@ -341,11 +354,11 @@ class RankState:
         return ", ".join(parts) or "weight gradients, which are ready"
 
     def lacking(self) -> list[Action]:
-        """Returns the chunks' next forwards and backwards whose input is not here."""
+        """Returns the next F and B of each chunk, if the action's input has not arrived."""
         return [action for action, has_input in self._next_actions() if not has_input]
 
     def _next_actions(self) -> Iterator[tuple[Action, bool]]:
-        """Yields the chunks' next forwards and backwards, and whether the input of each is here."""
+        """Yields the next F and B of each chunk, and whether the action's input has arrived."""
         for chunk in range(self.placement.num_chunks):
             forwards = lane_count(self.numbers, rank_kernel.F + rank_kernel.DONE, chunk)
             limits = (self.num_microbatches, 0 if self.forward_only else forwards)
@@ -356,7 +369,7 @@ class RankState:
                     yield self.next_action(number, chunk), bool(is_ready)
 
     def describe(self) -> str:
-        """Returns one line about the state: ready actions, counts, memory."""
+        """Returns one line about the state: ready actions, number of finished ones, memory."""
         ready = " ".join(str(action) for action in self.ready()) or "nothing"
         cap = "no cap" if self.cap is None else f"cap {self.cap:g}"
         return (

@@ -1,25 +1,29 @@
-"""Chooses the next action for the run-time policies, in plain functions over one rank's state.
+"""Chooses a rank's next action at run time, in plain functions over the rank's state.
 
 ``rule(s, hint)`` reads a state (see ``rank_kernel``) and returns the code ``kind * chunks + chunk``
-of the action to start now, or -1 to wait. A code needs no microbatch, because a stage runs each
-kind in ascending order. If actions may overlap (``BESIDE``), a rule is also asked while an action
-communicates; actions that are running are not ready then. The executor runs these functions as they
-are and the simulator compiles them, so they use numbers only, like ``rank_kernel``.
+of the action to start now, or -1 to wait. A code contains no microbatch, because a stage runs each
+kind in ascending order of microbatches. If actions may overlap (``BESIDE``), a rule is also called
+while an action communicates. Kinds with a running action are not ready then. The executor runs
+these functions in plain Python, and the simulator compiles them. So they use numbers only, like
+``rank_kernel``.
 
-For rules that follow an order, ``hint`` is the order of the rank as codes. For ``adaptive``, it
-lists the shares of the rank's chunks except the deepest (see ``memory_caps``); -1 or a missing
-entry stands for no limit.
+For rules that follow an order, ``hint`` is the rank's order of actions as codes. For ``adaptive``,
+``hint`` is the share of each chunk except the deepest: how many microbatches the chunk may hold
+(see ``memory_caps``). -1 or a missing entry means no limit.
 
-``adaptive`` decides from the inputs that have arrived: ready-first order as in RRFP, arXiv
-2605.18750, with the grouping of forwards of interleaved 1F1B, arXiv 2104.04473, section 2.2.
+``adaptive`` chooses among actions whose input has arrived. It combines the ready-first order of
+RRFP, arXiv 2605.18750, with the groups of microbatches of interleaved 1F1B, arXiv 2104.04473,
+section 2.2.
 
-``hinted`` follows a static order, the best that the cap allows (``catalog.hint_for``). It leaves
-the order only if that costs no memory; this condition is not from a paper. It cannot deadlock:
-whatever it has overtaken, the rest of the hint can still run in its order. If microbatches differ
-in size, the hint says nothing about bytes. Then every forward must also fit by the graded rule, and
-if the hint offers no action, the rule of ``adaptive`` decides.
+``hinted`` follows a static order (the hint), the best one within the limit on activations
+(``catalog.hint_for``). It runs an action earlier than the hint only if that needs no additional
+memory; this condition is not from a paper. It cannot deadlock: whichever actions have run early,
+the others can still run in the hint's order. If microbatches differ in size, the hint does not
+bound the memory in bytes. Then every forward pass must also fit by the graded rule of
+``memory_caps``. If the hint has no action that can start, the rule of ``adaptive`` chooses.
 
-``docs/schedules.md`` explains both rules step by step, with alternatives that were simulated.
+``docs/schedules.md`` explains ``adaptive`` and ``hinted`` step by step, and compares them with
+alternatives in simulations.
 """
 
 from __future__ import annotations
@@ -54,15 +58,19 @@ from megatron.adaptive.schedule.rank_kernel import (
 )
 
 LOOKAHEAD = 96
-"""Number of actions of its hint that ``hinted`` considers, including those already overtaken.
+"""Number of actions in its hint that ``hinted`` considers, from the first one not yet started.
 
-No later action is started early. So the first open action is at most this far behind the number of
-started actions, and is found without a search through the whole hint.
+Later actions are never started early. So the position of the first action not yet started is at
+most this far behind the number of started actions, and can be found without searching the whole
+hint.
 """
 
 
 def follow(s: State, hint: Sequence[int]) -> int:
-    """Returns the code of the hint's next action if it is ready, regardless of the cap; else -1."""
+    """Returns the code of the hint's next action if it is ready, else -1.
+
+    The limit on activations is ignored.
+    """
     position = s[STARTED]
     if position >= len(hint):
         return -1
@@ -80,7 +88,7 @@ def follow(s: State, hint: Sequence[int]) -> int:
 
 
 def deepest_ready(s: State, kind: int) -> int:
-    """Returns the code of the deepest chunk's ready action of a kind, -1 if none is ready."""
+    """Returns the code of the ready action of a kind on the deepest chunk, -1 if none is ready."""
     chunks = s[CHUNKS]
     for chunk in range(chunks - 1, -1, -1):
         if is_ready(s, kind, chunk):
@@ -89,10 +97,10 @@ def deepest_ready(s: State, kind: int) -> int:
 
 
 def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
-    """Returns whether a chunk may hold one more microbatch by its share.
+    """Returns whether a chunk's share allows it to hold one more microbatch.
 
-    It holds the microbatches whose forward started and whose backward has not finished. In an
-    evaluation, which has no backwards, there is no limit.
+    A chunk holds the microbatches whose F has started and whose B has not finished. In an
+    evaluation, which has no B, there is no limit.
     """
     if chunk >= len(hint) or hint[chunk] < 0 or s[UNIT] == 0:
         return True
@@ -100,11 +108,11 @@ def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
 
 
 def next_forward(s: State, hint: Sequence[int]) -> int:
-    """Returns the chunk of the forward to start, -1 if none is ready and fits.
+    """Returns the chunk of the F to start, -1 if no F is ready and fits into memory.
 
-    In a loop, microbatches form groups of as many as there are ranks; the forward of the lowest
-    group on the shallowest chunk is chosen. In a V, the forward with the longest way to the end of
-    the step is chosen.
+    In a loop, microbatches form groups as large as the number of ranks. The F of the earliest group
+    is chosen, and among several of them the one on the shallowest chunk. In a V, the F that is
+    farthest from the end of the step is chosen.
     """
     best = -1
     lowest = 0
@@ -122,9 +130,10 @@ def next_forward(s: State, hint: Sequence[int]) -> int:
 
 
 def next_backward(s: State) -> int:
-    """Returns the code of the backward to start, -1 if none is ready.
+    """Returns the code of the B to start, -1 if no B is ready.
 
-    In a loop it is the deepest one, in a V the one with the longest way to the end of the step.
+    In a loop it is the B on the deepest chunk, in a V the B that is farthest from the end of the
+    step.
     """
     deepest = deepest_ready(s, B)
     if deepest < 0 or s[TURNED] == 0:
@@ -138,7 +147,7 @@ def next_backward(s: State) -> int:
 
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule of ``adaptive``: forward and backward in turn, W if neither is ready."""
+    """Applies the rule ``adaptive``: F and B alternately if both are ready, W if neither is."""
     forward = next_forward(s, hint)
     backward = next_backward(s)
     if forward >= 0 and (backward < 0 or s[LAST] != F):
@@ -147,9 +156,9 @@ def ready_first(s: State, hint: Sequence[int]) -> int:
 
 
 def depth_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule of ``dfc``: backwards first, then the forward on the deepest chunk possible.
+    """Applies the rule ``dfc``: B first, then the F that brings a microbatch deepest, then W.
 
-    A microbatch goes as deep as it can before the next one starts.
+    So a microbatch goes as deep as possible before the next one starts.
     """
     backward = deepest_ready(s, B)
     if backward >= 0:
@@ -168,7 +177,10 @@ def depth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def breadth_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule of ``bfc``: forwards first, a chunk runs them all before the next chunk."""
+    """Applies the rule ``bfc``: F first, on the shallowest chunk possible, then B, then W.
+
+    So a chunk runs all its forward passes before the next chunk does.
+    """
     for chunk in range(s[CHUNKS]):
         if is_ready(s, F, chunk) and fits(s, chunk):
             return chunk
@@ -179,9 +191,10 @@ def breadth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def hinted(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule of ``hinted``.
+    """Applies the rule ``hinted``: follows the hint, but may run later actions of it early.
 
-    ``hint`` lists ``code + 3 * chunks * index``; the index counts earlier occurrences of the code.
+    ``hint`` has the number ``code + 3 * chunks * index`` for each action. The index is the number
+    of earlier occurrences of the same code.
     """
     chunks = s[CHUNKS]
     count = lanes(s)
@@ -200,7 +213,7 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     for position in range(first_open, min(len(hint), first_open + LOOKAHEAD)):
         index = hint[position] // count
         code = hint[position] - index * count
-        started = s[HEAD + code]  # a code is also the offset of its count
+        started = s[HEAD + code]  # the count of a code's started actions is at offset HEAD + code
         if index < started:
             continue
         kind = code // chunks
@@ -212,7 +225,8 @@ def hinted(s: State, hint: Sequence[int]) -> int:
             and is_ready(s, kind, chunk)
             and (kind != F or not sized or fits(s, chunk))
         ):
-            # Memory that a running action will free is not free yet.
+            # If an action is running, the memory that it will free is not free yet. So check the
+            # cap.
             fitting = s[STARTED] == s[FINISHED] or kind == B or held + unit <= s[CAP]
             if kind == W or (position == first_open and fitting):
                 return code

@@ -1,7 +1,7 @@
-"""Represents a schedule as data: the list of actions of every rank, in order.
+"""Defines a static schedule as data: the actions of every rank, in the order they run.
 
-Owns the container only. ``fixed_in_loop`` and ``fixed_in_v`` make schedules, ``validate`` checks
-and draws them, ``simulate`` times them.
+This module only defines the container. ``fixed_in_loop`` and ``fixed_in_v`` make schedules,
+``validate`` checks and draws them, ``simulate`` times them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.stage_placement import Placement
 
 Order = tuple[Action, ...]
-"""Actions of one rank, first to last."""
+"""Actions of one rank in the order they run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Contains the orders of all ranks, known before the step starts.
+    """Contains the order of actions on all ranks, which is known before the step starts.
 
     Attributes:
-        name: Name by which users select and recognise the schedule.
-        placement: Placement of the stages on ranks.
+        name: Name by which users select the schedule, and which messages show.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        orders: Actions of each rank, first to last. They are not checked here, though a schedule
-            may come from a file (see ``validate``).
+        orders: Actions of each rank in the order they run. They are not checked here; ``validate``
+            checks them, for example if they come from a file.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Schedule:
 
     @property
     def forward_only(self) -> bool:
-        """Returns whether no rank lists a backward, as in an evaluation."""
+        """Returns whether the schedule has only forward passes, as in an evaluation."""
         return all(action.kind is ActionKind.F for order in self.orders for action in order)
 
     @property
     def weight_pieces(self) -> int:
-        """Returns the number of parts of each weight gradient, 0 if no rank lists a W."""
+        """Returns the number of W actions per weight gradient, 0 if no rank has a W."""
         return max(
             (
                 action.piece + 1
@@ -53,10 +53,10 @@ class Schedule:
 
 
 def check_num_microbatches(num_microbatches: int) -> None:
-    """Checks that a step has microbatches.
+    """Checks that a step has at least one microbatch.
 
     Raises:
-        ScheduleError: There is less than one microbatch.
+        ScheduleError: The number of microbatches is below 1.
     """
     if num_microbatches < 1:
         raise ScheduleError(

@@ -1,29 +1,30 @@
-"""Reads and writes schedule files: any order of work, made by hand or by another program.
+"""Reads and writes schedule files: static schedules made by hand or by another program.
 
-JSON is the format of this package. The text of an action is its kind, chunk, ``-`` and microbatch,
-then ``.`` and the piece for a weight gradient in several pieces. ``F0-3+`` runs together with the
-backward after it, and ``B0-3+`` with the forward after it: one computes while the experts of the
-other communicate::
+JSON is the format of this package. The text of an action is its kind, chunk, ``-`` and microbatch.
+If a weight gradient has several parts, ``.`` and the index of the part follow. ``F0-3+`` runs
+together with the B after it, and ``B0-3+`` with the F after it: one computes while the experts of
+the other communicate::
 
     {"version": 1, "name": "mine", "placement": "v", "ranks": 2, "chunks": 2, "microbatches": 1,
      "orders": ["F0-0 F1-0 B1-0 W1-0 B0-0 W0-0.0",
                 "F0-0 F1-0 B1-0 B0-0 W1-0 W0-0"]}
 
-``name`` is optional, and so is ``placement`` (default: ``loop``). Without any W, a B is a whole
-backward.
+``name`` is optional, and so is ``placement`` (default: ``loop``). If there is no W, B computes
+weight gradients too.
 
-CSV is the format of ``torch.distributed.pipelining``: a row per rank and a cell per action, with
-its stage, kind and microbatch. An empty cell means that the rank waits::
+CSV is the format of ``torch.distributed.pipelining``. It has one row per rank and one cell per
+action, with the action's stage, kind and microbatch. An empty cell means that the rank waits::
 
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1
 
-``F`` is a forward, ``B`` a whole backward, ``I`` a backward by inputs, ``W`` a backward by weights.
-If a file contains ``I`` and ``W``, a ``B`` stands for both. The actions in ``(0F1;1B0)OVERLAP_F_B``
-run one after the other. Sends, receives and the gathering of sharded weights are skipped, because
-here they follow from the order. The stages must be placed on the rows in a loop or a V.
+``F`` is a forward pass, ``I`` computes input gradients, ``W`` weight gradients, and ``B`` both. If
+a file contains ``I`` or ``W``, a ``B`` is split into these two. The actions in
+``(0F1;1B0)OVERLAP_F_B`` run one after the other. Sends, receives and the gathering of sharded
+weights are skipped, because here they follow from the order of actions. The stages must be assigned
+to the rows in a loop or a V.
 
-Every file is validated (see ``validate``).
+A schedule that is read is always validated (see ``validate``).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ VERSION = 1
 _PLACEMENTS: tuple[PlacementKind, ...] = ("loop", "v")
 
 _MOST_UNLISTED = 10_000
-"""Most forwards per rank that a file may ask for without listing a tenth of them."""
+"""Maximum number of forward passes per rank in a file that lists less than a tenth of them."""
 
 _ACTION = re.compile(r"([FBW])(\d{1,6})-(\d{1,6})(?:\.(\d{1,6})|(\+))?", re.ASCII)
 _CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
@@ -56,14 +57,14 @@ _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def load(path: Path) -> Schedule:
-    """Reads and validates a schedule.
+    """Reads a schedule from a file and validates it.
 
     Args:
         path: Path of the file, which ends in ``.json`` or ``.csv``.
 
     Raises:
-        ScheduleError: The file cannot be read or understood (one line with the position), or the
-            schedule is not valid (one line, then a picture of the part around the fault).
+        ScheduleError: The file cannot be read or parsed; the message has the position. Or the
+            schedule is not valid; the message then also has a drawing of the part around the fault.
     """
     path = Path(path)
     where = f"schedule file {path}"
@@ -126,7 +127,10 @@ def _from_json(content: Mapping[str, Any], name: str) -> Schedule:
 
 
 def _check_size(schedule: Schedule) -> None:
-    """Refuses counts far above the number of listed actions before it allocates memory for them."""
+    """Rejects a file whose declared sizes far exceed the number of actions it lists.
+
+    Otherwise memory would be allocated for them.
+    """
     chunks = schedule.placement.num_chunks
     microbatches = schedule.num_microbatches
     longest = max((len(order) for order in schedule.orders), default=0)
@@ -201,7 +205,7 @@ def _parse_row(texts: Sequence[str], row: int) -> list[_Cell]:
 
 
 def _placement_of(rows: Sequence[Sequence[_Cell]]) -> Placement:
-    """Returns the placement of the stages, from the row that lists each stage."""
+    """Determines the placement of the stages, from the rows in which each stage is listed."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:

@@ -1,11 +1,12 @@
-"""Simulates one step event by event: when each action runs if every rank follows its policy.
+"""Simulates one step event by event, to find when each action runs under given policies.
 
 The simulator uses the state and the policies of the executor. A rank runs one action at a time and
 sends the result when the action ends. The message waits until the link is free, occupies the link
-for some time, and arrives after the latency. A hand-over between two stages of one rank takes no
-time.
+for some time, and arrives after the latency. Passing a result between two stages of one rank takes
+no time.
 
-Owns the set-up and the result. The loop is in ``simulator``, the times are in ``workload``.
+This module prepares the simulation and contains its result. ``simulator`` has the event loop,
+``workload`` the times.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTim
 
 @dataclass(frozen=True, slots=True)
 class SimSpan:
-    """Records one action in simulated time, in seconds since the start of the step."""
+    """Contains an action with its start and end, in simulated seconds since the step began."""
 
     action: Action
     start_s: float
@@ -39,18 +40,20 @@ class SimSpan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimResult:
-    """Records one simulated step.
+    """Contains the result of one simulated step.
 
     Attributes:
-        placement: Placement of the simulated pipeline.
+        placement: Assignment of pipeline stages to ranks in the simulation.
         num_microbatches: Number of microbatches of the step.
-        weight_pieces: Number of parts of each weight gradient, 0 for whole backwards.
-        workload: Times that the step was simulated with.
+        weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
+            weight gradients.
+        workload: Times of actions and messages with which the step was simulated.
         codes: Codes ``kind * chunks + chunk`` of each rank's actions in the order they ran,
             ``[actions] int64`` per rank.
-        starts_ps: Start of each of these actions in picoseconds, ``[actions] int64`` per rank.
-        ends_ps: End of each of these actions in picoseconds, ``[actions] int64`` per rank.
-        peak_units: Most activations that each rank held, in whole-rank microbatches.
+        starts_ps: Start of each action in ``codes``, in picoseconds, ``[actions] int64`` per rank.
+        ends_ps: End of each action in ``codes``, in picoseconds, ``[actions] int64`` per rank.
+        peak_units: Maximum activations that each rank held, in microbatches of the whole rank (all
+            its chunks).
     """
 
     placement: Placement
@@ -64,23 +67,26 @@ class SimResult:
 
     @property
     def makespan_s(self) -> float:
-        """Returns the seconds from the start of the step to the end of its last action."""
+        """Returns the time from the start of the step to the end of its last action, in seconds."""
         return max(int(ends.max()) for ends in self.ends_ps) / PS_PER_S
 
     @property
     def num_actions(self) -> int:
-        """Returns the number of actions of all ranks."""
+        """Returns the number of actions on all ranks together."""
         return sum(len(codes) for codes in self.codes)
 
     @property
     def bubble_fraction(self) -> tuple[float, ...]:
-        """Returns the idle time of each rank divided by the makespan."""
+        """Returns each rank's idle time divided by the duration of the step."""
         makespan_s = self.makespan_s
         return tuple(1 - busy_s / makespan_s if makespan_s else 0.0 for busy_s in self.busy_s)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Returns the seconds that each rank spends in actions; overlapping time counts once."""
+        """Returns the time that each rank spends in actions, in seconds.
+
+        Time in which two actions overlap counts once.
+        """
         return tuple(
             int((ends - np.maximum(starts, np.append(0, ends)[:-1])).clip(0).sum()) / PS_PER_S
             for starts, ends in zip(
@@ -90,7 +96,7 @@ class SimResult:
 
     @property
     def hidden_fraction(self) -> float:
-        """Returns the fraction of communication within stages that is hidden behind computation."""
+        """Returns the fraction of communication within stages that overlaps with computation."""
         work = self.workload
         if work.exchanges_ps is None:
             return 0.0
@@ -100,7 +106,10 @@ class SimResult:
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
-        """Returns the actions of each rank in the order they ran, with its own microbatches."""
+        """Returns the actions of each rank in the order they ran.
+
+        Microbatches have the indices that the rank itself uses.
+        """
         chunks = self.placement.num_chunks
         return tuple(actions_of(codes.tolist(), chunks, self.weight_pieces) for codes in self.codes)
 
@@ -116,7 +125,7 @@ class SimResult:
         )
 
     def to_schedule(self, name: str) -> Schedule:
-        """Returns the orders that the policies chose, as a schedule that other runs can follow."""
+        """Returns the simulated orders as a static schedule that other runs can follow."""
         return Schedule(
             name=name,
             placement=self.placement,
@@ -138,21 +147,24 @@ def simulate(
     """Simulates one step.
 
     Args:
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
-        policies: Policies, one per rank; one object may serve several ranks.
-        times: Times per stage, or all times of the step (``workload.draw``).
-        seed: Seed of the times that are drawn here.
-        compiled: True to run machine code, which numba compiles at the first call, for rules of
-            ``runtime_rules``. In plain Python the same loop is about 50 times as slow.
-        **state_options: Further arguments for the state of every rank (see :class:`RankState`).
+        policies: Policies, one per rank; the same object may be used for several ranks.
+        times: Times per stage, or the times of all actions in the step, as ``workload.draw``
+            returns them.
+        seed: Random seed for drawing times, if ``times`` has times per stage.
+        compiled: Whether to run the loop as machine code, which numba compiles at the first call.
+            Possible for rules of ``runtime_rules``. In plain Python the loop is about 50 times as
+            slow.
+        **state_options: Additional arguments for making the :class:`RankState` of every rank, such
+            as ``cap``.
 
     Returns:
-        Times, idle fractions and memory peaks.
+        Times, idle fractions and memory peaks of all ranks.
 
     Raises:
-        ScheduleError: An argument is out of range, a policy picked an action that is not ready, or
-            all ranks wait forever (the message names the inputs that are missing).
+        ScheduleError: An argument is out of range, a policy chose an action that is not ready, or
+            all ranks wait forever. In the last case the message lists the missing inputs.
     """
     if len(policies) != placement.num_ranks:
         raise ScheduleError(
@@ -178,15 +190,17 @@ def run_states(
     widths: Sequence[int] | None = None,
     compiled: bool = False,
 ) -> SimResult:
-    """Simulates one step from the fresh states of all ranks, which it changes.
+    """Simulates one step from given states of all ranks at its start.
+
+    The states may be changed.
 
     Args:
-        states: States, one per rank of the job's pipeline.
+        states: States at the start of the step, one per rank.
         policies: Policies, one per rank.
-        workload: Times of the whole step.
-        widths: Number of ranks of each stage if stages have several (see ``unequal_widths``). Then
-            each of ``states`` has the position of its stage as its rank.
-        compiled: See ``simulate``.
+        workload: Times of all actions and messages in the step.
+        widths: Number of ranks of each stage, if stages have several (see ``unequal_widths``). Then
+            the ``rank`` of each state is the index of its stage.
+        compiled: Whether to run the loop as machine code (see ``simulate``).
     """
     placement = states[0].placement
     compiled_rule = rule_of(policies) if compiled else None
@@ -197,9 +211,8 @@ def run_states(
         rule, hints = compiled_rule
         loop = compiled_loop(rule)
         if loop(world._replace(hints=_padded(hints))) != simulator.DONE_ALL:
-            world = _run_plain(
-                _world(states, workload, widths), states, policies
-            )  # raises with the reason
+            # Run again in plain Python, which raises an error with the reason.
+            world = _run_plain(_world(states, workload, widths), states, policies)
     totals = [state.num_actions for state in states]
     return SimResult(
         placement=placement,
@@ -222,7 +235,7 @@ def _cut(rows: Any, totals: list[int]) -> tuple[Any, ...]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Any:
-    """Returns rows as one array; shorter rows end with -1."""
+    """Returns rows of different lengths as one array, padded with -1."""
     padded = np.full((len(rows), max(1, *map(len, rows))), -1, dtype=np.int64)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
@@ -256,11 +269,11 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
 
 
 _PER_SLOT = ("works", "exchanged", "counts", "steps", "due", "indices")
-"""Fields of ``World`` with one number per slot, two slots per rank."""
+"""Fields of ``World`` with one number per slot; each rank has two slots."""
 
 
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:
-    """Returns the arrays of the step, with empty hints."""
+    """Returns the state of the simulation at the start of the step, with empty hints."""
     placement = states[0].placement
     longest = max(state.num_actions for state in states)
     ranks = len(states)

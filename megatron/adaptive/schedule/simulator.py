@@ -1,9 +1,10 @@
-"""Runs the event loop of the simulator, in plain functions over numbers.
+"""Simulates a step by an event loop, in plain functions over integers.
 
 An event is the end of an action, a communication within an action, or the arrival of an input. All
-events of one time are processed before any rank decides. Times are integers, in picoseconds.
+events at one time are processed before any rank chooses its next action. Times are integers, in
+picoseconds.
 
-``numba_kernels`` compiles these functions and replaces ``rule`` by the rule of the policy.
+``numba_kernels`` compiles these functions, with the run-time rule to simulate in place of ``rule``.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from megatron.adaptive.schedule.rank_kernel import (
 )
 
 DONE_ALL, DEADLOCK, NOT_READY = 0, 1, 2
-"""Results of ``run``.
+"""Values that ``run`` returns.
 
-``NOT_READY`` plus a rank: the policy of this rank picked an action that cannot start.
+``NOT_READY`` plus a rank means that this rank's policy chose an action that cannot start.
 """
 
 
@@ -43,47 +44,48 @@ class World(NamedTuple):
 
     Fields are lists in plain Python and ``int64`` arrays in compiled code.
 
-    A rank has two slots, ``rank`` and ``rank + ranks``: an action may compute in one slot while the
-    action in the other communicates. Times are in picoseconds. Arrays with several indices are
-    flat.
+    A rank can run two actions at a time, in two slots with the indices ``rank`` and
+    ``rank + ranks``: one computes while the other communicates. Times are in picoseconds. Arrays
+    with several indices are flattened.
 
     Attributes:
-        states: State of each rank (see ``rank_kernel``).
-        hints: Hint of each rank's rule, or empty.
-        stages: Stage of each chunk, ``[rank][chunk]``.
+        states: State of each rank, as in ``rank_kernel``.
+        hints: Data that each rank's rule uses besides the state, such as an order (see
+            ``runtime_rules``), or empty.
+        stages: Pipeline stage of each chunk, ``[rank][chunk]``.
         first_ranks: First rank of each stage.
-        widths: Number of ranks of each stage, which take microbatches in turn (see
+        widths: Number of ranks of each stage, to which microbatches are assigned round-robin (see
             ``unequal_widths``).
-        total: Number of microbatches of the whole step, ``[1]``.
+        total: Number of microbatches in the step, in the whole job, ``[1]``.
         durations: Duration of each action, ``[kind][stage][microbatch]``, kinds F, B, W.
-        exchanges: Part of each F and B that is communication within the stage,
+        exchanges: Part of the duration of each F and B that is communication within the stage,
             ``[kind][stage][microbatch]``.
-        cuts: Number of communications in each F and B, per stage; 0 for none.
-        delays: Latency of the message after each F and B, ``[kind][stage][microbatch]``.
-        occupancy: Time for which a message occupies its link, ``[from][to]``.
-        free: Time at which the link is free again, ``[from][to]``.
-        heap: Events, each a time and a code. An event with the code ``-1 - rank`` means that a rank
-            has computed up to a communication or to the end of its action. Other codes are
-            arrivals: the index in ``durations`` of the action whose input arrives. There is room
-            for one event per rank and one per message.
-        heap_size: Number of events in the heap, ``[1]``.
-        turn: Slot of each rank that computes now, -1 for none.
-        last: Slot of each rank that computed last.
-        was_filler: 1 for each rank whose last action was a weight gradient.
-        waking: 1 for each rank that has had an event and has not decided since.
-        wakes: Ranks that must decide, in the order of their events.
-        num_woken: Number of these ranks, ``[1]``.
-        link: Time at which each rank's communication within its stages is over.
+        cuts: Number of communications within the stage in each F and B, per stage.
+        delays: Latency of the message sent after each F and B, ``[kind][stage][microbatch]``.
+        occupancy: Time for which a message occupies the link between two ranks, ``[from][to]``.
+        free: Time at which the link between two ranks becomes free again, ``[from][to]``.
+        heap: Priority queue of future events, each a time and a code. The code ``-1 - rank`` means
+            that a rank has computed up to a communication or to the end of its action. Other codes
+            mean that an input arrives; the code is the index in ``durations`` of the action that
+            needs it. The array is large enough for one event per rank and one per message.
+        heap_size: Number of events in ``heap``, ``[1]``.
+        turn: Slot in which each rank is computing now, -1 for none.
+        last: Slot in which each rank computed last.
+        was_filler: 1 for each rank whose last action was a weight gradient, else 0.
+        waking: 1 for each rank that has received an event since it last chose an action, else 0.
+        wakes: Ranks that must choose an action, in the order of their events.
+        num_woken: Number of ranks in ``wakes``, ``[1]``.
+        link: Time at which each rank's communication within its stages is finished.
         running: Code of the action in each slot, -1 for none.
         works: Duration of the action in each slot.
-        exchanged: Part of this duration that is communication.
+        exchanged: Part of the duration in ``works`` that is communication.
         counts: Number of communications of the action in each slot.
-        steps: Number of these communications that have started.
-        due: Time at which the last started one is over.
+        steps: Number of communications of the action in each slot that have started.
+        due: Time at which the last started communication of the action in each slot ends.
         indices: Index in ``codes`` of the action in each slot.
         codes: Result: codes of each rank's actions in the order they ran.
-        starts: Result: start of each of these actions.
-        ends: Result: end of each of these actions.
+        starts: Result: start time of each action in ``codes``.
+        ends: Result: end time of each action in ``codes``.
     """
 
     states: list[list[int]]
@@ -120,12 +122,12 @@ class World(NamedTuple):
 
 
 def rule(s: State, hint: Sequence[int]) -> int:
-    """Stands for the rule of the policy, which replaces it."""
+    """Placeholder for the run-time rule to simulate, which ``numba_kernels`` puts in its place."""
     raise NotImplementedError
 
 
 def heap_push(world: World, time: int, code: int) -> None:
-    """Adds an event to the heap, in which every node has four adjacent children."""
+    """Adds an event to the priority queue, a heap whose nodes have four children each."""
     heap = world.heap
     node = world.heap_size[0]
     world.heap_size[0] = node + 1
@@ -141,7 +143,7 @@ def heap_push(world: World, time: int, code: int) -> None:
 
 
 def heap_pop(world: World) -> int:
-    """Removes the earliest event from the heap and returns its code."""
+    """Removes the earliest event from the priority queue and returns its code."""
     heap = world.heap
     earliest = heap[1]
     last = world.heap_size[0] - 1
@@ -167,7 +169,7 @@ def heap_pop(world: World) -> int:
 
 
 def wake(world: World, rank: int) -> None:
-    """Lets a rank decide before the time advances."""
+    """Makes a rank choose its next action before the simulated time advances."""
     if world.waking[rank] == 0:
         world.waking[rank] = 1
         world.wakes[world.num_woken[0]] = rank
@@ -175,7 +177,7 @@ def wake(world: World, rank: int) -> None:
 
 
 def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
-    """Returns the index in the whole step of a microbatch that a rank counts."""
+    """Converts a rank's own index of a microbatch into the microbatch's index in the whole step."""
     return microbatch * world.widths[stage] + rank - world.first_ranks[stage]
 
 
@@ -200,7 +202,7 @@ def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
 
 
 def compute(world: World, slot: int, now: int) -> None:
-    """Lets an action compute up to its next communication or its end."""
+    """Makes the action in a slot compute up to its next communication or its end."""
     rank = slot % len(world.states)
     step = world.steps[slot]
     count = world.counts[slot]
@@ -214,7 +216,10 @@ def compute(world: World, slot: int, now: int) -> None:
 
 
 def communicate(world: World, slot: int, now: int) -> None:
-    """Starts an action's next communication; all communications of a rank share one link."""
+    """Starts the next communication of the action in a slot.
+
+    All communications within a rank's stages share one link.
+    """
     rank = slot % len(world.states)
     step = world.steps[slot]
     count = world.counts[slot]
@@ -226,17 +231,17 @@ def communicate(world: World, slot: int, now: int) -> None:
 
 
 def decide(world: World, rank: int, now: int) -> bool:
-    """Lets a rank start the action that its rule picks, or continue a waiting one.
+    """Makes a rank start the action that its rule chooses, or continue a waiting one.
 
     Returns:
-        False if the picked action is not ready.
+        False if the chosen action is not ready.
     """
     s = world.states[rank]
     ranks = len(world.states)
     slot = world.last[rank]
     other = (slot + ranks) % (2 * ranks)
     waits = world.running[other] >= 0
-    # A weight gradient fills one communication, then the waiting action continues.
+    # Only one weight gradient runs during a communication; then the waiting action continues.
     if waits and (world.running[slot] >= 0 or world.was_filler[rank]):
         compute(world, other, now)
         return True
@@ -278,7 +283,7 @@ def decide(world: World, rank: int, now: int) -> bool:
 
 
 def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: int) -> None:
-    """Sends the result of a forward or backward to the stage that needs it."""
+    """Sends the result of an F or B to the stage that needs it."""
     stages = len(world.first_ranks)
     ranks = len(world.states)
     total = world.total[0]
@@ -301,7 +306,7 @@ def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: i
 
 
 def receive(world: World, event: int) -> None:
-    """Processes the arrival of an input."""
+    """Marks an input as arrived, and wakes the rank that needs it."""
     stages = len(world.first_ranks)
     total = world.total[0]
     lane = event // total
@@ -315,7 +320,7 @@ def receive(world: World, event: int) -> None:
 
 
 def happen(world: World, event: int, now: int) -> None:
-    """Processes an event."""
+    """Processes an event: the arrival of an input, or the end of a computation."""
     if event >= 0:
         receive(world, event)
         return
@@ -342,7 +347,10 @@ def happen(world: World, event: int, now: int) -> None:
 
 
 def run(world: World) -> int:
-    """Runs a step to its end; returns ``DONE_ALL``, ``DEADLOCK`` or ``NOT_READY`` plus a rank."""
+    """Simulates a step to its end.
+
+    Returns ``DONE_ALL``, ``DEADLOCK``, or ``NOT_READY`` plus a rank.
+    """
     ranks = len(world.states)
     now = 0
     for rank in range(ranks):

@@ -1,7 +1,7 @@
-"""Places stages on ranks.
+"""Assigns pipeline stages to ranks.
 
-Owns the mapping between stages, in global pipeline order, and (rank, chunk). How many layers a
-stage has is a matter of the partition, and the order of work one of the schedule.
+It maps stages, in the order of the whole pipeline, to (rank, chunk) and back. Other modules
+determine how many layers a stage has, and in which order a rank runs its actions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Placement:
 
     ``loop`` starts every round at rank 0 (megatron-core's layout); ``v`` turns around at the end,
     so the first and the last stage share rank 0 if the number of chunks is even. In both, a later
-    local chunk is a later stage: the memory rule relies on this.
+    chunk of a rank is a later stage; the memory rule of ``memory_caps`` relies on this.
 
     Attributes:
         num_ranks: Number of pipeline-parallel ranks, at least 1.
         num_chunks: Number of chunks (virtual stages) per rank, at least 1.
-        kind: ``loop`` or ``v``.
+        kind: ``loop`` or ``v``, as in the drawing.
 
     Raises:
         ScheduleError: A number is below 1 or the kind is unknown.
@@ -61,7 +61,7 @@ class Placement:
         return self.num_ranks * self.num_chunks
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """Returns the stage that ``rank`` holds as its local ``chunk``.
+        """Returns the pipeline stage that is chunk ``chunk`` of rank ``rank``.
 
         Raises:
             ScheduleError: The rank or the chunk is out of range.
@@ -75,7 +75,7 @@ class Placement:
         return chunk * self.num_ranks + (self.num_ranks - 1 - rank if turned else rank)
 
     def locate(self, stage: int) -> tuple[int, int]:
-        """Returns the ``(rank, chunk)`` that holds ``stage``.
+        """Returns the ``(rank, chunk)`` to which a stage is assigned.
 
         Raises:
             ScheduleError: The stage is out of range.
@@ -90,7 +90,7 @@ class Placement:
         return (self.num_ranks - 1 - offset if turned else offset), chunk
 
     def neighbours(self) -> tuple[tuple[int, int], ...]:
-        """Returns the pairs of ranks that exchange messages, lower rank first, sorted."""
+        """Returns all pairs of ranks that exchange messages, sorted, with the lower rank first."""
         pairs = set()
         for stage in range(self.num_stages - 1):
             sender = self.locate(stage)[0]
@@ -106,16 +106,16 @@ class Placement:
     def target_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
         """Returns the ``(rank, chunk)`` that needs the result of a chunk's action.
 
-        A forward feeds the forward of the next stage, a backward the backward of the previous
-        stage. Returns None for a forward of the last stage, whose backward is on the same stage,
-        for a backward of the first stage, and for every W.
+        The result of an F is the input of the F on the next stage, and that of a B the input of the
+        B on the previous stage. Returns None for an F of the last stage, a B of the first stage,
+        and every W, because no other stage needs their results.
         """
         return self._beside(kind, rank, chunk, 1 if kind is ActionKind.F else -1)
 
     def source_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
         """Returns the ``(rank, chunk)`` whose result is the input of a chunk's action.
 
-        See ``target_of``.
+        Returns None if the input does not come from another stage.
         """
         return self._beside(kind, rank, chunk, -1 if kind is ActionKind.F else 1)
 

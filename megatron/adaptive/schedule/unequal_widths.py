@@ -1,6 +1,6 @@
-"""Describes stages of unequal width: their replicas, their microbatches and the order of work.
+"""Handles pipelines whose stages have different numbers of data-parallel replicas (widths).
 
-Microbatch m of the step, counted over the whole job, goes to replica ``m % widths[s]`` of stage s.
+Microbatch m of the step, counted over the whole job, runs on replica ``m % widths[s]`` of stage s.
 Each replica counts its own microbatches from 0, as everywhere in this package::
 
     widths 2-1-3          microbatch of the step     0  1  2  3  4  5
@@ -11,19 +11,19 @@ Each replica counts its own microbatches from 0, as everywhere in this package::
              rank 4                                     0        1
              rank 5                                        0        1
 
-So a rank may exchange messages with several ranks of a neighbouring stage, but each microbatch goes
-to one of them. Every rank holds one chunk.
+So a rank may exchange messages with several ranks of a neighbouring stage, but each microbatch is
+sent to only one of them. Every rank holds one chunk.
 
-**Orders.** The rules of one rank are the usual ones, over its own microbatches. Only the warm-up
-differs: a replica runs so many forwards that the ranks of the next stage together can run their own
-warm-up and one more forward each. ``docs/schedules.md`` has a picture.
+**Order of actions.** A rank orders its own microbatches as in a pipeline of equal stages. Only the
+warm-up differs: a replica runs so many forward passes that the ranks of the next stage together can
+run their own warm-up and one more forward pass each. ``docs/schedules.md`` has a drawing.
 
-1F1B cannot deadlock: on every earlier stage, the forwards that a backward of microbatch m needs
-    come
-only after backwards of microbatches below m.
+1F1B cannot deadlock: on every earlier stage, the forward passes that the backward pass of
+microbatch m needs run only after backward passes of microbatches below m.
 
-A rule under a cap cannot deadlock either: the lowest unfinished microbatch is the next one on every
-rank that it still has to visit, and each of these ranks holds no other microbatch.
+A run-time rule with a limit on activations cannot deadlock either. The lowest unfinished microbatch
+is the next one on every rank that it still has to visit, and each of these ranks holds no other
+microbatch.
 """
 
 from __future__ import annotations
@@ -48,21 +48,24 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
 SCHEDULES = selectable_names(lambda spec: spec.allows_unequal_stages)
-"""Schedules that stages of unequal widths can follow."""
+"""Names of the schedules and rules that support stages of unequal widths."""
 
 _SLACK = 1.5
-"""Default cap divided by the need of 1F1B; the same as for equal stages in ``memory_caps``."""
+"""Ratio of the default limit on activations to what 1F1B holds.
+
+It is the same as for equal stages in ``memory_caps``.
+"""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Maps the replicas of stages to ranks, which are numbered stage by stage.
+    """Maps the replicas of all stages to global ranks, which are numbered stage by stage.
 
     Attributes:
         sizes: Number of replicas of each stage in pipeline order, at least 1 each.
 
     Raises:
-        ScheduleError: There is no stage, or a stage without a replica.
+        ScheduleError: There is no stage, or a stage has no replica.
     """
 
     sizes: tuple[int, ...]
@@ -83,12 +86,12 @@ class Widths:
 
     @property
     def num_ranks(self) -> int:
-        """Returns the number of ranks of all stages together."""
+        """Returns the total number of ranks of all stages."""
         return sum(self.sizes)
 
     @property
     def round_size(self) -> int:
-        """Returns the least number of microbatches that divides equally in every stage."""
+        """Returns the smallest number of microbatches that every stage can divide equally."""
         return math.lcm(*self.sizes)
 
     @cached_property
@@ -96,11 +99,11 @@ class Widths:
         return tuple(accumulate(self.sizes, initial=0))
 
     def rank_of(self, stage: int, replica: int) -> int:
-        """Returns the rank of a replica of a stage."""
+        """Returns the global rank of a stage's replica."""
         return self._firsts[stage] + replica
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Returns the stage of a rank, and its replica in this stage.
+        """Returns the stage to which a rank belongs, and the rank's replica index in this stage.
 
         Raises:
             ScheduleError: There is no such rank.
@@ -111,23 +114,23 @@ class Widths:
         raise ScheduleError(f"rank {rank} is in no stage of widths {self}: ranks count from 0")
 
     def ranks_of(self, stage: int) -> range:
-        """Returns the ranks of a stage, by replica."""
+        """Returns the ranks of a stage, ordered by replica."""
         return range(self._firsts[stage], self._firsts[stage + 1])
 
     def pipeline_of(self, replica: int) -> list[int]:
-        """Returns one rank per stage: this replica, counted around in stages that have fewer."""
+        """Returns one rank per stage: the one with index ``replica`` modulo the stage's width."""
         return [self.rank_of(stage, replica % size) for stage, size in enumerate(self.sizes)]
 
     def route(self, rank: int, to_stage: int, microbatch: int) -> tuple[int, int]:
-        """Returns the rank of another stage that has a microbatch of this rank.
+        """Returns the rank of another stage that runs the same microbatch as a given rank.
 
         Args:
-            rank: Rank that counts the microbatch.
+            rank: Rank whose microbatch is looked up.
             to_stage: Index of the other stage.
-            microbatch: Index of the microbatch as ``rank`` counts.
+            microbatch: Index of the microbatch among those of ``rank``.
 
         Returns:
-            Rank of the other stage, and index of the microbatch as that rank counts.
+            Rank of the other stage, and index of the microbatch among those of that rank.
         """
         stage, replica = self.place_of(rank)
         whole = microbatch * self.sizes[stage] + replica
@@ -146,14 +149,14 @@ class Widths:
         return tuple(sorted(ranks))
 
     def own_microbatches(self, stage: int, num_microbatches: int) -> int:
-        """Returns the number of microbatches of each replica of a stage.
+        """Returns the number of microbatches per replica of a stage.
 
         Args:
             stage: Index of the stage.
-            num_microbatches: Number of microbatches of the step, over the whole job.
+            num_microbatches: Number of microbatches per step, in the whole job.
 
         Raises:
-            ScheduleError: The replicas of the stage would not have the same number.
+            ScheduleError: The replicas of the stage would have different numbers of microbatches.
         """
         each, rest = divmod(num_microbatches, self.sizes[stage])
         if rest or not each:
@@ -165,10 +168,10 @@ class Widths:
         return each
 
     def warmup(self, stage: int) -> int:
-        """Returns the number of forwards of a replica before its first backward.
+        """Returns the number of forward passes of a replica before its first backward pass.
 
         They suffice for the ranks of the next stage to run their own warm-up and one more forward
-        each. For equal widths it is the number of stages that follow.
+        pass each. For equal widths it is the number of following stages.
         """
         warmup = 0
         for later in range(self.num_stages - 1, stage, -1):
@@ -177,23 +180,23 @@ class Widths:
 
 
 def chosen(sizes: Sequence[int] | None) -> Widths | None:
-    """Returns the widths if they differ, ``None`` if all stages have the same width."""
+    """Returns the widths if stages differ, ``None`` if all stages have the same width."""
     return Widths(tuple(sizes)) if sizes is not None and len(set(sizes)) > 1 else None
 
 
 def placement_of(widths: Widths) -> Placement:
-    """Returns the placement of the stages, as if each had one replica."""
+    """Returns the assignment of stages to ranks, as if each stage had one replica."""
     return Placement(num_ranks=widths.num_stages, num_chunks=1)
 
 
 def make_policy(name: str, widths: Widths, stage: int, num_microbatches: int) -> Policy:
-    """Returns the policy of the replicas of a stage.
+    """Returns the policy for the replicas of a stage.
 
     Args:
-        name: Schedule of :data:`SCHEDULES`, or ``forward-only``.
-        widths: Widths of all stages.
+        name: Name in :data:`SCHEDULES`, or ``forward-only``.
+        widths: Number of replicas of each stage.
         stage: Index of the stage.
-        num_microbatches: Number of microbatches of each replica of this stage.
+        num_microbatches: Number of microbatches per replica of this stage.
 
     Raises:
         ScheduleError: The schedule does not support stages of unequal width.
@@ -208,14 +211,14 @@ def make_policy(name: str, widths: Widths, stage: int, num_microbatches: int) ->
 
 
 def default_cap(widths: Widths, stage: int, num_microbatches: int) -> float:
-    """Returns the cap of a replica in a run that sets none, in microbatches.
+    """Returns the default limit on activations of a replica, in microbatches.
 
-    It is 1.5 times the largest need of 1F1B on this stage and those after it.
+    It is 1.5 times the largest number of microbatches that 1F1B holds on this stage or a later one.
 
     Args:
-        widths: Widths of all stages.
+        widths: Number of replicas of each stage.
         stage: Index of the replica's stage.
-        num_microbatches: Number of microbatches of each replica of this stage.
+        num_microbatches: Number of microbatches per replica of this stage.
     """
     needed = max(widths.warmup(later) + 1 for later in range(stage, widths.num_stages))
     return max(1.0, float(min(math.ceil(needed * _SLACK), num_microbatches)))
@@ -231,24 +234,26 @@ def simulate(
     message_s: Sequence[float] = (),
     cap: float | None = None,
 ) -> SimResult:
-    """Simulates a step with the policies and states of a run, and checks that it ends.
+    """Simulates a step with stages of unequal widths, and checks that the step ends.
 
-    Backwards are whole. Messages have a latency and do not occupy their link.
+    Backward passes include weight gradients. Messages have a latency, but do not occupy their link.
 
     Args:
-        name: Schedule of :data:`SCHEDULES`.
-        widths: Widths of all stages.
-        num_microbatches: Number of microbatches of the step, over the whole job.
-        forward_s: Seconds of a forward on each stage.
-        backward_s: Seconds of a backward on each stage, including weight gradients.
-        message_s: Latency in seconds between each stage and the next, both ways; empty for none.
-        cap: Most microbatches that a rank holds under a rule; ``None`` for the default.
+        name: Name in :data:`SCHEDULES`.
+        widths: Number of replicas of each stage.
+        num_microbatches: Number of microbatches per step, in the whole job.
+        forward_s: Time of a forward pass on each stage, in seconds.
+        backward_s: Time of a backward pass on each stage, including weight gradients, in seconds.
+        message_s: Latency of messages between each stage and the next, in both directions, in
+            seconds; empty for no latency.
+        cap: Maximum number of microbatches that a rank holds under a run-time rule; ``None`` for
+            the default.
 
     Returns:
-        Result with the ranks of all stages.
+        Result of the simulation, with all ranks of all stages.
 
     Raises:
-        ScheduleError: The microbatches do not divide, or no rank can continue.
+        ScheduleError: A stage cannot divide the microbatches equally, or no rank can continue.
     """
     states = []
     policies = []

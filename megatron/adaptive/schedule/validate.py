@@ -1,7 +1,9 @@
-"""Checks that a schedule is complete, ordered and free of deadlock; counts its memory, draws it.
+"""Checks static schedules for missing actions, wrong order and deadlocks.
 
-An error has one line with rank, position and action. Below it is the part of the schedule around
-this cell, with the cell in brackets.
+Also computes the memory that a schedule needs, and draws it.
+
+An error has one line with rank, position and action. Below this line, the part of the schedule
+around the action is drawn, with the action in brackets.
 """
 
 from __future__ import annotations
@@ -16,26 +18,27 @@ from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.schedule import Order, Schedule
 
 _CONTEXT = 6
-"""Number of columns to draw on each side of a marked cell."""
+"""Number of columns to draw on each side of the action in brackets."""
 _ELLIPSIS = "..."
 
 
 def validate(schedule: Schedule) -> None:
-    """Checks a schedule, which may come from an untrusted source.
+    """Checks that a schedule can run; it may come from an untrusted source.
 
     - Every rank lists each of its actions exactly once.
-    - On each stage, each kind runs in ascending order of microbatches, a backward follows its
-      forward, and a weight gradient follows its backward.
+    - On each stage, each kind runs in ascending order of microbatches. The B of a microbatch
+      follows its F, and its W follows its B.
     - No ranks wait for each other in a circle.
-    - Either no rank lists a W and backwards are whole, or every microbatch has its W on every
-      stage, all in the same number of pieces.
-    - A pair consists of a forward and a backward in either order. The second does not need the
-      first, directly or through other ranks.
+    - Either no rank lists a W, or every microbatch has its W on every stage, all in the same number
+      of parts.
+    - Two actions that start together are an F and a B, in either order. The second does not need
+      the first, directly or through other ranks.
 
-    A schedule without any backward is valid as one of an evaluation.
+    A schedule without any B is valid; it is for an evaluation.
 
     Raises:
-        ScheduleError: A rule is broken; the message has the position and a picture of it.
+        ScheduleError: A condition is not met. The message has the position and a drawing of the
+            schedule around it.
     """
     placement = schedule.placement
     if len(schedule.orders) != placement.num_ranks:
@@ -49,13 +52,13 @@ def validate(schedule: Schedule) -> None:
 
 
 def peak_units(schedule: Schedule) -> tuple[float, ...]:
-    """Returns the most activations that each rank holds under a valid schedule.
+    """Returns the maximum activations that each rank holds under a valid schedule.
 
-    A microbatch is held from the start of its forward to the end of its whole backward, or to the
-    end of the last piece of its weight gradient. In an evaluation nothing is held.
+    A microbatch is held from the start of its F to the end of its last W, or of its B if there is
+    no W. In an evaluation nothing is held.
 
     Returns:
-        Peak of each rank, in whole-rank microbatches.
+        Maximum on each rank, in microbatches of the whole rank (all its chunks).
     """
     peaks = []
     for rank, order in enumerate(schedule.orders):
@@ -70,22 +73,22 @@ def peak_units(schedule: Schedule) -> tuple[float, ...]:
 
 
 def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) -> str:
-    """Draws a schedule with a row per rank and a column per position in its order.
+    """Draws a schedule as text, with one row per rank and one column per action.
 
     ::
 
         rank 0 | F0-0 F0-1 B0-0 W0-0 B0-1 W0-1
         rank 1 | F0-0 B0-0 F0-1 B0-1 W0-0 W0-1
 
-    Later pieces of a weight gradient have their number: ``W0-0 W0-0.1 W0-0.2``.
+    All parts of a weight gradient but the first show their index: ``W0-0 W0-0.1 W0-0.2``.
 
     Args:
-        schedule: Schedule, which may be invalid.
-        mark: Rank and position of a cell to put in brackets; only the columns around it are drawn.
-            The position after a rank's last action marks a missing action.
+        schedule: Schedule to draw, which may be invalid.
+        mark: Rank and position of an action to put in brackets; only the columns around it are
+            drawn. The position after a rank's last action means a missing action.
 
     Returns:
-        Lines of text, without a final line feed.
+        Text with one line per rank, without a newline at the end.
     """
     columns = max((len(order) for order in schedule.orders), default=0)
     first = 0
@@ -114,7 +117,7 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
 
 
 def _together(order: Order) -> Iterator[tuple[int, Order]]:
-    """Yields the actions that start together, one or a pair, with the position of the first."""
+    """Yields the actions that start together (one or a pair), with the position of the first."""
     position = 0
     while position < len(order):
         count = 1 + order[position].paired
@@ -140,7 +143,7 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Checks one rank by itself: runs its order as if every input were there from the start."""
+    """Checks one rank alone, by running its order as if every input had already arrived."""
     placement = schedule.placement
     num_microbatches = schedule.num_microbatches
     state = _new_state(schedule, rank)
@@ -168,7 +171,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_flow(schedule: Schedule) -> None:
-    """Checks for deadlocks: runs all ranks together, each action as soon as it can start."""
+    """Checks for deadlocks, by running all ranks together, each action as soon as it can start."""
     placement = schedule.placement
     orders = schedule.orders
     states = [_new_state(schedule, rank) for rank in range(placement.num_ranks)]
@@ -190,7 +193,8 @@ def _check_flow(schedule: Schedule) -> None:
                     waiting.append(target[0])
     stuck = [rank for rank, state in enumerate(states) if not state.done]
     if stuck:
-        # The rank with the fewest started actions is nearest to the cause.
+        # Report the rank with the fewest started actions, which is nearest to the cause of the
+        # deadlock.
         rank = min(stuck, key=lambda rank: states[rank].num_started)
         state = states[rank]
         action = next(due for due in _next(orders[rank], state) if not state.is_ready(due))

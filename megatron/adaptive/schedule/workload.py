@@ -1,11 +1,12 @@
-"""Describes the work of a simulated step: the duration of every action and message.
+"""Defines the times of a simulated step: the duration of every action and message.
 
-Owns durations, links, the profile that contains them, and random factors. Random factors are drawn
-before the step, per pipeline stage and microbatch, so that the same seed gives every schedule the
-same work. Times are integers in picoseconds: equal sums are then equal in any order of addition.
+Times come from a profile with mean times of stages and links, and random factors on them. Random
+factors are drawn before the step, per pipeline stage and microbatch, so that the same seed gives
+every schedule the same times. Times are integers in picoseconds, so that sums do not depend on the
+order of addition.
 
-``docs/schedules.md`` describes the profile, a JSON file. Its ``latency_s`` and ``occupancy_s``
-apply to every link that ``links`` does not list (see :class:`Link`).
+``docs/schedules.md`` describes the JSON file of a profile. The file's ``latency_s`` and
+``occupancy_s`` apply to every link that its ``links`` does not list (see :class:`Link`).
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.stage_placement import Placement
 
 PS_PER_S = 10**12
-"""Picoseconds per second."""
+"""Number of picoseconds per second."""
 _LONGEST_S = 10**5
-"""Largest time or factor that is accepted."""
+"""Largest time in seconds, and largest factor, that is accepted."""
 _LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "exchange_s", "rank_factors")
 _SIGMAS = ("action_sigma", "microbatch_sigma", "latency_sigma")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Holds the seconds of one microbatch on each stage.
+    """Contains the times of one microbatch on each stage, in seconds.
 
     Attributes:
-        forward_s: Seconds of a forward, per stage in pipeline order.
-        backward_s: Seconds of a backward by inputs, per stage; of a whole backward if ``weight_s``
-            is empty.
-        weight_s: Seconds of the weight gradients, per stage; empty for none. A whole backward takes
-            ``backward_s`` plus ``weight_s``.
-        recompute_s: Seconds that every backward spends on repeating its forward, per stage; empty
-            for none.
-        exchange_s: Seconds of communication within the stage (all-to-alls of experts) in a forward,
-            and the same in a backward, per stage; empty for none.
-        exchanges: Number of these communications in each forward and backward.
+        forward_s: Time of a forward pass (F), per stage in pipeline order.
+        backward_s: Time of a backward pass (B) without weight gradients, per stage; with weight
+            gradients if ``weight_s`` is empty.
+        weight_s: Time of the weight gradients (W), per stage; empty if ``backward_s`` includes
+            them. If B computes weight gradients, it takes ``backward_s`` plus ``weight_s``.
+        recompute_s: Time in every backward pass for recomputing activations, per stage; empty for
+            none.
+        exchange_s: Time of communication within the stage (all-to-alls of experts) in a forward
+            pass, per stage; empty for none. A backward pass is assumed to have the same.
+        exchanges: Number of communications within the stage in each F and in each B.
     """
 
     forward_s: tuple[float, ...]
@@ -66,7 +67,7 @@ class StageTimes:
         exchange_s: float = 0.0,
         exchanges: int = 0,
     ) -> StageTimes:
-        """Returns times that are the same on every stage."""
+        """Returns times for stages that all have the same times."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,
@@ -78,12 +79,12 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Describes the delays of a message between two ranks.
+    """Contains the delays of a message between two ranks.
 
     Attributes:
-        latency_s: Seconds from the end of the transfer to the arrival.
-        occupancy_s: Seconds for which a message occupies the link (bytes divided by bandwidth); the
-            next message in the same direction waits for that time.
+        latency_s: Time from the end of the transfer to the arrival, in seconds.
+        occupancy_s: Time for which a message occupies the link, in seconds: size divided by
+            bandwidth. The next message in the same direction waits until it is over.
 
     Raises:
         ScheduleError: A value is negative or not finite.
@@ -99,20 +100,22 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """Contains measured or assumed times of a pipeline's stages and links.
+    """Contains measured or assumed times of a pipeline's stages and links, and how much they vary.
 
-    Random factors are lognormal with mean 1. A sigma is the standard deviation of the logarithm.
+    Random factors have a lognormal distribution with mean 1. A sigma is the standard deviation of
+    the factor's logarithm.
 
     Attributes:
-        times: Times per stage.
-        link: Link between any two ranks that ``links`` does not list.
-        links: Other links, by ``(from rank, to rank)``.
-        rank_factors: Factor on the duration of all actions of each rank, ``None`` for 1.
-        action_sigma: Sigma of a factor on each action.
-        microbatch_sigma: Sigma of a factor on all actions of a microbatch, for example because
-            microbatches have different lengths.
-        latency_sigma: Sigma of a factor on the latency of each message.
-        microbatch_factors: Cost of each microbatch relative to the mean, for each measured step;
+        times: Mean times of each stage.
+        link: Delays between any two ranks that ``links`` does not list.
+        links: Delays of particular links, by ``(from rank, to rank)``.
+        rank_factors: Factor on the duration of all actions on each rank; ``None`` for a factor of
+            1.
+        action_sigma: Sigma of a separate random factor for each action.
+        microbatch_sigma: Sigma of a random factor on all actions of a microbatch; for example,
+            microbatches may differ in length.
+        latency_sigma: Sigma of a separate random factor on the latency of each message.
+        microbatch_factors: Measured cost of each microbatch relative to the mean, in several steps;
             empty if all microbatches are equal.
 
     Raises:
@@ -133,9 +136,9 @@ class StageProfile:
             _check_number(name, getattr(self, name))
 
     def factors_of(self, seed: int, num_microbatches: int) -> tuple[float, ...] | None:
-        """Returns the microbatch factors of a measured step that has this number of microbatches.
+        """Returns the microbatch factors of a measured step with this number of microbatches.
 
-        The seed chooses the step. Returns ``None`` if no measured step has this number.
+        The seed chooses among such steps. Returns ``None`` if there is none.
         """
         candidates = [step for step in self.microbatch_factors if len(step) == num_microbatches]
         return candidates[seed % len(candidates)] if candidates else None
@@ -143,15 +146,17 @@ class StageProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Contains the times of one step, in integer picoseconds.
+    """Contains the times of all actions and messages in one step, in integer picoseconds.
 
     Attributes:
-        durations_ps: Duration of each action, ``[3, stages, microbatches] int64``, kinds F, B, W.
-        delays_ps: Latency of the message after each F and B, ``[2, stages, microbatches] int64``.
-        occupancy_ps: Time for which a message occupies its link, ``[from rank, to rank] int64``.
-        exchanges_ps: Part of each F and B that is communication within the stage,
+        durations_ps: Duration of each F, B and W, ``[3, stages, microbatches] int64``.
+        delays_ps: Latency of the message sent after each F and B,
+            ``[2, stages, microbatches] int64``.
+        occupancy_ps: Time for which a message occupies the link between two ranks,
+            ``[from rank, to rank] int64``.
+        exchanges_ps: Part of the duration of each F and B that is communication within the stage,
             ``[2, stages, microbatches] int64``; ``None`` for none.
-        cuts: Number of communications in each F and B.
+        cuts: Number of communications within the stage in each F and B.
     """
 
     durations_ps: Any
@@ -169,15 +174,17 @@ def draw(
     seed: int = 0,
     **profile_options: Any,
 ) -> Workload:
-    """Draws the times of one step.
+    """Returns the times of one step, with random factors drawn.
 
     Args:
-        placement: Placement of the stages on ranks.
+        placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        times: Times per stage. There may be a multiple of the placement's stages, of which several
-            in a row then form one: so schedules with one and with several chunks get the same work.
-        seed: Seed of all random factors; it also chooses one of the measured steps.
-        **profile_options: Other fields of the profile if ``times`` is not a profile.
+        times: Times per stage, or a profile. The number of its stages may be a multiple of the
+            placement's. Then several adjacent ones form one stage of the placement. So schedules
+            with one and with several chunks get the same times.
+        seed: Random seed of all factors. It also chooses one of the measured steps in
+            ``microbatch_factors``.
+        **profile_options: Other fields of :class:`StageProfile`, if ``times`` is not a profile.
 
     Raises:
         ScheduleError: An argument is out of range.
@@ -223,17 +230,17 @@ def _with_spread(profile: StageProfile, durations: Any, delays: Any, seed: int) 
     """Multiplies durations and delays by random factors.
 
     Args:
-        profile: Profile with the sigmas.
-        durations: Seconds of each action, ``[3, stages of the profile, microbatches]``.
-        delays: Seconds of latency, ``[2, stages of the placement, microbatches]``.
-        seed: Seed of the factors.
+        profile: Profile with the sigma of each kind of factor.
+        durations: Duration of each action in seconds, ``[3, stages of the profile, microbatches]``.
+        delays: Latency of each message in seconds, ``[2, stages of the placement, microbatches]``.
+        seed: Random seed of the factors.
     """
     _, fine, num_microbatches = durations.shape
     rng = np.random.default_rng(seed)
     durations = durations * _lognormal(rng, profile.action_sigma, durations.shape)
     durations = durations * _lognormal(rng, profile.microbatch_sigma, (num_microbatches,))
-    # If several stages of the profile form one, the message after a forward leaves from the last
-    # of them and the message after a backward from the first.
+    # If several stages of the profile form one of the placement, the message after F is sent by the
+    # last of them, and the message after B by the first. So take the factors of these.
     factors = _lognormal(rng, profile.latency_sigma, (2, fine, num_microbatches))
     group = fine // delays.shape[1]
     delays = delays * np.stack([factors[0, group - 1 :: group], factors[1, ::group]])
@@ -241,7 +248,10 @@ def _with_spread(profile: StageProfile, durations: Any, delays: Any, seed: int) 
 
 
 def _mean_durations(times: StageTimes) -> Any:
-    """Returns the mean durations in seconds, ``[3, stages]``; backwards include recomputation."""
+    """Returns the mean durations of F, B and W in seconds, ``[3, stages]``.
+
+    Backward passes include recomputation.
+    """
     none = (0.0,) * len(times.forward_s)
     recompute = times.recompute_s or none
     backward = [sum(pair) for pair in zip(times.backward_s, recompute, strict=True)]
@@ -249,10 +259,10 @@ def _mean_durations(times: StageTimes) -> Any:
 
 
 def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """Returns the best order of microbatches of unequal cost for a pipeline.
+    """Returns the order in which a pipeline should run microbatches of unequal cost.
 
-    While the pipeline fills and drains, ranks wait for single microbatches, so these are cheap
-    ones. Costly ones are in the middle, where ranks have other work in the meantime::
+    While the pipeline fills and drains, ranks wait for single microbatches, so the first and the
+    last ones should be cheap. Costly ones are in the middle, where ranks have other work::
 
         costs        5 1 4 2 3 6
         taken as     1 3 5 6 4 2        more microbatches than ranks
@@ -262,11 +272,11 @@ def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
     the step, so that every rank sums gradients in the same order.
 
     Args:
-        costs: Cost of each microbatch, in any unit (seconds, tokens).
+        costs: Cost of each microbatch, in any unit, for example seconds or tokens.
         num_ranks: Number of ranks of the pipeline.
 
     Returns:
-        Indices into ``costs``, first to last.
+        Indices into ``costs``, in the order to run them.
     """
     ascending = sorted(range(len(costs)), key=costs.__getitem__)
     if len(costs) <= num_ranks or costs[ascending[0]] == costs[ascending[-1]]:
@@ -277,7 +287,7 @@ def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
 def _links(
     placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
 ) -> tuple[Any, Any]:
-    """Returns the latency after F and B ``[2, stages]`` and the occupancy ``[ranks, ranks]``."""
+    """Returns the latency after F and B ``[2, stages]``, and the occupancy ``[ranks, ranks]``."""
     ranks = placement.num_ranks
     stages = placement.num_stages
     latency = np.zeros((2, stages))
@@ -293,9 +303,10 @@ def _links(
 
 
 def _lognormal(rng: np.random.Generator, sigma: float, shape: tuple[int, ...]) -> Any:
-    """Returns random factors of mean 1.
+    """Returns lognormal random factors with mean 1.
 
-    Draws for sigma 0 as well, so that one sigma does not change the draws of the others.
+    Random numbers are drawn even if sigma is 0, so that one sigma does not change which numbers the
+    others get.
     """
     return np.exp(sigma * rng.standard_normal(shape) - sigma * sigma / 2)
 
@@ -341,14 +352,15 @@ def _check_number(name: str, value: float) -> None:
 
 
 def load_profile(path: Path, *, num_stages: int) -> StageProfile:
-    """Reads a profile.
+    """Reads a profile of stages and links from a JSON file.
 
     Args:
-        path: Path of the file.
-        num_stages: Number of stages that it must describe.
+        path: Path of the JSON file.
+        num_stages: Number of stages that the profile must have.
 
     Raises:
-        ScheduleError: The file cannot be read, or a value is missing, unknown or not a time.
+        ScheduleError: The file cannot be read, a value is missing or not a valid time, or a name is
+            unknown.
     """
     try:
         data = read_json(path, "name a profile, see docs/schedules.md")
