@@ -46,10 +46,7 @@ With 0, the device would be idle during the decision.
 _AHEAD_NS = 300_000
 """Work that the device should still have when a rule chooses the next action, in nanoseconds.
 
-It matters if actions are short.
-
-A thread that sleeps for a device wakes tens of microseconds late. It must decide and launch before
-the device runs out of work.
+With short actions, a thread that wakes tens of microseconds late would leave the device idle.
 """
 _MOST_AHEAD = 8
 """Maximum number of unfinished actions beyond ``_LAUNCH_AHEAD`` when a rule chooses an action."""
