@@ -32,7 +32,7 @@ from megatron.adaptive.network import is_loopback, own_address
 _CONNECT_S = 20.0
 _END_S = 20.0
 EXIT_REFUSED = 2
-"""Exit status reported for a rank that the node refused to start, as the order is not allowed."""
+"""Exit status reported for a rank whose launch request the node refused as not permitted."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 

@@ -408,7 +408,7 @@ class Membership:
         """Releases all nodes and waits for the agents that this process started.
 
         Args:
-            status: Exit status with which the agents have to end.
+            status: Exit status with which the agents must exit.
             hands_over: Whether another manager continues the job. Nodes that joined by themselves
                 are then not released, and look for that manager.
         """

@@ -187,7 +187,8 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
 
     Args:
         config: Settings of the run.
-        flags: Object whose attributes are the same settings as command line texts, for messages.
+        flags: Object with the same attribute names. Each attribute is the setting as written on the
+            command line, for use in error messages.
     """
     model = config.model
     layers = model.num_layers

@@ -34,7 +34,8 @@ from megatron.adaptive.transport.liveness import describe
 
 SIGNAL = signal.SIGRTMIN + 9
 PERIOD_S = 1.0
-_STILL_S = 2.5  # a machine without progress for this time reads the reports of others
+_STILL_S = 2.5
+"""Seconds without progress after which a machine reads the other machines' reports."""
 
 
 class HangGuard:

@@ -50,7 +50,7 @@ class TrainingJob(Job):
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes the log, as the last of the ranks that have the loss.
+        """Whether this rank writes the log: only the last of the ranks that have the loss does.
 
         If stages are placed round-robin, this is the last rank of all, as in Megatron-LM.
         """

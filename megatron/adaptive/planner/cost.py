@@ -399,7 +399,7 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 
 
 def as_run(plan: Plan) -> Plan:
-    """Returns the plan with microbatches of one size, if the trainer can run it in this form.
+    """Returns the plan converted to microbatches of equal size, if the trainer can run it so.
 
     Otherwise, or if all stages have equal parallel sizes, the plan is returned unchanged.
     """

@@ -165,7 +165,7 @@ def _opened(
 
 
 def _count_orders(used: tuple[int, ...]) -> int:
-    """Returns the number of distinct orders of nodes, from each type's number of nodes."""
+    """Returns the number of distinct node orderings, given the number of nodes of each type."""
     orders = math.factorial(sum(used))
     for count in used:
         orders //= math.factorial(count)

@@ -674,7 +674,7 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        # A watcher that already reports the hang waits for this machine's evidence.
+        # Another machine's watcher that reports the hang already waits for this evidence.
         is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:

@@ -86,7 +86,7 @@ def candidates(end: Endpoint, other: Endpoint) -> tuple[str, ...]:
 
 
 def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choice:
-    """Chooses the transport of a pair, the same if the two ends are exchanged.
+    """Chooses the transport for a pair of ranks; swapping the two ranks gives the same result.
 
     Args:
         first: Endpoint of one rank.

@@ -554,7 +554,7 @@ def ideal_steps(
 
 
 def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
-    """Returns source and target node of every dependency, and the number of nodes.
+    """Returns the source and target nodes of every dependency, and the number of nodes.
 
     Each operation has a node. Each collective has another node, which waits for all its ranks.
     """
