@@ -156,7 +156,7 @@ def test_a_state_that_cannot_be_written_is_told_once_until_it_can(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 4
     for failing, over in (said[:2], said[2:]):
-        assert "No such file or directory; the run goes on" in failing
+        assert "No such file or directory; the run continues" in failing
         assert over.endswith("can be written again; lost: 3 states of the job")
 
 

@@ -50,8 +50,8 @@ class Watching:
     def verdict(self, within_s: float) -> PeerLostError | None:
         return self.lost
 
-    def report(self, text: str, *, known: bool) -> None:
-        self.reported.append((text, known))
+    def report(self, text: str, *, is_shown: bool) -> None:
+        self.reported.append((text, is_shown))
 
 
 class Store:
