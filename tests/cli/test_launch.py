@@ -30,6 +30,16 @@ TRAINER = (
 Launch = Callable[..., "subprocess.Popen[str]"]
 
 
+@pytest.fixture(autouse=True)
+def signals_end_programs() -> Iterator[None]:
+    """Lets signals act on programs, also if the tests run under nohup or behind ``&``."""
+    actions = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    former = {number: signal.signal(number, action) for number, action in actions.items()}
+    yield
+    for number, action in former.items():
+        signal.signal(number, action)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Launch]:
     """A function ``(script_text, ranks)`` that launches the script; kills what is left of it."""

@@ -36,7 +36,7 @@ def test_a_slow_replica_gets_less_and_losses_stay(
 ) -> None:
     record = tmp_path / "record.json"
     # Sleep counts for more than whatever else the machine does.
-    slow = {"LAYER_MS": "3", "SLOW_RANKS": "0", "SLOW_FACTOR": "3", "SLOW_STEPS": f"{FIRST}-{END}"}
+    slow = {"LAYER_MS": "8", "SLOW_RANKS": "0", "SLOW_FACTOR": "3", "SLOW_STEPS": f"{FIRST}-{END}"}
     for name, value in slow.items():
         monkeypatch.setenv(name, value)
     balanced = ("--balance-replicas", "speed")
