@@ -129,7 +129,7 @@ def _of_memcpy(ours: Samples) -> list[Row]:
 
 
 def _over_peers(ours: Samples, peers: Mapping[str, Samples], reason: str) -> list[Row]:
-    """Returns the rows of peers; each is as fast as our transport if the ratio is 1."""
+    """Returns the rows of other libraries, as ratios of their time to that of our transport."""
     rows = []
     for nbytes in COMPARED:
         shm, size = ours[f"shm {nbytes}"], size_text(nbytes)

@@ -115,7 +115,7 @@ def said(conf: Path, job: int) -> str:
 
 
 def finish(lab: Lab, conf: Path, job: int) -> str:
-    """Wait until a job has left the queue; return all that it wrote."""
+    """Waits until a job has left the queue; returns all that it wrote."""
     wait_for(lambda: not lab.output("squeue", "-h", "-j", str(job)), lambda: said(conf, job))
     return said(conf, job)
 

@@ -109,7 +109,7 @@ def first_iteration(lab: Lab, job: int, logs: Path) -> None:
 
 
 def finished(lab: Lab, job: int) -> None:
-    """Wait until a job has left the queue and its nodes are free."""
+    """Waits until a job has left the queue and its nodes are free."""
     until(lambda: not lab.output("squeue", "-h", "-j", str(job)), "end of a job")
 
 

@@ -201,7 +201,7 @@ class Leader(Agreement):
         )
 
     def close(self) -> None:
-        """Closes the channel of decisions, and waits until the followers have closed theirs.
+        """Closes the decision channel, and waits until the followers have closed theirs.
 
         Followers can still read earlier decisions.
 
