@@ -142,6 +142,45 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
     ]
 
 
+@pytest.mark.usefixtures("_quick")
+def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
+    tmp_path: Path,
+) -> None:
+    """A manager makes a claim per incarnation, so the claim that another looks at may be gone."""
+    first, second, manager = (Lease(tmp_path) for _ in range(3))
+    first.claim(run="job")
+    change(tmp_path, boot="another")
+    sleep = time.sleep
+
+    def taken_over(seconds: float) -> None:
+        if manager.number == 0:
+            manager.number = 1
+            manager._claimed = {"run": "job", "boot": "a third", "pid": 7, "host": "near"}
+            assert all(manager.advance() for _ in range(3))
+        manager.beat()
+        sleep(seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", taken_over)
+        with pytest.raises(LeaseTakenError) as error:
+            second.claim(run="job")
+    assert error.value.owner["host"] == "near"
+    assert second.number == 0
+
+
+def test_a_claim_that_others_made_and_removed_is_not_made_again(tmp_path: Path) -> None:
+    """A process that was stopped before it made the claim got the right beside the true holder."""
+    holder, stopped = Lease(tmp_path), Lease(tmp_path)
+    holder.claim(run="job")
+    assert all(holder.advance() for _ in range(3))
+    assert not stopped._take(2)
+    holder.require()
+    assert sorted(path.name for path in (tmp_path / ".lease").glob("claim-*")) == [
+        "claim-3.json",
+        "claim-4.json",
+    ]
+
+
 def test_processes_of_a_manager_have_the_folder_until_it_goes_on_without_them(
     tmp_path: Path,
 ) -> None:

@@ -3,8 +3,8 @@
 ::
 
     <folder>/.lease/claim-3.json      the holder: host, process, job, start of the claim
-    <folder>/.lease/beat-3            a counter that rises every two seconds; "ended" at an orderly
-    end <folder>/.lease/private-3.json    address and secret of a manager, readable by its user only
+    <folder>/.lease/beat-3            a counter that rises every two seconds, "ended" at the end
+    <folder>/.lease/private-3.json    address and secret of a manager, readable by its user only
 
 A claim is made by a hard link to a complete file; on any file system, only one process can succeed.
 A job that wants to take over watches the counter by its own clock, so clocks may differ. If the
@@ -113,7 +113,7 @@ class Lease:
             if self._take(number + 1):
                 self.former = self._facts(number) if number else {}
                 return self.number
-            number += 1
+            number = max(number + 1, self._last())
         raise self.taken(number)
 
     def join(self, number: int) -> None:
@@ -290,6 +290,11 @@ class Lease:
                     return False
         finally:
             draft.unlink(missing_ok=True)
+        if self._last() > number:
+            # This process was stopped while others made this claim and several more, and removed
+            # this one as outdated.
+            claim.unlink(missing_ok=True)
+            return False
         former = self.number
         self.number = number
         try:
@@ -330,7 +335,9 @@ class Lease:
                 return False
             time.sleep(_LOOK_S)
             now = _read(self._path("beat", number))
-            if now != first:
+            # A missing counter does not say that the holder is alive: a job that takes over removes
+            # it.
+            if now not in ("", first):
                 return now != _ENDED
         return False
 
