@@ -20,7 +20,12 @@ class CommandParser(argparse.ArgumentParser):
             text consists of the command's name, the message and the option with the most similar
             name.
         otherwise: Text that ends an error message if no option has a similar name.
-        options: Further arguments of ``argparse.ArgumentParser``.
+        prog: Name of the program in help texts and messages; ``None`` for that of the process.
+        usage: Text of the usage line; ``None`` makes it from the arguments.
+        description: Text above the list of arguments.
+        epilog: Text below the list of arguments.
+        formatter_class: Class that lays out the help text.
+        argument_default: Value of all arguments that are absent, ``argparse.SUPPRESS`` for none.
     """
 
     def __init__(
@@ -28,9 +33,22 @@ class CommandParser(argparse.ArgumentParser):
         *,
         complain: Callable[[str], str] | None = None,
         otherwise: str = "see --help",
-        **options: Any,
+        prog: str | None = None,
+        usage: str | None = None,
+        description: str | None = None,
+        epilog: str | None = None,
+        formatter_class: type[argparse.HelpFormatter] = argparse.HelpFormatter,
+        argument_default: Any = None,
     ) -> None:
-        super().__init__(**options, allow_abbrev=False)
+        super().__init__(
+            prog=prog,
+            usage=usage,
+            description=description,
+            epilog=epilog,
+            formatter_class=formatter_class,
+            argument_default=argument_default,
+            allow_abbrev=False,
+        )
         self._complain = complain
         self._otherwise = otherwise
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,14 @@ import torch.distributed as dist
 from megatron.adaptive.accelerator import make_current
 from megatron.adaptive.errors import DeadlineError, TransportError
 from megatron.adaptive.transport.gloo import CLOSE_S, DEPTH, POSTED_FOR, GlooTransport, Packet, raw
-from megatron.adaptive.transport.interface import Arrival, Header, HeldArrival, Label, settled
+from megatron.adaptive.transport.interface import (
+    Arrival,
+    Completions,
+    Header,
+    HeldArrival,
+    Label,
+    settled,
+)
 from megatron.adaptive.transport.worker import Worker
 
 _FIRST = -1
@@ -53,7 +60,11 @@ class NcclTransport(GlooTransport):
         outgoing: Communicator for messages to each peer. The lower of the two ranks has index 0.
         incoming: Communicator for messages from each peer.
         streams: Source of streams on the device.
-        options: Other arguments of :class:`GlooTransport`.
+        peers: Global ranks with which this rank exchanges messages.
+        device: Device on which received tensors are placed.
+        describe: Function that returns a peer's display name for error messages (host, stage).
+        timeout_s: Maximum time in seconds that a send waits for a peer which takes no messages.
+        completions: Queue for received messages and failures; ``None`` makes a new one.
     """
 
     name = "nccl"
@@ -65,7 +76,11 @@ class NcclTransport(GlooTransport):
         outgoing: Mapping[int, Any],
         incoming: Mapping[int, Any],
         streams: Streams,
-        **options: Any,
+        peers: Sequence[int],
+        device: torch.device,
+        describe: Callable[[int], str] = lambda rank: f"rank {rank}",
+        timeout_s: float = 600.0,
+        completions: Completions | None = None,
     ) -> None:
         self._outgoing = outgoing
         self._incoming = incoming
@@ -76,9 +91,18 @@ class NcclTransport(GlooTransport):
             peer: Worker(
                 f"send-to-{peer}", functools.partial(self._send_failed, peer), streams.private
             )
-            for peer in options["peers"]
+            for peer in peers
         }
-        super().__init__(group, payload_shape=None, dtype=torch.float32, **options)
+        super().__init__(
+            group,
+            peers=peers,
+            device=device,
+            payload_shape=None,
+            dtype=torch.float32,
+            describe=describe,
+            timeout_s=timeout_s,
+            completions=completions,
+        )
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         if peer in self._failures:

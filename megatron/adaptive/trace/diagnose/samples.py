@@ -127,7 +127,17 @@ class Measured:
         return groups
 
     def finding(
-        self, cause: str, columns: Sequence[int], iterations: Ints, **evidence: Any
+        self,
+        cause: str,
+        columns: Sequence[int],
+        iterations: Ints,
+        *,
+        against: str,
+        confidence: float,
+        counts: Mapping[str, int],
+        factor: float | None = None,
+        delay_ms: float | None = None,
+        detail: str = "",
     ) -> Finding:
         """Makes a finding about some ranks, with their stages and machines filled in.
 
@@ -135,8 +145,17 @@ class Measured:
             cause: Name of the cause, one of ``finding.CAUSES_FOUND``.
             columns: Columns of the affected ranks.
             iterations: Numbers of the affected iterations, ascending.
-            evidence: Further fields of :class:`Finding`. The number of iterations is added to
-                its ``counts``.
+            against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
+                (expected times), ``history`` (other iterations) or ``others`` (other ranks or
+                links).
+            confidence: Probability that the finding is no random effect, 0.5 to 0.99.
+            counts: Number of actions, messages or reads that were compared. The number of
+                iterations is added.
+            factor: Ratio of the ranks' computing time to the expected time; for overloaded experts,
+                ratio of their tokens to the mean. ``None`` if ``delay_ms`` is used instead.
+            delay_ms: Delay of each message, microbatch or action, in milliseconds; ``None`` if only
+                ``factor`` is known.
+            detail: Further numbers as a line of text.
         """
         headers = [self.headers[column] for column in columns]
         first, last = iterations[[0, -1]].tolist()
@@ -145,14 +164,18 @@ class Measured:
             kind = cause
         elif last < self.iterations[-1]:
             kind = "passed"
-        evidence["counts"] = {"iterations": len(iterations), **evidence["counts"]}
         return Finding(
             cause=cause,
             ranks=tuple(header.rank for header in headers),
             stages=tuple(sorted({stage for column in columns for stage in self.stages[column]})),
             hosts=tuple(header.host for header in headers),
             period=Period(first=first, last=last, kind=kind),
-            **evidence,
+            against=against,
+            confidence=confidence,
+            factor=factor,
+            delay_ms=delay_ms,
+            counts={"iterations": len(iterations), **counts},
+            detail=detail,
         )
 
 
