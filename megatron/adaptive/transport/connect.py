@@ -474,7 +474,7 @@ def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
         members: Global ranks of this rank's group, including this rank.
         gather: Function that exchanges values between all ranks of the job.
     """
-    joined = None
+    joined: dist.ProcessGroup | None = None
     for ranks in sorted(set(map(tuple, gather(members)))):
         group = dist.new_group(list(ranks), backend="gloo")
         if list(ranks) == members:
