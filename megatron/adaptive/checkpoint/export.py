@@ -43,10 +43,10 @@ from megatron.adaptive.checkpoint.hugging_face_weights import (
 )
 from megatron.adaptive.checkpoint.megatron_lm import MEANINGS, SHAPES
 from megatron.adaptive.checkpoint.reader import CheckpointReader, WantedPart
-from megatron.adaptive.checkpoint.safetensors import INDEX, SINGLE, TensorFolder, write_folder
+from megatron.adaptive.checkpoint.safetensors import TensorFolder, write_folder
 from megatron.adaptive.config import adapters as peft
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.hugging_face import CONFIG, load_config
+from megatron.adaptive.config.hugging_face import CONFIG, INDEX, SINGLE, load_config
 from megatron.adaptive.config.input_files import read_whole
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError

@@ -309,7 +309,8 @@ class StepFolders:
         body.pop("checksum", None)
         if wrong := self._broken_rule(body):
             raise DamagedCheckpointError(f"{file}: {wrong}: it is damaged; {remedy}")
-        return body
+        manifest: dict[str, Any] = body
+        return manifest
 
     def _broken_rule(self, body: Mapping[str, Any]) -> str:
         """Returns why a manifest is invalid although its checksum matches, or ``""``."""
