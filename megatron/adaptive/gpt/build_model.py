@@ -155,7 +155,7 @@ class KeyedInit:
         return int.from_bytes(digest[:8], "little") >> 1
 
 
-class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
+class KeyedTransformerLayer(TransformerLayer):
     """A transformer layer that reports its number to :class:`KeyedInit` while it is built."""
 
     def __init__(
@@ -176,7 +176,7 @@ class KeyedVariedLayer(VariedLayer, KeyedTransformerLayer):
     """A :class:`VariedLayer` that reports its number to :class:`KeyedInit`."""
 
 
-class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
+class UnlikeLayersConfig(HeterogeneousTransformerConfig):
     """Configuration of a model whose layers have different sizes.
 
     Copies ``keyed_init`` and this program's additional settings to each layer's configuration.
@@ -191,7 +191,7 @@ class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
         return layer
 
 
-class KeyedExperts(SequentialMLP):  # type: ignore[misc]
+class KeyedExperts(SequentialMLP):
     """Initializes this rank's experts with the weights that they would have on a single rank.
 
     Also keeps the experts' linear layers from communicating, because the token dispatcher does so
@@ -211,7 +211,7 @@ class KeyedExperts(SequentialMLP):  # type: ignore[misc]
                 layer.explicit_expert_comm = True
 
 
-class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
+class KeyedGroupedExperts(GroupedMLP):
     """Initializes experts in grouped matrices with the same weights as :class:`KeyedExperts`.
 
     megatron-core initializes the weights of all local experts as one matrix. They then depend on
@@ -514,7 +514,8 @@ def _build_chunk(
         scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)
     if model.logit_softcap is not None and last:
         bound_output(built.output_layer, model.logit_softcap)
-    return built
+    part: torch.nn.Module = built
+    return part
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:

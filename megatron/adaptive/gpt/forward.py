@@ -337,7 +337,7 @@ def _settle(seed: int) -> int:
     return seed ^ seed >> 30 ^ seed >> 60
 
 
-class HalfPrecisionChunk(Float16Module):  # type: ignore[misc]
+class HalfPrecisionChunk(Float16Module):
     """Wraps a chunk for computation in 16 bits; supports any placement of stages.
 
     megatron-core's wrapper assumes that the first chunk of the first rank is the first stage, and
