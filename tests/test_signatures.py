@@ -1,7 +1,8 @@
-"""Checks that entry points write out their parameters, and that these agree with the settings.
+"""Checks that the package's types tell a reader and a type checker what a call takes.
 
-An entry point such as ``Pipeline`` passes its parameters to a dataclass of settings, or to another
-function. The defaults and the descriptions are written in both places, and must not differ.
+An entry point such as ``Pipeline`` writes out its parameters, and passes them to a dataclass of
+settings, or to another function. The defaults and the descriptions are written in both places, and
+must not differ.
 """
 
 from __future__ import annotations
@@ -88,6 +89,21 @@ def test_public_functions_write_out_their_parameters() -> None:
         and ast.unparse(more.annotation) == "Any"
     }
     assert hidden == ANY_NAMES.keys(), "write the parameters out, or give the reason above"
+
+
+def test_an_ignored_type_error_has_a_code_and_a_reason() -> None:
+    without = [
+        f"{path.relative_to(PACKAGE)}:{number + 1}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        for lines in [path.read_text(encoding="utf-8").splitlines()]
+        for number, line in enumerate(lines)
+        if (ignore := re.search(r"# type: ignore(\[[a-z, -]+\])?(  # \w.*)?$", line)) is not None
+        and (
+            ignore[1] is None
+            or (ignore[2] is None and not lines[number - 1].lstrip().startswith("# "))
+        )
+    ]
+    assert without == [], "give the code, and the reason as a comment behind or above it"
 
 
 def _glosses(subject: Any, section: str) -> dict[str, str]:

@@ -83,9 +83,9 @@ def _pretrain(on_cpu: bool) -> None:
 
     # Megatron-LM compiles a C++ helper with a makefile, and exits if that fails. The wheel contains
     # the compiled helper but no makefile, so skip the compilation.
-    utils = importlib.import_module("megatron.core.datasets.utils")
+    utils: Any = importlib.import_module("megatron.core.datasets.utils")
     if not Path(utils.__file__ or "").with_name("Makefile").exists():
-        utils.compile_helpers = lambda: None  # type: ignore[attr-defined]
+        utils.compile_helpers = lambda: None
     if on_cpu:
         training.initialize_megatron = functools.partial(
             training.initialize_megatron, allow_no_cuda=True
@@ -214,6 +214,7 @@ def _cached_datasets() -> Any:
     return importlib.import_module("megatron.adaptive.data.datasets")
 
 
+# Megatron-LM reads this attribute of the function.
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 

@@ -113,9 +113,9 @@ def parse_pattern(text: str) -> int | list[int]:
         raise ValueError
 
     try:
-        pattern = value(ast.parse(text, mode="eval").body)
+        pattern: int | list[int] = value(ast.parse(text, mode="eval").body)
         if isinstance(pattern, int) or all(type(item) is int for item in pattern):
-            return pattern  # type: ignore[no-any-return]
+            return pattern
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         pass
     raise ValueError(f"{text!r} is neither a number nor a list such as ([1]*3+[0]*1)*2")
@@ -175,8 +175,9 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
     for item, after in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
             continue
-        has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        text = str(after.value.value) if has_text else ""  # type: ignore[attr-defined]
+        text = ""
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            text = str(after.value.value)
         default = item.value
         names = ()
         if isinstance(default, ast.Call):  # such as dataclasses.field(default=..., metadata=...)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -208,7 +208,9 @@ def _keep_part(
         ),
         update=Update(
             mesh=mesh,
-            parameters={n: held[n] for n in order if n in held and n in uses},  # type: ignore[misc]
+            parameters={
+                n: cast(torch.nn.Parameter, held[n]) for n in order if n in held and n in uses
+            },
             shared=shared,
             groups=mesh.groups_of(dict.fromkeys(shared.values())),
         ),

@@ -141,7 +141,8 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
                 partition=best.partition,
                 weights=plan.weights,
             )
-        mesh = make_mesh(job, request.pipeline_size)  # type: ignore[arg-type]
+        assert request.pipeline_size != "auto"
+        mesh = make_mesh(job, request.pipeline_size)
     except AdaptiveError:
         job.close()
         raise

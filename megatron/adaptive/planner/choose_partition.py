@@ -101,7 +101,8 @@ class Loads:
 
     def whole(self) -> list[float]:
         """Returns the time of all layers together on each rank, in seconds."""
-        return (self._each.sum(axis=2) @ self._before[-1]).tolist()  # type: ignore[no-any-return]
+        seconds: list[float] = (self._each.sum(axis=2) @ self._before[-1]).tolist()
+        return seconds
 
     def stage_times(self, partition: Sequence[int]) -> StageTimes:
         """Returns the times of each stage under a partition, in seconds."""
@@ -166,8 +167,9 @@ class Loads:
 
     def _by_rank(self, values: Any) -> list[float]:
         """Adds up the values of all stages on the same rank."""
-        sums = np.bincount(self._ranks, weights=values, minlength=self.placement.num_ranks)
-        return sums.tolist()  # type: ignore[no-any-return]
+        ranks = self.placement.num_ranks
+        sums: list[float] = np.bincount(self._ranks, weights=values, minlength=ranks).tolist()
+        return sums
 
 
 @dataclass(frozen=True, kw_only=True)
