@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -42,10 +43,9 @@ from megatron.core.transformer.utils import get_sliding_window_causal_mask
 
 from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kernel_for, shares_keys
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # an older torch
-    varlen_attn = None  # type: ignore[assignment]  # mypy sees the function of a newer torch
+varlen_attn: Any = None
+with contextlib.suppress(ImportError):  # an older torch lacks it
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
 
 def has_packed_kernel() -> bool:
