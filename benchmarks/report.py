@@ -86,7 +86,7 @@ class Result:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def add(self, other: Result) -> None:
-        """Take over another part's."""
+        """Adds the rows of another part."""
         self.rows += other.rows
         self.points += other.points
         self.facts.update(other.facts)
@@ -146,7 +146,7 @@ def parser_of(
 
 
 def describe_machine() -> dict[str, Any]:
-    """Print what the numbers depend on, and warn where others use the processors."""
+    """Prints what the figures depend on, and warns if others use the processors."""
     busy = others_busy()
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]

@@ -75,7 +75,7 @@ def _copy_machine_code(source: Path, target: Path) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first, and mark what runs once more.
+    """Runs long files first, and marks tests that run again after a failure.
 
     A test that failed runs once more, and is listed as ``RERUN`` at the end: thousands of tests
     with real processes share a few processors, and one of them meets a moment without any. What a

@@ -41,7 +41,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _random_states() -> Iterator[None]:
-    """Let other tests draw what they would have drawn."""
+    """Restores the states of random generators after each test."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     random.setstate(states[0])

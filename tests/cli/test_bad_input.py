@@ -31,7 +31,7 @@ SMALL = (
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of the project; a hang fails the test."""
+    """Runs a program of the project; a hang fails the test."""
     return subprocess.run(
         [sys.executable, *words],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},

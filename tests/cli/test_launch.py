@@ -70,7 +70,7 @@ def start(tmp_path: Path) -> Iterator[Launch]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Wait for the end; returns status, stdout and stderr."""
+    """Waits for the end; returns status, stdout and stderr."""
     stdout, stderr = process.communicate(timeout=WATCHDOG_S)
     return process.returncode, stdout, stderr
 

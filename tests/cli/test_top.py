@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def say(traces: Path, fields: dict[str, object], ranks: Sequence[int] = range(4)) -> None:
-    """Let ranks say what they do."""
+    """Writes the activity of each rank, as the ranks do."""
     for rank in ranks:
         file = NowFile(traces, rank)
         file.write({"iteration": 6, "num_microbatches": 8, "held_bytes": 3 << 20, **fields})

@@ -30,7 +30,7 @@ time.sleep(float(sys.argv[2]))
 
 
 def change(folder: Path, **facts: object) -> None:
-    """Let the last claim look as if another process had made it."""
+    """Changes facts of the last claim, as if another process had made it."""
     path = max((folder / ".lease").glob("claim-*.json"))
     claim = {**json.loads(path.read_text()), **facts}
     del claim["sum"]  # as claims of former versions

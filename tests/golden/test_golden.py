@@ -61,7 +61,7 @@ REFUSED_BY_RANKS = {
 
 
 def change(path: Path, key: str) -> Path:
-    """Copy a file of JSON, or one in a folder, and raise its version; returns the copy."""
+    """Copies a JSON file or its folder and increases its version; returns the copy."""
     copy = path.with_name(f"{NEWER}-{path.name}")
     shutil.copy(path, copy)
     raise_version(copy, key)
@@ -120,7 +120,7 @@ def ran(golden: Path) -> tuple[dict[str, tuple[int | None, str]], dict[str, Any]
 
 
 def same(found: Any, expected: Any) -> None:
-    """Compare figures: bit for bit on a machine of the same kind, else but for rounding.
+    """Compares figures: bit for bit on a machine of the same kind, otherwise up to rounding.
 
     Checksums of what was loaded are compared everywhere.
     """
@@ -176,7 +176,7 @@ def test_a_command_reads_what_it_read(here: Path, name: str) -> None:
 
 
 def alike(found: Any, expected: Any, where: str) -> None:
-    """Compare what was read from JSON; figures but for rounding."""
+    """Compares values read from JSON, figures up to rounding."""
     if isinstance(expected, dict) and isinstance(found, dict):
         assert set(found) >= set(expected), where  # a later one may say more
         for key, value in expected.items():

@@ -73,7 +73,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(autouse=True)
 def queue(lab: Lab) -> Iterator[None]:
-    """Leave no job to the next test, whatever became of this one."""
+    """Cancels all jobs that the test has left in the queue."""
     yield
     if jobs := lab.output("squeue", "-h", "-o", "%A").split():
         lab.output("scancel", *set(jobs))
@@ -89,7 +89,7 @@ def conf(tmp_path: Path) -> Path:
 
 
 def adaptive(lab: Lab, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a subcommand on the login host."""
+    """Runs a subcommand on the login host."""
     variables = (f"{name}={value}" for name, value in forkserver().nodes()[1].items())
     return lab.run(["env", *variables, sys.executable, "-m", "megatron.adaptive", *words])
 
@@ -108,7 +108,7 @@ def wait_for(what: Callable[[], object], why: Callable[[], str], *, every_s: flo
 
 
 def said(conf: Path, job: int) -> str:
-    """Return all that a job wrote."""
+    """Returns all output of a job."""
     logs = conf.parent / "logs"
     files = [logs / f"{job}.batch", *sorted((logs / str(job)).glob("*.[oe][ur][tr]"))]
     return "".join(f"--- {path.name}\n{path.read_text()}" for path in files if path.exists())
@@ -121,7 +121,7 @@ def finish(lab: Lab, conf: Path, job: int) -> str:
 
 
 def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
-    """Wait until the node that writes has done an iteration since its start of that number."""
+    """Waits until the writing node has done an iteration since its start of this number."""
 
     def trains() -> bool:
         parts = [part.split(" starts\n")[1:] for part in said(conf, job).split("--- ")]
@@ -131,7 +131,7 @@ def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
 
 
 def iterations(text: str) -> list[list[int]]:
-    """Return the iterations of each start of the node that writes."""
+    """Returns the iterations of each start of the writing node."""
     found = [ITERATION.findall(part) for part in text.split(" starts\n")]
     return [[int(number) for number in numbers] for numbers in found if numbers]
 
@@ -145,7 +145,7 @@ def status_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
 
 
 def wait_until_named(lab: Lab, conf: Path, job: int, node: str) -> None:
-    """Wait until the monitor names a node that is lost."""
+    """Waits until the monitor names a lost node."""
     begin_s = time.monotonic()
 
     def is_named() -> bool:
@@ -166,7 +166,7 @@ def wait_until_no_process(lab: Lab) -> None:
 
 
 def page_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
-    """Return what the report of a job shows."""
+    """Returns the text of a job's report page."""
     done = adaptive(lab, "report", str(job), "--log-dir", str(conf.parent / "logs"))
     assert done.returncode == 0, done.stderr
     text = Path(done.stdout.strip()).read_text()
@@ -235,7 +235,7 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
 
 
 def run_example(lab: Lab, folder: Path, example: str, *options: str) -> str:
-    """Submit an example as its head says, wait for its end, and return all that it wrote."""
+    """Submits an example as its head describes, waits for its end, and returns its output."""
     variables = [
         f"{name}={value}" for name, value in {**EXAMPLE, **forkserver().nodes()[1]}.items()
     ]
@@ -374,7 +374,7 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
         return f"{queue}\n" + "".join(texts)
 
     def wait_for_nodes(count: int) -> dict[str, Any]:
-        """Wait until steps are done in a shape on so many nodes."""
+        """Waits until steps are done in a shape on this number of nodes."""
 
         def trains() -> bool:
             state = folder.state()

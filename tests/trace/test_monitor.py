@@ -30,7 +30,7 @@ Header = Callable[..., TraceHeader]
 
 
 def report(folder: Path, *lines: dict[str, Any]) -> None:
-    """Append to the trainer's progress."""
+    """Appends a line to the trainer's progress file."""
     with (folder / "progress.jsonl").open("a", encoding="ascii") as file:
         file.writelines(json.dumps({"unix_ns": time.time_ns(), **line}) + "\n" for line in lines)
 
@@ -72,7 +72,7 @@ def iterations_of(tail: RankTail) -> list[int]:
 
 
 def until(run: LiveRun, is_so: Callable[[Snapshot], bool], limit_s: float = 20.0) -> Snapshot:
-    """Look until something is so, as the writers are threads."""
+    """Reads until a condition is true, because the writers are threads."""
     end_s = time.monotonic() + limit_s
     while not is_so(snapshot := run.refresh()):
         assert time.monotonic() < end_s, snapshot
