@@ -31,6 +31,7 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.modules.cutting import check_groups
     from megatron.adaptive.modules.program import ProgramStages, RandomKey
     from megatron.adaptive.modules.recording import Loss, Slicing
+    from megatron.adaptive.modules.segments import MakeOptimizer
     from megatron.adaptive.modules.sizes import choose_orders, settle_sizes
     from megatron.adaptive.modules.step_loop import NO_LOOP, Loop
     from megatron.adaptive.modules.update import LossScale
@@ -301,7 +302,7 @@ class Pipeline:
 
     def set_optimizer(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer | MakeOptimizer | None,
         *,
         clip_norm: float | None = None,
         initial_loss_scale: float = 65536.0,
