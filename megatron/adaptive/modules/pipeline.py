@@ -63,7 +63,7 @@ class Pipeline:
             parameter, which is used on both sides of a cut.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
-            ``docs/cutpoint.md``.
+            ``docs/reference/cutpoint.md``.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose.
         pipeline_size: Number of processes per pipeline. If there are more processes, they run
             replicas of the pipeline. ``auto`` lets the planner choose. ``None`` means all
