@@ -166,7 +166,12 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         init: KeyedInit = config.keyed_init
-        init.enter_layer(layer_number + get_transformer_layer_offset(config, vp_stage))
+        # From 0.17 on, megatron-core counts the layers of multi-token prediction on their own.
+        is_prediction = kwargs.get("is_mtp_layer", False)
+        before = (
+            config.num_layers if is_prediction else get_transformer_layer_offset(config, vp_stage)
+        )
+        init.enter_layer(before + layer_number)
         super().__init__(config, submodules, layer_number=layer_number, vp_stage=vp_stage, **kwargs)
         init.leave_layer()
 
