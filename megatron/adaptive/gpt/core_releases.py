@@ -21,3 +21,15 @@ def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
         options["is_hybrid_cp"] = False
     part: dict[str, Any] = split(batch, **options)
     return part
+
+
+def number_in_model(layer: Any) -> int:
+    """Returns the number of a transformer layer, from 1; prediction layers follow all others.
+
+    Args:
+        layer: Transformer layer of megatron-core. From 0.17 on, those of multi-token prediction
+            are counted on their own.
+    """
+    before = layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0
+    number: int = before + layer.layer_number
+    return number

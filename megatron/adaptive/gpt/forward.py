@@ -39,7 +39,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.adaptive.accelerator import Accelerator, current_device, default_generator
 from megatron.adaptive.gpt.attention import Documents
-from megatron.adaptive.gpt.core_releases import part_of_context_rank
+from megatron.adaptive.gpt.core_releases import number_in_model, part_of_context_rank
 
 Microbatch = Mapping[str, torch.Tensor]
 LOSS_NAME = "lm loss"
@@ -286,9 +286,10 @@ class DropoutKeys:
         key = _settle(self._generator.initial_seed()) ^ self._secret
         # Keep the lane: with sequence parallelism, megatron-core runs layers with the generator for
         # split tensors. During recomputation, the lane is the only sign of this.
-        number = layer.layer_number
         if isinstance(layer, MultiTokenPredictionLayer):
-            number = (1 << _LAYER_BITS) - number
+            number = (1 << _LAYER_BITS) - layer.layer_number
+        else:
+            number = number_in_model(layer)
         self._seed(
             key >> _TIME_SHIFT << _TIME_SHIFT | number << _LANE_BITS, lane=key % (1 << _LANE_BITS)
         )
