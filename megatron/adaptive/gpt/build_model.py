@@ -166,7 +166,7 @@ class KeyedTransformerLayer(TransformerLayer):
         **kwargs: Any,
     ) -> None:
         init: KeyedInit = config.keyed_init
-        # From 0.17 on, megatron-core counts the layers of multi-token prediction on their own.
+        # megatron-core 0.17 and later count the layers of multi-token prediction on their own.
         is_prediction = kwargs.get("is_mtp_layer", False)
         before = (
             config.num_layers if is_prediction else get_transformer_layer_offset(config, vp_stage)

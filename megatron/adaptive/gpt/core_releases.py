@@ -17,7 +17,7 @@ def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
     split = utils.get_batch_on_this_cp_rank
     # Name the group: from 0.18 on, the default is the group of all ranks.
     options: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
-    if "is_hybrid_cp" in inspect.signature(split).parameters:  # from 0.18 on
+    if "is_hybrid_cp" in inspect.signature(split).parameters:  # megatron-core 0.18 has it
         options["is_hybrid_cp"] = False
     part: dict[str, Any] = split(batch, **options)
     return part
