@@ -16,7 +16,6 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.reader import CheckpointReader, WantedPart
 from megatron.adaptive.cli.checkpoint import export_hf, import_hf
 from megatron.adaptive.config.arguments import parse, read_recipe
-from megatron.adaptive.config.families.registry import built_in_families, own_family
 from megatron.adaptive.config.hugging_face import SINGLE, load_config
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.model_file import read_model
@@ -59,14 +58,15 @@ def aurora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(AURORA, indent=2))
     torch.manual_seed(5)
-    tensors = {"embed.weight": (VOCABULARY, HIDDEN), "final_norm.weight": (HIDDEN,)}
-    tensors["head.weight"] = (VOCABULARY, HIDDEN)
+    tensors = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    tensors["lm_head.weight"] = (VOCABULARY, HIDDEN)
     for layer in range(LAYERS):
-        modules = {f"attn.{name}": (rows, HIDDEN) for name, rows in ROWS.items()}
-        modules |= {"norm1": (HIDDEN,), "norm2": (HIDDEN,), "attn.o": (HIDDEN, 4 * WIDTH)}
-        modules |= {"attn.q_norm": (WIDTH,), "attn.k_norm": (WIDTH,), "ffn.down": (HIDDEN, FFN)}
-        modules |= {"ffn.gate": (FFN, HIDDEN), "ffn.up": (FFN, HIDDEN)}
-        tensors |= {f"blocks.{layer}.{name}.weight": shape for name, shape in modules.items()}
+        modules = {f"self_attn.{name}_proj": (rows, HIDDEN) for name, rows in ROWS.items()}
+        modules |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (HIDDEN,))
+        modules |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (WIDTH,))
+        modules |= dict.fromkeys(("ffn.gate", "ffn.up"), (FFN, HIDDEN))
+        modules |= {"self_attn.o_proj": (HIDDEN, 4 * WIDTH), "ffn.down": (HIDDEN, FFN)}
+        tensors |= {f"model.blocks.{layer}.{name}.weight": size for name, size in modules.items()}
     values = {name: torch.randn(shape) for name, shape in tensors.items()}
     save_file(values, model / SINGLE, metadata={"format": "pt"})
     return tmp_path
@@ -95,21 +95,10 @@ def test_its_weights_come_in_and_go_out_again(aurora: Path) -> None:
     config = "config.json"
     assert (aurora / "out" / config).read_bytes() == (aurora / "model" / config).read_bytes()
 
-    theirs = built_in_families()["qwen3"]
-    ours = own_family("aurora:Aurora")
     renamed = {}
     for name, tensor in before.items():
-        for own_names, names in (
-            (ours.layer_modules, theirs.layer_modules),
-            (ours.outer_modules, theirs.outer_modules),
-        ):
-            for module, parts in own_names.items():
-                for own_part, part in zip(parts, names[module], strict=True):
-                    pattern = rf"(blocks\.(\d+)\.)?{re.escape(own_part)}\.weight"
-                    if match := re.fullmatch(pattern, name):
-                        prefix = "" if match[2] is None else f"model.layers.{match[2]}."
-                        renamed[f"{prefix}{part}.weight"] = tensor
-    assert len(renamed) == len(before)
+        name = name.replace("model.blocks.", "model.layers.").replace("ffn.", "mlp.")
+        renamed[re.sub(r"mlp\.(\w+)", r"mlp.\1_proj", name)] = tensor
     (aurora / "qwen").mkdir()
     (aurora / "qwen" / "config.json").write_text(json.dumps(QWEN))
     save_file(renamed, aurora / "qwen" / SINGLE)
@@ -177,7 +166,14 @@ def test_a_key_that_it_does_not_support_is_named(
         ("aurora:Llama.settings", ("", ""), "name a subclass of"),
         ("aurora:Aurora", ('("aurora",)', '"aurora"'), "aurora.py:.* model_types is 'aurora'"),
         ("aurora:Aurora", ('"qk_layernorm"', '"qk_layer_norm"'), "the nearest is qk_layernorm"),
-        ("aurora:Aurora", ('"head"', "# "), "outer_weights lacks output_layer"),
+        (
+            "aurora:Aurora",
+            (
+                "    layer_prefix",
+                '    outer_weights = {"lm_head": "output_layer"}\n    layer_prefix',
+            ),
+            "outer_weights lacks embedding.word_embeddings",
+        ),
         ("aurora:Aurora", ("**= -0.5", '+= "x"'), "adjust of Aurora .aurora.py:.*raised TypeError"),
     ],
 )
