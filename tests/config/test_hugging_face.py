@@ -284,3 +284,11 @@ def test_each_family_is_described_by_a_file_of_its_folder() -> None:
         # One name outside of layers for each module, and all that a model needs.
         assert all(len(names) == 1 for names in family.outer_modules.values())
         assert family.missing_feature or {*OUTER.values()} <= family.outer_modules.keys()
+
+
+def test_of_several_contradictions_the_first_of_the_folder_is_named(tmp_path: Path) -> None:
+    _words(tmp_path, LLAMA)
+    run = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
+    wrong = "--kv-channels 5 --hidden-size 6 --encoder-num-layers 3 --ffn-hidden-size 7".split()
+    with pytest.raises(ConfigError, match="--encoder-num-layers 3 contradicts --load-hf .* 4:"):
+        parse([*run, *wrong, "--load-hf", str(tmp_path)], world_size=1)

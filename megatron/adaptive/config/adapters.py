@@ -60,12 +60,12 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
     implied: Settings = {}
     if (folder := values.get("load_hf")) is not None:
         implied = load_config(Path(folder), values.get("hf_family")).settings
-        for name in _SIZES & implied.keys() & values.keys():
-            if values[name] != implied[name]:
+        for name, size in implied.items():
+            if name in _SIZES and values.get(name, size) != size:
                 typed = _typed_flag(name, argv)
                 raise ConfigError(
                     f"{typed} {values[name]} contradicts {LOAD_FLAG} {folder}, whose {CONFIG} says"
-                    f" {implied[name]}: leave it out"
+                    f" {size}: leave it out"
                 )
     if (folder := values.get("load_lora")) is not None:
         implied |= adapter_settings(Path(folder), _base_of({**implied, **values}))
