@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.adaptive.checkpoint.folder import INDEX, StepFolders, find
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.arguments import flag_words, parse
 from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.hugging_face import FLAGS_FILE, LOAD_FLAG, load_config
 from megatron.adaptive.config.input_files import parse_json, read_whole
@@ -26,6 +26,7 @@ _EXIT_DAMAGED = 1
 _MIB = 1 << 20
 _RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 _GB = 10**9
+_FAMILY_HELP = "your own family of models, as package.module:Class, see docs/huggingface.md"
 # Keys of manifests whose values are long.
 _LONG = ("config", "files", "blocks", "options", "states")
 
@@ -146,18 +147,22 @@ def import_hf(argv: Sequence[str]) -> None:
     )
     parser.add_argument("folder", metavar="DIR", help="config.json and *.safetensors")
     parser.add_argument("--output", required=True, metavar="CKPT", help="folder for --load")
+    parser.add_argument("--hf-family", metavar="NAME", help=_FAMILY_HELP)
     options = parser.parse_args(argv)
     folder = Path(options.folder).absolute()
     output = Path(options.output)
-    document, flags = load_config(folder)
-    kind = document.get("dtype", document.get("torch_dtype"))
+    model = load_config(folder, options.hf_family)
+    kind = model.document.get("dtype", model.document.get("torch_dtype"))
     half = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(str(kind), [])
-    config = parse([*_RUN, *half, LOAD_FLAG, str(folder)], world_size=1)
+    family = [] if options.hf_family is None else ["--hf-family", options.hf_family]
+    config = parse([*_RUN, *half, *family, LOAD_FLAG, str(folder)], world_size=1)
     _load_libraries()
     from megatron.adaptive.checkpoint.hugging_face_weights import import_folder
 
     path = import_folder(folder, output, config)
-    (output / FLAGS_FILE).write_text(shlex.join(flags) + "\n", encoding="utf-8")
+    (output / FLAGS_FILE).write_text(
+        shlex.join(flag_words(model.settings)) + "\n", encoding="utf-8"
+    )
     show(f"{path}: train with --load {output} --finetune and the flags in {FLAGS_FILE} there")
 
 
@@ -172,6 +177,7 @@ def export_hf(argv: Sequence[str]) -> None:
     parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="iteration")
     text = "folder with config.json and tokenizer; by default that of import-hf or --load-hf"
     parser.add_argument("--config", metavar="DIR", help=text)
+    parser.add_argument("--hf-family", metavar="NAME", help=_FAMILY_HELP)
     text = "size of the largest file in GB (50)"
     parser.add_argument("--shard-gb", type=number(float, 1e-6, 1e6), default=50.0, help=text)
     add = parser.add_mutually_exclusive_group().add_argument
@@ -190,6 +196,7 @@ def export_hf(argv: Sequence[str]) -> None:
         Path(options.output),
         kind=options.kind,
         shard_bytes=round(options.shard_gb * _GB),
+        hf_family=options.hf_family,
     )
     show(f"{options.output}: written")
 

@@ -19,8 +19,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +28,26 @@ import numpy as np
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.config.input_files import aligned
-from megatron.adaptive.errors import ConfigError, TraceError
+from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.legacy_text import legacy_name
 from megatron.adaptive.trace.locate import load_run
-from megatron.adaptive.trace.metrics import NS_PER_MS, PARTS, RunFigures, run_figures
+from megatron.adaptive.trace.metrics import NS_PER_MS, PARTS
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
-from megatron.adaptive.trace.step_view import PipelineStep, pipeline_step
+from megatron.adaptive.trace.step_view import pipeline_step
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Lengths, Span
+from megatron.adaptive.trace.views.view import (
+    ALL,
+    View,
+    ViewInput,
+    built_in_views,
+    find_views,
+    refuse_shared_files,
+)
 
 PROGRAM = "python -m megatron.adaptive trace"
 DIAGNOSE = "diagnose"
-EVENT_ITERATIONS = 20
-"""Maximum number of iterations in a file of events, because viewers open larger files slowly."""
-
 MOST_LAYERS = 4
 """Maximum number of layers in the report on experts: those with the most uneven load."""
-
-FORMATS = ("xlsx", "html", "perfetto", "png", "tensorboard")
-"""Names of the file formats that ``--format`` accepts."""
-_ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,13 +68,13 @@ def process(argv: Sequence[str]) -> int:
 
     Returns 0; an expected error is raised as an ``AdaptiveError``.
     """
+    (events,) = find_views(["perfetto"])
     parser = _parser(
         "process_trace.py",
-        "Print busy time, waits and bubble of each pipeline rank, and write the events of the "
-        f"last {EVENT_ITERATIONS} iterations for chrome://tracing and Perfetto.",
+        f"Print busy time, waits and bubble of each pipeline rank, and write the {events.summary}.",
         by_shape=True,
     )
-    return _show(parser, argv, events=True)
+    return _show(parser, argv, events=replace(events, name="json", ending=".json"))
 
 
 def visualize(argv: Sequence[str]) -> int:
@@ -180,7 +180,7 @@ def _show(
     *,
     formats: str = "",
     report: bool = True,
-    events: bool = False,
+    events: View | None = None,
 ) -> int:
     """Writes the requested files about a run and prints its figures.
 
@@ -189,29 +189,39 @@ def _show(
         argv: Arguments of the command line.
         formats: Default of ``--format``: names of file formats separated by commas, or ``all``.
         report: Whether to print the figures.
-        events: Whether to also write the events of the drawn replica to a ``.json`` file.
+        events: View that is also written, for the drawn replica only; ``None`` for no such view.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)
-    chosen = () if arguments.format is None else _chosen_formats(arguments.format)
+    chosen = () if arguments.format is None else find_views(arguments.format.split(","))
+    refuse_shared_files([*chosen] if events is None else [events, *chosen])
     selection = _select(arguments)
     run = selection.run
     stem = arguments.output_dir / legacy_name(run.num_ranks, run.num_chunks)
     if (output := arguments.output) is not None:
-        stem = output.with_name(_ENDINGS.sub("", output.name))
+        stem = output.with_name(_without_ending(output.name, chosen))
     for line in run.notes():
         show(f"warning: {line}", file=sys.stderr)
-    views = (_write_view(name, selection, stem) for name in ("json",) * events + chosen)
+    views = [(view, selection) for view in chosen]
+    if events is not None:
+        views.insert(0, (events, replace(selection, dp_rank=selection.step.dp_rank)))
     if report and arguments.json:
-        files = list(views)
-        paths = {"events": f"{stem}.json"} if events else {"views": files}
+        files = [view.show(content, stem) for view, content in views]
+        paths = {"views": files} if events is None else {"events": f"{stem}{events.ending}"}
         print(json.dumps({**_report(selection), **paths}, indent=2))
         return 0
     for line in _report_lines(selection) if report else ():
         show(line)
-    for line in views:
-        show(line)
+    for view, content in views:
+        show(view.show(content, stem))
     return 0
+
+
+def _without_ending(name: str, views: Sequence[View]) -> str:
+    """Returns a file's name without the ending of a view, ``.json`` or ``.txt``."""
+    endings = {".txt", ".json", *(v.ending for v in (*built_in_views().values(), *views))}
+    present = [end for end in endings if name.endswith(end) and len(end) < len(name)]
+    return name.removesuffix(max(present, key=len, default=""))
 
 
 def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.ArgumentParser:
@@ -259,7 +269,11 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
     add_target("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
     add_target("--output", type=Path, metavar="FILE", help="result file; its ending is replaced")
     default = f" (default: {formats})" if formats else ""
-    text = f"views to write, separated by commas, from {', '.join(FORMATS)}; or all{default}"
+    summaries = ", ".join(f"{view.name} ({view.summary})" for view in built_in_views().values())
+    text = (
+        f"views, separated by commas: {summaries}; {ALL} for all of these; package.module:name for "
+        f"a view of your own{default}"
+    )
     add("--format", default=formats or None, metavar="LIST", help=text)
     if report:
         add("--json", action="store_true", help="print the figures as JSON instead of a table")
@@ -301,98 +315,19 @@ def _range(text: str) -> tuple[int, int]:
     return first, last
 
 
-@dataclass(frozen=True)
-class _Selection:
-    """Contains the user's choice of run, iterations and ranks.
-
-    Attributes:
-        run: Traced run.
-        step: Actions of the iteration to draw.
-        iterations: Iterations that the figures cover, ascending. They include the drawn iteration.
-        dp_rank: Data-parallel replica that the user chose. ``None`` without a choice; then the
-            first replica is drawn.
-    """
-
-    run: RunTrace
-    step: PipelineStep
-    iterations: tuple[int, ...]
-    dp_rank: int | None
-
-    @cached_property
-    def figures(self) -> RunFigures:
-        """Returns the figures of the drawn replica, computed from the trace on first use."""
-        traces = self.run.replica(self.step.dp_rank)
-        ranks = [trace.header.rank for trace in traces if trace is not None]
-        return run_figures(self.run, self.iterations, ranks=ranks)
-
-
-def _select(arguments: argparse.Namespace) -> _Selection:
+def _select(arguments: argparse.Namespace) -> ViewInput:
     """Reads the run that the user chose; raises ``TraceError`` if it is missing or damaged."""
     run = load_run(arguments.run_dir, arguments.pipeline_parallel, arguments.model_chunks)
     dp_rank = arguments.dp_rank or 0
     covered = _chosen_iterations(run, arguments, dp_rank)
     covered = run.complete_iterations(dp_rank) if covered is None else covered
     step = pipeline_step(run, covered[-1] if covered else None, dp_rank=dp_rank)
-    return _Selection(run, step, covered or (step.iteration,), arguments.dp_rank)
+    return ViewInput(
+        run=run, step=step, iterations=covered or (step.iteration,), dp_rank=arguments.dp_rank
+    )
 
 
-def _chosen_formats(text: str) -> tuple[str, ...]:
-    """Parses the value of ``--format`` into names of file formats, without duplicates."""
-    names = tuple(dict.fromkeys(FORMATS if text == "all" else text.split(",")))
-    for name in names:
-        if name not in FORMATS:
-            raise ConfigError(
-                f"argument --format: invalid choice {name!r}: choose from "
-                f"{', '.join(FORMATS)}, or all"
-            )
-    return names
-
-
-def _write_view(name: str, selection: _Selection, stem: Path) -> str:
-    """Writes a file in one of :data:`FORMATS` or ``json``; returns a description and notes.
-
-    Args:
-        name: Name of the file format.
-        selection: The user's choice of run, iterations and ranks.
-        stem: Path of the file without its ending.
-    """
-    run = selection.run
-    step = selection.step
-    iterations = selection.iterations
-    target = Path(f"{stem}.{'json.gz' if name == 'perfetto' else name}")
-    description = f"iteration {step.iteration} drawn"
-    notes = []
-    # Import only the modules for the requested format, because these imports are slow.
-    if name == "tensorboard":
-        from megatron.adaptive.trace.views.scalars import write_scalars
-
-        description = f"curves of {len(iterations)} iterations"
-        target = Path(f"{stem}_tensorboard")
-        write_scalars(run, selection.figures, target)
-    elif name == "xlsx":
-        from megatron.adaptive.trace.views.workbook import write_workbook
-
-        write_workbook(run, step, selection.figures, target)
-    elif name == "png":
-        from megatron.adaptive.trace.views.picture import write_picture
-
-        write_picture(step, target)
-    elif name == "html":
-        from megatron.adaptive.trace.views.page import write_page
-
-        description = "page to zoom in"
-        notes = write_page(run, target, iterations, dp_rank=selection.dp_rank)
-    else:
-        from megatron.adaptive.trace.views.perfetto import write_perfetto
-
-        covered = iterations[-EVENT_ITERATIONS:]
-        description = f"events of iterations {describe_numbers(covered)}"
-        dp_rank = step.dp_rank if name == "json" else selection.dp_rank
-        notes = write_perfetto(run, target, covered, dp_rank=dp_rank)
-    return "\n  ".join([f"{description}: {target.resolve()}", *notes])
-
-
-def _report(selection: _Selection) -> dict[str, Any]:
+def _report(selection: ViewInput) -> dict[str, Any]:
     """Returns the report as data: figures of the drawn step, and of each traced rank.
 
     ``bubble_fraction`` is idle time divided by step time. ``times`` contains the mean and the
@@ -495,7 +430,7 @@ def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
     return statistics_by_action
 
 
-def _report_lines(selection: _Selection) -> list[str]:
+def _report_lines(selection: ViewInput) -> list[str]:
     """Returns the report as lines of text."""
     run = selection.run
     step = selection.step
@@ -563,7 +498,7 @@ def _parts_table(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return table
 
 
-def _over_iterations(selection: _Selection) -> str:
+def _over_iterations(selection: ViewInput) -> str:
     figures = selection.figures
     has_actions = (figures.num_actions > 0).any(axis=1)
     steps = (figures.step_ns[has_actions].max(axis=1) / NS_PER_MS).tolist()

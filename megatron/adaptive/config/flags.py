@@ -319,6 +319,41 @@ class FieldSpec:
         self.check(value)
         return value
 
+    def accept(self, value: Any) -> Any:
+        """Converts a value from a source other than the command line to this field's type.
+
+        A whole number becomes a float if the field is one, but no number is cut or rounded.
+
+        Raises:
+            ValueError: The value has another type or is invalid; the message gives the reason.
+        """
+        if self.many and isinstance(value, tuple | list):
+            return tuple(value)
+        if self.reader is not None:
+            return self.reader(str(value))
+        if self.base is float and type(value) is int:
+            try:
+                value = float(value)
+            except OverflowError:
+                value = math.inf
+        if type(value) is not self.base:
+            return self.convert(str(value))
+        if isinstance(value, int):
+            _check_size(value, str(value))
+        if isinstance(value, str):
+            _check_text(value)
+        self.check(value)
+        return value
+
+    def words_of(self, value: Any) -> list[str]:
+        """Returns the flag with a value, as words of a command line; no number is rounded."""
+        if self.is_switch:
+            return [] if bool(value) == (self.default is True) else [self.name]
+        if isinstance(value, tuple):
+            joint = "," if "," in self.unit else "-"
+            return [self.name, *([joint.join(map(str, value))] if self.reader else map(str, value))]
+        return [self.name, str(value)]
+
     def check(self, value: Any) -> None:
         """Checks that a value is one of the choices and within the bounds.
 
@@ -408,14 +443,23 @@ def _convert_base(base: type, text: str) -> Any:
             raise ValueError(f"{_shown(text)} is not True or False")
         return _TRUTH_VALUES[text.lower()]
     if base is str:
-        if not text.strip():
-            raise ValueError("the value is empty; give one or leave the flag out")
+        _check_text(text)
         return text
     try:
         number = base(text)
     except ValueError:
         kind = "whole number" if base is int else "number"
         raise ValueError(f"{_shown(text)} is not a {kind}") from None
-    if base is int and abs(number) >= 1 << 63:
-        raise ValueError(f"{text[:24]!r} has more than 64 bits")
+    if base is int:
+        _check_size(number, text)
     return number
+
+
+def _check_text(text: str) -> None:
+    if not text.strip():
+        raise ValueError("the value is empty; give one or leave the flag out")
+
+
+def _check_size(number: int, text: str) -> None:
+    if abs(number) >= 1 << 63:
+        raise ValueError(f"{text[:24]!r} has more than 64 bits")

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
-import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from megatron.adaptive.config.own_code import find_object
 from megatron.adaptive.errors import ConfigError
 
 PlacementKind = Literal["loop", "v"]
@@ -329,48 +327,18 @@ def schedule_spec(name: str) -> ScheduleSpec:
 
 @functools.lru_cache(maxsize=64)
 def _own_spec(name: str) -> ScheduleSpec:
-    if ":" in name:
-        loaded = _import(name)
-    else:
-        points = importlib.metadata.entry_points(group=ENTRY_POINTS)
-        point = next((point for point in points if point.name == name), None)
-        if point is None:
-            raise ConfigError(
-                f"{name!r} is not one of {', '.join(sorted(selectable_names()))}, and not "
-                "package.module:name of a schedule of yours"
-            )
-        loaded = _import(point.value)
+    loaded = find_object(name, group=ENTRY_POINTS, subject="schedule")
+    if loaded is None:
+        raise ConfigError(
+            f"{name!r} is not one of {', '.join(sorted(selectable_names()))}, and not "
+            "package.module:name of a schedule of yours"
+        )
     if not isinstance(loaded, ScheduleSpec):
         raise ConfigError(
             f"schedule {name} is {type(loaded).__name__} {loaded!r:.60}: decorate a function with "
             "fixed_order or run_time_rule of megatron.adaptive.schedule"
         )
     return replace(loaded, name=name)
-
-
-def _import(path: str) -> Any:
-    """Imports ``package.module:name``; also looks in the current working directory."""
-    module_name, _, attribute = path.partition(":")
-    folder = os.getcwd()
-    is_added = folder not in sys.path
-    if is_added:
-        sys.path.append(folder)
-    try:
-        loaded = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(
-            f"schedule {path}: module {module_name!r} cannot be imported: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    finally:
-        if is_added:
-            sys.path.remove(folder)
-    for part in attribute.split("."):
-        if not hasattr(loaded, part):
-            file = getattr(sys.modules[module_name], "__file__", module_name)
-            raise ConfigError(f"schedule {path}: {file} has no {attribute!r}")
-        loaded = getattr(loaded, part)
-    return loaded
 
 
 def fixed_order(

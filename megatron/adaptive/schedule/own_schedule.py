@@ -7,11 +7,10 @@ action.
 
 from __future__ import annotations
 
-import inspect
-import os
 from collections.abc import Callable
 from functools import lru_cache
 
+from megatron.adaptive.config.own_code import source_of
 from megatron.adaptive.config.schedule_specs import ScheduleSpec
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
@@ -39,7 +38,7 @@ class OwnRule:
 
     def __init__(self, spec: ScheduleSpec) -> None:
         self.name = spec.name
-        self._where = f"schedule {spec.name} ({_source_of(spec)})"
+        self._where = f"schedule {spec.name} ({source_of(spec.load())})"
         self._function: Callable[[RankState], Action | None] = spec.load()
 
     def pick(self, state: RankState) -> Action | None:
@@ -86,7 +85,7 @@ def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int
     Raises:
         ScheduleError: The function raised an error, or the returned schedule is not valid.
     """
-    where = f"schedule {spec.name} ({_source_of(spec)})"
+    where = f"schedule {spec.name} ({source_of(spec.load())})"
     size = f"{placement.num_ranks} ranks and {num_microbatches} microbatches"
     try:
         orders = tuple(tuple(order) for order in spec.load()(placement, num_microbatches))
@@ -107,7 +106,7 @@ def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int
     try:
         validate(schedule)
     except ScheduleError as error:
-        raise ScheduleError(f"{_source_of(spec)}: {error}") from None
+        raise ScheduleError(f"{source_of(spec.load())}: {error}") from None
     splits = spec.splits_backward == "always"
     if schedule.weight_pieces != int(splits):
         rank, action = next(
@@ -164,16 +163,5 @@ def own_rule(
     except ScheduleError as error:
         if spec.name in str(error):
             raise
-        raise ScheduleError(f"schedule {spec.name} ({_source_of(spec)}): {error}") from None
+        raise ScheduleError(f"schedule {spec.name} ({source_of(spec.load())}): {error}") from None
     return rule
-
-
-def _source_of(spec: ScheduleSpec) -> str:
-    """Returns the file and line of a schedule's function."""
-    function = spec.load()
-    try:
-        file = inspect.getsourcefile(function) or "?"
-        line = inspect.getsourcelines(function)[1]
-    except (OSError, TypeError):
-        return getattr(function, "__module__", "?")
-    return f"{os.path.relpath(file)}:{line}"

@@ -1,5 +1,7 @@
-"""Draws a trace in several forms, each written by one module of this package.
+"""Draws a trace in several forms, the values of ``trace --format``.
 
+- ``view``      what a view is, and how it is found
+- ``formats``   the views of this package, a module each, which may call one of the modules below
 - ``palette``   the colours shared by the views
 - ``workbook``  ``.xlsx`` with timelines, tables of measured quantities, and charts
 - ``picture``   ``.png`` of a step, for papers
@@ -7,3 +9,7 @@
 - ``page``      one self-contained ``.html`` page with a timeline to zoom in
 - ``perfetto``  ``.json.gz`` for the viewers Perfetto and chrome://tracing
 """
+
+from megatron.adaptive.trace.views.view import View, ViewInput, trace_view
+
+__all__ = ["View", "ViewInput", "trace_view"]

@@ -1,0 +1,96 @@
+"""Imports users' own code that a flag names, so that users can extend this package from outside.
+
+A flag names an object as ``package.module:name``. Installed packages can also give their objects
+short names, as entry points of a group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from megatron.adaptive.errors import ConfigError
+
+
+def import_object(path: str, subject: str) -> Any:
+    """Imports ``package.module:name``; also looks in the current working directory.
+
+    Args:
+        path: Name of the module and of the object in it, as the user wrote it.
+        subject: Kind of object for error messages, such as ``schedule``.
+
+    Raises:
+        ConfigError: The module cannot be imported, or does not contain the object.
+    """
+    module_name, _, attribute = path.partition(":")
+    folder = os.getcwd()
+    is_added = folder not in sys.path
+    if is_added:
+        sys.path.append(folder)
+    try:
+        loaded = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(
+            f"{subject} {path}: module {module_name!r} cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        if is_added:
+            sys.path.remove(folder)
+    for part in attribute.split("."):
+        if not hasattr(loaded, part):
+            file = getattr(sys.modules[module_name], "__file__", module_name)
+            raise ConfigError(f"{subject} {path}: {file} has no {attribute!r}")
+        loaded = getattr(loaded, part)
+    return loaded
+
+
+def find_object(name: str, *, group: str, subject: str) -> Any | None:
+    """Imports the object that a user's flag names.
+
+    Args:
+        name: Either ``package.module:name``, or the name of an entry point.
+        group: Group of the entry points.
+        subject: Kind of object for error messages, such as ``schedule``.
+
+    Returns:
+        The object; ``None`` if the name contains no colon and is not that of an entry point.
+
+    Raises:
+        ConfigError: The module cannot be imported, or does not contain the object.
+    """
+    if ":" in name:
+        return import_object(name, subject)
+    points = importlib.metadata.entry_points(group=group)
+    point = next((point for point in points if point.name == name), None)
+    return None if point is None else import_object(point.value, subject)
+
+
+def modules_in(package: ModuleType) -> Iterator[ModuleType]:
+    """Imports and yields all modules of a package, in the order of their names."""
+    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
+        yield importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def source_of(function: Any) -> str:
+    """Returns the file and line at which a function or class is defined."""
+    try:
+        file = inspect.getsourcefile(function) or "?"
+        line = inspect.getsourcelines(function)[1]
+    except (OSError, TypeError):
+        return str(getattr(function, "__module__", "?"))
+    return f"{os.path.relpath(file)}:{line}"
+
+
+def line_of_error(error: Exception) -> str:
+    """Returns the file and line that raised an error."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{os.path.relpath(last.filename)}:{last.lineno}"

@@ -1,0 +1,16 @@
+"""Provides the view ``html``, a page for the browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.adaptive.trace.views.view import ViewInput, trace_view
+
+
+@trace_view(name="html", ending=".html", summary="page with a timeline to zoom in")
+def html(shown: ViewInput, path: Path) -> list[str]:
+    """Writes the page, and returns a description and notes on omitted parts."""
+    from megatron.adaptive.trace.views.page import write_page
+
+    notes = write_page(shown.run, path, shown.iterations, dp_rank=shown.dp_rank)
+    return ["page to zoom in", *notes]

@@ -1,0 +1,16 @@
+"""Provides the view ``png``, a picture of one iteration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.adaptive.trace.views.view import ViewInput, trace_view
+
+
+@trace_view(name="png", ending=".png", summary="picture of one iteration")
+def png(shown: ViewInput, path: Path) -> str:
+    """Writes the picture, and returns which iteration it draws."""
+    from megatron.adaptive.trace.views.picture import write_picture
+
+    write_picture(shown.step, path)
+    return f"iteration {shown.step.iteration} drawn"

@@ -1,0 +1,25 @@
+"""Provides the view ``perfetto``, events for Perfetto and chrome://tracing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.adaptive.trace.views.view import ViewInput, trace_view
+
+EVENT_ITERATIONS = 20
+"""Maximum number of iterations in a file of events, because viewers open larger files slowly."""
+
+
+@trace_view(
+    name="perfetto",
+    ending=".json.gz",
+    summary=f"events of the last {EVENT_ITERATIONS} iterations for Perfetto and chrome://tracing",
+)
+def perfetto(shown: ViewInput, path: Path) -> list[str]:
+    """Writes the events, and returns a description and notes on what was left out."""
+    from megatron.adaptive.trace.read import describe_numbers
+    from megatron.adaptive.trace.views.perfetto import write_perfetto
+
+    covered = shown.iterations[-EVENT_ITERATIONS:]
+    notes = write_perfetto(shown.run, path, covered, dp_rank=shown.dp_rank)
+    return [f"events of iterations {describe_numbers(covered)}", *notes]

@@ -1,0 +1,16 @@
+"""Provides the view ``xlsx``, an Excel workbook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.adaptive.trace.views.view import ViewInput, trace_view
+
+
+@trace_view(name="xlsx", ending=".xlsx", summary="workbook with timelines, tables and charts")
+def xlsx(shown: ViewInput, path: Path) -> str:
+    """Writes the workbook, and returns which iteration it draws."""
+    from megatron.adaptive.trace.views.workbook import write_workbook
+
+    write_workbook(shown.run, shown.step, shown.figures, path)
+    return f"iteration {shown.step.iteration} drawn"

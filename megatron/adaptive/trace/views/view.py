@@ -1,0 +1,184 @@
+"""Defines views of a trace, the values of ``trace --format``, and finds them.
+
+A view is a function under :func:`trace_view`. A view of this package is in a module of the folder
+``formats``, and is found there. Your own view can be anywhere: give
+``--format package.module:name``. A package can also publish its views as entry points of the group
+``megatron_adaptive.views``, which are selected by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.adaptive.config.own_code import find_object, line_of_error, modules_in, source_of
+from megatron.adaptive.errors import AdaptiveError, ConfigError, TraceError
+
+if TYPE_CHECKING:
+    from megatron.adaptive.trace.metrics import RunFigures
+    from megatron.adaptive.trace.read import RunTrace
+    from megatron.adaptive.trace.step_view import PipelineStep
+
+ALL = "all"
+"""Value of ``--format`` that stands for all views of this package."""
+
+ENTRY_POINTS = "megatron_adaptive.views"
+"""Name of the group of entry points by which installed packages provide views."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewInput:
+    """Contains what a view shows: the user's choice of run, iterations and ranks.
+
+    Attributes:
+        run: Traced run.
+        step: Actions of the iteration to draw.
+        iterations: Iterations that the figures cover, ascending. They include the drawn iteration.
+        dp_rank: Data-parallel replica that the user chose. ``None`` without a choice; then the
+            first replica is drawn.
+    """
+
+    run: RunTrace
+    step: PipelineStep
+    iterations: tuple[int, ...]
+    dp_rank: int | None
+
+    @cached_property
+    def figures(self) -> RunFigures:
+        """Figures of the drawn replica, computed from the trace on first use."""
+        from megatron.adaptive.trace.metrics import run_figures
+
+        traces = self.run.replica(self.step.dp_rank)
+        ranks = [trace.header.rank for trace in traces if trace is not None]
+        return run_figures(self.run, self.iterations, ranks=ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Describes a view, one value of ``--format``.
+
+    Attributes:
+        name: Name of the view on the command line.
+        ending: End of the file's name, which follows the name that all views of a run share, such
+            as ``.xlsx``. Empty if the view is printed instead of written to a file.
+        summary: Short description of the view for help texts.
+        function: Function that writes or returns the view; see :func:`trace_view`.
+        is_own: Whether the view is a user's own, that is, not part of this package.
+    """
+
+    name: str
+    ending: str
+    summary: str
+    function: Callable[..., Any]
+    is_own: bool = False
+
+    def show(self, shown: ViewInput, stem: Path) -> str:
+        """Writes the view to its file, and returns a description and notes, a line each.
+
+        A view without a file is returned itself, as text.
+
+        Args:
+            shown: The user's choice of run, iterations and ranks.
+            stem: Path of the file without its ending.
+
+        Raises:
+            TraceError: The run lacks something, the file cannot be written, or a user's own
+                function raised an error.
+        """
+        path = Path(f"{stem}{self.ending}")
+        try:
+            result = self.function(shown, path) if self.ending else self.function(shown)
+            lines = [result] if isinstance(result, str) else [str(line) for line in result or ()]
+        except AdaptiveError:
+            raise
+        except Exception as error:  # a user's function may raise any exception
+            if not self.is_own:
+                raise
+            raise TraceError(
+                f"view {self.name} ({source_of(self.function)}): {line_of_error(error)} raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not self.ending:
+            return "\n".join(lines)
+        description, *notes = lines or [self.summary]
+        return "\n  ".join([f"{description}: {path.resolve()}", *notes])
+
+
+def trace_view(
+    *, ending: str, summary: str, name: str = ""
+) -> Callable[[Callable[..., Any]], View]:
+    """Makes a view from a function.
+
+    The function takes a :class:`ViewInput`, and the :class:`~pathlib.Path` of the file that it
+    writes. It returns a line about the content of the file, such as ``iteration 5 drawn``, or
+    several lines if it also has notes, or ``None``. With an empty ``ending``, the function takes
+    only the :class:`ViewInput`, and returns the text to print, or the lines of it.
+
+    Args:
+        ending: End of the file's name, such as ``.csv``; empty for a view that is printed.
+        summary: Short description of the view for help texts.
+        name: Name of the view on the command line, for a view of this package. Others leave it out.
+    """
+    return lambda function: View(
+        name=name or f"{function.__module__}:{function.__name__}",
+        ending=ending,
+        summary=summary,
+        function=function,
+        is_own=not name,
+    )
+
+
+def built_in_views() -> dict[str, View]:
+    """Returns the views of this package by name: all that the modules of ``formats`` contain."""
+    from megatron.adaptive.trace.views import formats
+
+    values = [value for module in modules_in(formats) for value in vars(module).values()]
+    views = {value.name: value for value in values if isinstance(value, View) and not value.is_own}
+    return dict(sorted(views.items()))
+
+
+def find_views(names: Iterable[str]) -> tuple[View, ...]:
+    """Returns the views that the user chose, without duplicates.
+
+    Args:
+        names: Names of views of this package, names of entry points, or ``package.module:name`` of
+            a user's own view; ``all`` for all views of this package.
+
+    Raises:
+        ConfigError: A view does not exist, or its module cannot be imported.
+    """
+    table = built_in_views()
+    expanded = [each for name in names for each in (table if name == ALL else (name,))]
+    return tuple(
+        table[name] if name in table else _own_view(name, table) for name in dict.fromkeys(expanded)
+    )
+
+
+def refuse_shared_files(views: Sequence[View]) -> None:
+    """Raises ``ConfigError`` if two of some views would write the same file."""
+    by_ending: dict[str, View] = {}
+    for view in views:
+        other = by_ending.setdefault(view.ending, view)
+        if view.ending and other is not view:
+            raise ConfigError(
+                f"argument --format: {other.name} and {view.name} both write the file that ends in "
+                f"{view.ending!r}: choose one of them, or give yours another ending"
+            )
+
+
+def _own_view(name: str, table: Iterable[str]) -> View:
+    loaded = find_object(name, group=ENTRY_POINTS, subject="view")
+    if loaded is None:
+        raise ConfigError(
+            f"argument --format: invalid choice {name!r}: choose from {', '.join(table)}, or "
+            f"{ALL}; or give package.module:name of a view of yours"
+        )
+    if not isinstance(loaded, View):
+        raise ConfigError(
+            f"view {name} is {type(loaded).__name__} {loaded!r:.60}: decorate a function with "
+            "trace_view of megatron.adaptive.trace.views"
+        )
+    return replace(loaded, name=name, is_own=True)
