@@ -5,7 +5,7 @@
 Parts: ``size``, speed and memory of import and export of a made-up model, over reading and writing
 its bytes, and the memory that ``--load-hf`` adds to each of four ranks; ``tokens``, documents of
 mixed text that a tokenizer here cuts otherwise than its library, and the speed of
-``preprocess-data`` over ``tokenizers`` alone. Exits with status 1 if a goal is missed.
+``data preprocess`` over ``tokenizers`` alone. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations

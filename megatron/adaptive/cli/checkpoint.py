@@ -1,6 +1,6 @@
 """``checkpoint``: lists checkpoints, describes one, and checks them for damage.
 
-These commands do not import torch. This module also contains ``import-hf`` and ``export-hf``, which
+These commands do not import torch. This module also contains ``hf import`` and ``hf export``, which
 convert Hugging Face folders to checkpoints and back, and do import torch.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from megatron.adaptive.checkpoint.folder import INDEX, StepFolders, find
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.command_parser import CommandParser, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.config.hugging_face import FLAGS_FILE, LOAD_FLAG, load_config
 from megatron.adaptive.config.input_files import parse_json, read_whole
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="checkpoint", description="List checkpoints, describe one, or check them for damage."
+        prog=f"{PROGRAM} checkpoint",
+        description="List checkpoints, describe one, or check them for damage.",
     )
     text = (
         "verify: read all files; list: read manifests only; show: describe the newest or one step"
@@ -141,7 +142,7 @@ def import_hf(argv: Sequence[str]) -> None:
     Also writes the model's flags for the trainer to a file next to the checkpoint.
     """
     parser = CommandParser(
-        prog="import-hf",
+        prog=f"{PROGRAM} hf import",
         description="Convert a Hugging Face folder to a checkpoint, in bounded memory.",
     )
     parser.add_argument("folder", metavar="DIR", help="config.json and *.safetensors")
@@ -164,13 +165,13 @@ def import_hf(argv: Sequence[str]) -> None:
 def export_hf(argv: Sequence[str]) -> None:
     """Converts a checkpoint to a Hugging Face folder, in the format of ``transformers``."""
     parser = CommandParser(
-        prog="export-hf",
+        prog=f"{PROGRAM} hf export",
         description="Convert a checkpoint to a Hugging Face folder, for transformers or vLLM.",
     )
     parser.add_argument("checkpoints", metavar="CKPT", help="folder of --save")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="iteration")
-    text = "folder with config.json and tokenizer; by default that of import-hf or --load-hf"
+    text = "folder with config.json and tokenizer; by default that of hf import or --load-hf"
     parser.add_argument("--config", metavar="DIR", help=text)
     text = "size of the largest file in GB (50)"
     parser.add_argument("--shard-gb", type=number(float, 1e-6, 1e6), default=50.0, help=text)

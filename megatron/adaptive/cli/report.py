@@ -25,7 +25,7 @@ from megatron.adaptive.cli.status import (
     summary,
 )
 from megatron.adaptive.cluster.conf import SETTINGS
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser
 from megatron.adaptive.config.environment import WORK_FOLDER
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.metrics import RunFigures, run_figures
@@ -37,7 +37,7 @@ from megatron.adaptive.trace.views.page import plotly_js, write_html, write_page
 def main(argv: Sequence[str]) -> int:
     """Writes the report of a job as an HTML page and prints the page's path."""
     parser = CommandParser(
-        prog="python -m megatron.adaptive report",
+        prog=f"{PROGRAM} job report",
         description="Write one page about a job: configuration, curves, use of each node, "
         "pipeline, errors. It needs nothing but a browser.",
     )

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.command_parser import CommandParser, count, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, number
 from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.trace.legacy_text import legacy_name
@@ -37,8 +37,7 @@ from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.step_view import PipelineStep, pipeline_step
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Lengths, Span
 
-PROGRAM = "python -m megatron.adaptive trace"
-DIAGNOSE = "diagnose"
+_TRACE = f"{PROGRAM} trace"
 EVENT_ITERATIONS = 20
 """Maximum number of iterations in a file of events, because viewers open larger files slowly."""
 
@@ -51,25 +50,22 @@ _ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the subcommand ``trace``."""
-    if argv and argv[0] in _SUBCOMMANDS:
-        return _SUBCOMMANDS[argv[0]](argv[1:])
+    """Prints the figures of a run and writes its views; returns the exit status."""
     parser = _parser(
-        PROGRAM,
+        _TRACE,
         "Print where the time of a step went on each pipeline rank, and write the views of the "
-        f"run. 'trace {DIAGNOSE} DIR' reports what slows the run, 'trace whatif DIR' what changes "
-        "would gain, 'trace import' reads traces of other programs.",
+        "run.",
     )
     return _show(parser, argv, formats="all")
 
 
 def process(argv: Sequence[str]) -> int:
-    """Runs ``process_trace.py``: prints a run's figures and writes its events as JSON.
+    """Prints a run's figures and writes its events as JSON, for ``process_trace.py`` too.
 
     Returns 0; an expected error is raised as an ``AdaptiveError``.
     """
     parser = _parser(
-        "process_trace.py",
+        f"{_TRACE} process",
         "Print busy time, waits and bubble of each pipeline rank, and write the events of the "
         f"last {EVENT_ITERATIONS} iterations for chrome://tracing and Perfetto.",
         by_shape=True,
@@ -78,12 +74,12 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Runs ``visualize_trace.py``: draws the executed order of actions in one iteration.
+    """Draws the executed order of one iteration, for ``visualize_trace.py`` too.
 
     Returns 0; an expected error is raised as an ``AdaptiveError``.
     """
     parser = _parser(
-        "visualize_trace.py",
+        f"{_TRACE} draw",
         "Draw the executed order of one iteration: a row per stage, forward blue, backward "
         "green, shaded by chunk, waits by cause, idle grey.",
         by_shape=True,
@@ -91,18 +87,20 @@ def visualize(argv: Sequence[str]) -> int:
     return _show(parser, argv, formats="xlsx,png", report=False)
 
 
-def _diagnose(argv: Sequence[str]) -> int:
+def diagnose_run(argv: Sequence[str]) -> int:
+    """Names what slows a run, and a remedy; returns the exit status."""
     from megatron.adaptive.trace.diagnose import diagnose
 
     description = "Name the rank, the link or the data that slows a run, and a remedy."
-    return _answer(_parser(f"{PROGRAM} {DIAGNOSE}", description), argv, diagnose)
+    return _answer(_parser(f"{_TRACE} diagnose", description), argv, diagnose)
 
 
-def _what_if(argv: Sequence[str]) -> int:
+def what_if_run(argv: Sequence[str]) -> int:
+    """Prints how much faster a run would be with other times; returns the exit status."""
     from megatron.adaptive.trace.whatif.answers import what_if
 
     parser = _parser(
-        f"{PROGRAM} whatif",
+        f"{_TRACE} whatif",
         "Simulate the recorded steps with other times: how much the run loses, on which ranks, and"
         " what each repair would gain.",
     )
@@ -138,9 +136,10 @@ def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable
     return 0
 
 
-def _import(argv: Sequence[str]) -> int:
+def import_run(argv: Sequence[str]) -> int:
+    """Writes the trace of another program in this project's format; returns the exit status."""
     parser = CommandParser(
-        prog=f"{PROGRAM} import",
+        prog=f"{_TRACE} import",
         description="Read the trace of another program and write it in this project's format.",
     )
     source = (
@@ -169,9 +168,6 @@ def _import(argv: Sequence[str]) -> int:
         f" iterations {describe_numbers(run.iterations)}, {spans:,} spans: {arguments.output}"
     )
     return 0
-
-
-_SUBCOMMANDS = {DIAGNOSE: _diagnose, "whatif": _what_if, "import": _import}
 
 
 def _show(

@@ -1,4 +1,4 @@
-"""Reads the present state of a run, or its final state, from its files; ``top`` displays it.
+"""Reads the present state of a run, or its final state, from its files; ``job top`` displays it.
 
 The files are the traces with the spans of the latest iterations, each rank's status file with its
 present action (``status_files``), and the trainer's progress. Each of them may be missing. Clocks
