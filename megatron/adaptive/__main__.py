@@ -191,6 +191,23 @@ FORMER: Mapping[str, Subcommand] = {
 """Subcommands by their names in earlier versions."""
 
 
+_ADVICE = {
+    "train": """\
+which one to take:
+  to see it work, here and now                          train single
+  Llama 3, Qwen3, Mistral, DeepSeek-V2-Lite             train recipe
+  machines that join, leave or fail while it trains     train elastic
+  any GPT, started by your own torchrun or script       train rank, or pretrain_gpt.py
+  a command line of Megatron-LM, all of its features    train megatron-lm
+  a fixed number of nodes with one file of settings     conf.sh, with job submit (Slurm), or with
+                                                        run_master.sh and run_worker.sh (pods)
+  a model of your own that is no GPT                    Pipeline in a script, see docs/cutpoint.md
+
+train recipe, elastic and rank run the same trainer; train flags lists its flags."""
+}
+"""Text that follows the list of modes in a subcommand's help."""
+
+
 def _modes(group: str) -> list[Subcommand]:
     """Returns the modes of a subcommand, none if it has no modes."""
     return [mode for mode in SUBCOMMANDS.values() if mode.name.startswith(f"{group} ")]
@@ -211,7 +228,8 @@ def _help_text() -> str:
 def _group_text(group: str) -> str:
     """Returns the list of a subcommand's modes."""
     usage = f"usage: {PROGRAM} {group} {'[MODE]' if group in SUBCOMMANDS else 'MODE'} [OPTIONS]"
-    return "\n".join([usage, "", *_listed(_modes(group))])
+    text = "\n".join([usage, "", *_listed(_modes(group))])
+    return f"{text}\n\n{_ADVICE[group]}" if group in _ADVICE else text
 
 
 def _versions() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -90,6 +91,19 @@ def test_help_says_the_whole_usage(name: str, capsys: pytest.CaptureFixture[str]
     status, output, errors = run(f"{name} --help", capsys)
     assert (status, errors) == (0, "")
     assert f"usage: python -m megatron.adaptive {name} " in output
+    text = " ".join(output.split())
+    assert re.findall(r"(?i)\(default: (?:None|False)\)", text) == []
+    assert re.findall(r"(?i)default(?:s to| is) (?:None|False)\.", text) == []
+
+
+def test_help_of_train_says_on_one_screen_which_mode_to_take(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = run("train --help", capsys)[1].splitlines()
+    assert len(lines) <= 24
+    advice = "\n".join(lines[lines.index("which one to take:") :])
+    for mode in program._modes("train"):
+        assert mode.name in advice or f"train recipe, elastic and {mode.name.split()[1]}" in advice
 
 
 def test_former_names_are_these() -> None:
