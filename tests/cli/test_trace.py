@@ -139,7 +139,6 @@ def test_the_text_form_has_views_and_a_diagnosis(
         (["traces", "--dp-rank", "2"], "it has data-parallel ranks 0-1"),
         (["traces", "--format", "xlsx,svg"], "invalid choice 'svg': choose from xlsx, html"),
         (["nowhere"], "nowhere does not exist"),
-        ([], "no trace found: neither runs/latest nor"),
         (["traces", "--zoom"], "unrecognized arguments: --zoom"),
     ],
 )

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     seconds = number(float, 0.05, 3600, "time in seconds")
     columns = number(int, 40, 1000, "number of columns")
-    run = "folder of the run, or of its traces (default: runs/latest)"
+    run = "folder of the run, or of its traces (default: the newest run here)"
     period = f"time between two frames ({PERIOD_S})"
     add = parser.add_argument
     add("run", nargs="?", type=Path, metavar="DIR", help=run)

@@ -231,11 +231,11 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
             parser.add_argument(*names, type=count, metavar=metavar, help=text)
         help_text = (
             "folder of the run, its traces folder, or a trace_pipeline_*.txt file "
-            "(default: runs/latest, then a trace_pipeline_*.txt in the current directory)"
+            "(default: the newest run here)"
         )
         parser.add_argument("--run-dir", type=Path, metavar="DIR", help=help_text)
     else:
-        help_text = "folder of the run or its traces folder (default: runs/latest)"
+        help_text = "folder of the run or its traces folder (default: the newest run here)"
         parser.add_argument("run_dir", nargs="?", type=Path, metavar="DIR", help=help_text)
     several = (
         "iterations that figures and curves cover, or one; the last complete one of them is drawn "

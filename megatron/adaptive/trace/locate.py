@@ -1,29 +1,23 @@
 """Finds the trace to read when the user names a run, or names nothing.
 
-``runs/latest`` is a symbolic link to the newest run's folder, or a text file with that folder's
-path relative to ``runs``. A run's folder contains a folder ``traces`` with a JSON-lines file per
-rank. It may also contain the trace in the older text format (``legacy_text``). The first of these
-that exists is read:
-
-1. the folder or file that the user names,
-2. ``runs/latest`` below the current directory,
-3. a trace in the text format in the current directory.
+A run's folder contains a folder ``traces`` with a JSON-lines file per rank. It may also contain the
+trace in the older text format (``legacy_text``). If the user names nothing, the newest run below
+the current directory is read (``newest_run``).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.adaptive.config.input_files import read_text
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.profiles import read_profiles
 from megatron.adaptive.trace.imports.published import ENDINGS, read_table
-from megatron.adaptive.trace.legacy_text import legacy_name, legacy_shape, read_legacy
+from megatron.adaptive.trace.legacy_text import legacy_shape, read_legacy
+from megatron.adaptive.trace.newest_run import TRACES, newest_run, searched
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
 
-TRACES = "traces"
-RUNS = "runs"
-LATEST = "latest"
+_TEXT = "trace_pipeline_*_model_chunks_*.txt"
+_TRACED = (f"{TRACES}/trace_rank_*.jsonl", "trace_rank_*.jsonl", _TEXT)
 
 
 def load_run(
@@ -33,44 +27,22 @@ def load_run(
 
     Args:
         path: Path of the run's folder, of its folder ``traces``, of a file in the text format, or
-            of a table of times that somebody published. ``None`` for the latest run.
+            of a table of times that somebody published. ``None`` for the newest run.
         num_ranks: Required number of pipeline ranks, ``None`` for any.
         num_chunks: Required number of chunks per rank, ``None`` for any.
 
     Raises:
         TraceError: No trace exists, it cannot be read, or it has other numbers of ranks or chunks.
     """
-    source = path or latest_run() or _text_file(Path(), num_ranks, num_chunks)
+    source = path or newest_run(_TRACED)
     if source is None:
-        shape = f"{legacy_name(num_ranks, num_chunks)}.txt" if num_ranks and num_chunks else "text"
         raise TraceError(
-            f"no trace found: neither {Path(RUNS, LATEST)} nor {shape} in {Path().resolve()}; "
-            "run run_single.sh first or give --run-dir"
+            f"no run with a trace in {searched()}: train with --trace-dir, or give the folder of a"
+            " run"
         )
     if not source.exists():
         raise TraceError(f"{source} does not exist; give the folder of a run")
     return _read(source, num_ranks, num_chunks)
-
-
-def latest_run() -> Path | None:
-    """Returns the folder that ``runs/latest`` points to, ``None`` if there is no such link.
-
-    Raises:
-        TraceError: The link points to a folder that does not exist.
-    """
-    pointer = Path(RUNS, LATEST)
-    if pointer.is_file():
-        text = read_text(pointer, "give --run-dir, or run again", TraceError)
-        folder = pointer.parent / text.strip()
-    elif pointer.is_symlink() or pointer.is_dir():
-        folder = pointer
-    else:
-        return None
-    if not folder.is_dir():
-        raise TraceError(
-            f"{pointer} points to {folder.resolve()}, which is gone; give --run-dir, or run again"
-        )
-    return folder
 
 
 def _read(source: Path, num_ranks: int | None, num_chunks: int | None) -> RunTrace:
@@ -103,7 +75,7 @@ def _read(source: Path, num_ranks: int | None, num_chunks: int | None) -> RunTra
 def _text_file(folder: Path, num_ranks: int | None, num_chunks: int | None) -> Path | None:
     """Returns the newest file in the text format that has the required ranks and chunks."""
     candidates = []
-    for path in folder.glob("trace_pipeline_*_model_chunks_*.txt"):
+    for path in folder.glob(_TEXT):
         shape = legacy_shape(path)
         if shape and num_ranks in (None, shape[0]) and num_chunks in (None, shape[1]):
             candidates.append(path)
