@@ -72,7 +72,7 @@ def test_another_shape_is_refused(checkout: Path) -> None:
 def test_nothing_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        TraceError, match=f"no run with a trace in {tmp_path}/runs and {tmp_path}/logs"
+        TraceError, match=f"no run with a trace in {tmp_path}/runs, {tmp_path}/logs or"
     ):
         load_run(None)
     with pytest.raises(TraceError, match="does not exist"):

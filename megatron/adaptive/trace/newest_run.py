@@ -64,7 +64,8 @@ def newest_run(
 
 def searched(parents: Sequence[Path] = PARENTS) -> str:
     """Returns the folders that :func:`newest_run` searches, for an error message."""
-    return " and ".join(str(parent.resolve()) for parent in parents)
+    *others, last = (str(parent.resolve()) for parent in parents)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _folders(parent: Path, patterns: Sequence[str], *, may_be_empty: bool) -> list[Path]:
