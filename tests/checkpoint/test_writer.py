@@ -19,6 +19,7 @@ from megatron.adaptive.checkpoint.writer import ShardWriter, write_file
 Make = Callable[..., Any]
 FLAGS: list[dict[str, str | None]] = [
     {},
+    {"swiglu": None},
     {"fp16": None, "swiglu": None},
     {"use_distributed_optimizer": None},
     {"no_save_optim": None, "no_save_rng": None},

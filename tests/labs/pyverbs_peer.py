@@ -1,4 +1,4 @@
-"""A second implementation of the RDMA channel's wire protocol, from docs/transport.md alone.
+"""A second implementation of the RDMA channel's protocol, from docs/reference/transport.md alone.
 
 Runs in the lab as rank 1 with Debian's Python and ``python3-pyverbs``, against any program of this
 project as rank 0, and sends back every message that comes::

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import inspect
 import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -292,10 +291,8 @@ _COLUMNS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
     """Reads a microbatch and returns this rank's part of each sequence (context parallelism)."""
-    from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
     from megatron.adaptive.accelerator import current_device
+    from megatron.adaptive.gpt.core_releases import part_of_context_rank
 
     sample = next(data_iterator)
     device = current_device()
@@ -303,11 +300,7 @@ def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
         name: None if sample.get(name) is None else sample[name].to(device, non_blocking=True)
         for name in _COLUMNS
     }
-    group = {"cp_group": parallel_state.get_context_parallel_group()}
-    # Version 0.18 of megatron-core added this required argument.
-    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
-        group["is_hybrid_cp"] = False
-    return SimpleNamespace(**get_batch_on_this_cp_rank(batch, **group))
+    return SimpleNamespace(**part_of_context_rank(batch))
 
 
 class _LossCheck(NamedTuple):

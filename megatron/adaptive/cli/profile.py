@@ -1,6 +1,6 @@
 """``profile``: measures a model's layers and the links between ranks, for the planner.
 
-The file that it writes is described in ``docs/planner.md``.
+The file that it writes is described in ``docs/reference/planner.md``.
 """
 
 from __future__ import annotations

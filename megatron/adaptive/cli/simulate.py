@@ -120,7 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--schedules", default=_SCHEDULES, metavar="A,B", help=text)
     work = parser.add_argument_group("work")
     add = work.add_argument
-    add("--profile", type=Path, metavar="FILE", help="measured times; see docs/schedules.md")
+    text = "measured times; see docs/reference/schedules.md"
+    add("--profile", type=Path, metavar="FILE", help=text)
     for name, default, unit, text in (
         ("forward", 1.0, "S", "seconds of a rank's forward"),
         ("backward", 1.0, "S", "seconds of a rank's backward by inputs"),

@@ -144,7 +144,7 @@ def import_run(argv: Sequence[str]) -> int:
     )
     source = (
         "table of operations (.parquet or .csv), folder with the JSON of torch.profiler (a file "
-        "per rank), or spans of Megatron-LM; see docs/traces.md"
+        "per rank), or spans of Megatron-LM; see docs/reference/traces.md"
     )
     ranks = "pipeline ranks, if profiles lack it; ranks of a stage follow each other"
     add = parser.add_argument

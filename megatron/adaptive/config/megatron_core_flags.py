@@ -91,6 +91,7 @@ _TYPES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "torch.dtype": (str, {"choices": _DTYPES}),
     "list[int]": (tuple[int, ...], {}),
     "list[str]": (tuple[str, ...], {}),
+    "Tuple[str, ...]": (tuple[str, ...], {}),
 }
 
 

@@ -262,4 +262,8 @@ def completed(part: Any, replacements: Mapping[type, type] = _REPLACEMENTS) -> A
         names = [field.name for field in dataclasses.fields(part)]
         parts = {name: completed(getattr(part, name), replacements) for name in names}
         return dataclasses.replace(part, **parts)
+    if isinstance(part, functools.partial):  # megatron-core's form of some blocks from 0.17 on
+        keywords = {name: completed(value, replacements) for name, value in part.keywords.items()}
+        arguments = [completed(value, replacements) for value in part.args]
+        return functools.partial(completed(part.func, replacements), *arguments, **keywords)
     return replacements.get(part, part) if isinstance(part, type) else part

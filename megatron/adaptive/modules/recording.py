@@ -617,7 +617,7 @@ class SampledModel(Forward):
             parameter, which is used on both sides of a cut.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
-            ``docs/cutpoint.md``.
+            ``docs/reference/cutpoint.md``.
     """
 
     sample_batch: Mapping[str, torch.Tensor]

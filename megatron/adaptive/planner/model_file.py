@@ -2,7 +2,7 @@
 
 GPT and Llama presets are defined in ``config.model``, and the trainer has them too. BERT and T5
 presets exist only in the planner, for Megatron-LM's own scripts. The format of a model file is the
-schema ``model`` in ``config.schema_files``, which ``docs/planner.md`` describes.
+schema ``model`` in ``config.schema_files``, which ``docs/reference/planner.md`` describes.
 """
 
 from __future__ import annotations

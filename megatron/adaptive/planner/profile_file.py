@@ -1,7 +1,7 @@
 """Reads, merges and writes profile files, and makes them from measurements between cut points.
 
 The format of the file is the schema ``profile`` in ``config.schema_files``, which
-``docs/planner.md`` describes.
+``docs/reference/planner.md`` describes.
 
 Users may train a model that the planner does not know. They know the cut points at which it can be
 divided among stages, and can time the pieces between two cut points. Such measurements are a CSV

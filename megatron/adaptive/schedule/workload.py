@@ -5,7 +5,7 @@ factors are drawn before the step, per pipeline stage and microbatch, so that th
 every schedule the same times. Times are integers in picoseconds, so that sums do not depend on the
 order of addition.
 
-``docs/schedules.md`` describes the JSON file of a profile. The file's ``latency_s`` and
+``docs/reference/schedules.md`` describes the JSON file of a profile. The file's ``latency_s`` and
 ``occupancy_s`` apply to every link that its ``links`` does not list (see :class:`Link`).
 """
 
@@ -363,7 +363,7 @@ def load_profile(path: Path, *, num_stages: int) -> StageProfile:
             unknown.
     """
     try:
-        data = read_json(path, "name a profile, see docs/schedules.md")
+        data = read_json(path, "name a profile, see docs/reference/schedules.md")
         check_form(data, "times", str(path))
     except ConfigError as error:
         raise ScheduleError(f"profile {error}") from error

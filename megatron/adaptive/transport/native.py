@@ -13,7 +13,7 @@ the sender when the last view of the tensor is released, in any order and from a
 receiver holds nearly all slots of a channel, the next messages are copied out of their slots, so
 that the sender is not blocked for ever.
 
-``staging.py`` handles GPU tensors; ``docs/transport.md`` describes the bytes of a message.
+``staging.py`` handles GPU tensors; ``docs/reference/transport.md`` describes a message's bytes.
 """
 
 from __future__ import annotations
