@@ -221,7 +221,7 @@ def test_a_node_reads_the_settings_that_were_submitted(here: Path) -> None:
     path.write_text(path.read_text().replace("HERE", str(here)))
     status, _, errors = cases.command(["job", "node", "slurm", str(path), "logs/none"])
     assert status == 2
-    assert "it is started by srun" in errors  # which comes after all settings are checked
+    assert "srun starts it" in errors  # which comes after all settings are checked
 
 
 @pytest.mark.multiprocess
@@ -340,7 +340,8 @@ def test_a_corpus_of_a_version_to_come_is_refused(here: Path) -> None:
     folder = here / "another" / "corpus"
     shutil.copytree(here / "corpus", folder)
     raise_version(folder / "corpus.json", "format")
-    words = [str(folder) if word == "corpus" else word for word in cases.CORPUS]
+    words = [*cases.CORPUS]
+    words[words.index("--output-dir") + 1] = str(folder)
     status, _, errors = cases.command(words)
     assert status == 2
     assert "corpus.json" in errors

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.newest_run import newest_run
+from megatron.adaptive.trace.locate import newest_run
 
 TRACES = ("traces/*.jsonl",)
 

@@ -21,7 +21,6 @@ from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, numb
 from megatron.adaptive.config.hugging_face import FLAGS_FILE, LOAD_FLAG, load_config
 from megatron.adaptive.config.input_files import parse_json, read_whole
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
-from megatron.adaptive.trace.newest_run import newest_run, searched
 
 _EXIT_DAMAGED = 1
 _MIB = 1 << 20
@@ -73,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _newest_folder() -> Path:
     """Returns the folder ``checkpoints`` of the newest run that saved any."""
+    from megatron.adaptive.trace.locate import newest_run, searched
+
     newest = newest_run([f"{_FOLDER}/{prefix}*" for prefix in STEP_PREFIXES])
     if newest is None:
         raise CheckpointError(

@@ -28,8 +28,8 @@ from megatron.adaptive.cluster.conf import SETTINGS
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser
 from megatron.adaptive.config.environment import WORK_FOLDER
 from megatron.adaptive.errors import SetupError, TraceError
+from megatron.adaptive.trace.locate import newest_run, searched
 from megatron.adaptive.trace.metrics import RunFigures, run_figures
-from megatron.adaptive.trace.newest_run import newest_run, searched
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.trace_format import shared_gpu_note
 from megatron.adaptive.trace.views.page import plotly_js, write_html, write_page

@@ -24,8 +24,8 @@ import numpy as np
 from megatron.adaptive.config.input_files import open_file
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.block_index import Block, FileIndex, read_blocks
+from megatron.adaptive.trace.locate import TRACES, newest_run, searched
 from megatron.adaptive.trace.metrics import WAIT_CAUSES, RankFigures, rank_figures, stack_figures
-from megatron.adaptive.trace.newest_run import TRACES, newest_run, searched
 from megatron.adaptive.trace.read import describe_numbers, trace_files
 from megatron.adaptive.trace.span_columns import Ints, Mask
 from megatron.adaptive.trace.status_files import (
