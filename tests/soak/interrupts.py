@@ -241,7 +241,7 @@ class RunningJob:
 
 def _role(process: psutil.Process) -> str:
     """Returns what a process is, by its command line and the name that a fork has."""
-    name, text = process.name(), " ".join(process.cmdline()[1:4])
+    name, text = process.name(), " ".join(process.cmdline()[1:5])
     if "rank_forkserver" in text:  # so are those that it has forked
         return f"fork {name.rstrip('0123456789')}"
     return text[-60:] or name

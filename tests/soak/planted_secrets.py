@@ -289,7 +289,7 @@ def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None])
         ["job", "status", run.name, "--log-dir", str(run.parent), "--json"],
     ):
         done = subprocess.run([*module, *own], env=environment(), capture_output=True, check=True)
-        (folder / f"{own[0]}.txt").write_bytes(done.stdout + done.stderr)
+        (folder / f"{own[1]}.txt").write_bytes(done.stdout + done.stderr)
     return arrived
 
 
