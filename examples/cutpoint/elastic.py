@@ -1,6 +1,6 @@
 """A training that goes on in another shape when machines come or go.
 
-python -m megatron.adaptive run --machines machines.txt --checkpoint checkpoints \
+python -m megatron.adaptive train elastic --machines machines.txt --checkpoint checkpoints \
     examples/cutpoint/elastic.py --steps 2000
 
 The same program runs under torchrun, and in one process: ``--save FOLDER`` then says where it saves

@@ -228,7 +228,7 @@ def train(shape: Shape, words: Sequence[str], watch: AnyWatch) -> AnyWatch:
     Raises:
         RuntimeError: it failed.
     """
-    command = ["-m", "megatron.adaptive", "launch", "--standalone"]
+    command = ["-m", "megatron.adaptive", "job", "launch", "--standalone"]
     command += ["--nproc-per-node", str(shape.processes), str(ROOT / "pretrain_gpt.py")]
     return _watched([*command, *shape.flags(), *words], f"{shape}: the trainer", watch)
 

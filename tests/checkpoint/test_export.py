@@ -107,7 +107,7 @@ def test_four_ranks_train_as_peft_does(models: Path) -> None:
 def _train(folder: Path, words: str, world_size: int = 2) -> list[str]:
     """Trains a model; returns the loss of each iteration as it was printed."""
     log = folder / "train.log"
-    command = ["-m", "megatron.adaptive", "pretrain-gpt", *shlex.split(words)]
+    command = ["-m", "megatron.adaptive", "train", "rank", *shlex.split(words)]
     assert run_ranks(command, world_size=world_size, log=log, limit_s=120.0) == 0, tail(log)
     return re.findall(r"lm loss: (\S+)", log.read_text())
 
@@ -259,7 +259,7 @@ def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> No
     log = tmp_path / "train.log"
     words = f"--load-hf {models / 'qwen3'} --load-lora {models / 'llama' / 'adapters'} {_RUN}"
     words += " --lora-targets q_proj,v_proj --train-iters 2 --lr 1e-3"
-    command = ["-m", "megatron.adaptive", "pretrain-gpt", *words.split()]
+    command = ["-m", "megatron.adaptive", "train", "rank", *words.split()]
     assert run_ranks(command, world_size=1, log=log, limit_s=120.0) == 2
     assert re.search(r"error: .*.*lora_A.weight has shape \[.*\] there and", log.read_text())
 

@@ -173,7 +173,7 @@ def test_weights_in_8_bits_are_read_as_what_they_stand_for(tmp_path: Path) -> No
 
 @pytest.mark.multiprocess
 def test_a_run_hands_on_what_describes_its_model(models: Path, tmp_path: Path) -> None:
-    """``export-hf`` needs no folder named, also after a run of one's own."""
+    """``hf export`` needs no folder named, also after a run of one's own."""
     shutil.copytree(models / "llama", tmp_path / "model")
     import_hf([str(tmp_path / "model"), "--output", str(tmp_path / "imported")])
     shutil.rmtree(tmp_path / "model")

@@ -37,7 +37,15 @@ def command(
     flags: Sequence[str] = FLAGS,
 ) -> list[str]:
     """The command line of a manager."""
-    words = [sys.executable, "-m", "megatron.adaptive", "run", "--machines", str(machines)]
+    words = [
+        sys.executable,
+        "-m",
+        "megatron.adaptive",
+        "train",
+        "elastic",
+        "--machines",
+        str(machines),
+    ]
     words += ["--checkpoint", str(checkpoints), *own, str(script)]
     return [*words, *flags, *extra]
 

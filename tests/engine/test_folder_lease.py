@@ -193,7 +193,7 @@ def test_processes_of_a_manager_have_the_folder_until_it_goes_on_without_them(
     rank.require()
     assert manager.advance()
     manager.require()
-    with pytest.raises(LeaseTakenError, match="run --status"):
+    with pytest.raises(LeaseTakenError, match="train elastic --status"):
         rank.require()
     assert not rank.advance()
 

@@ -42,7 +42,7 @@ V_SPLIT = f"{CHUNKS} --pipeline-schedule zb-v"
 FP16 = "--fp16 --initial-loss-scale 1024"
 SHARDED = "--bf16 --use-distributed-optimizer"
 
-CORPUS = "make-corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
+CORPUS = "data corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
 
 # By name of the checkpoint: other ranks and flags that it is loaded with.
 RESUMED = {
@@ -110,12 +110,12 @@ ANSWERS: dict[str, list[str]] = {
     ],
     "trace-latest": ["trace", "--format", "perfetto", "--output-dir", "drawn", "--json"],
     "trace-text": [
-        *("process-trace", "--run-dir", "trace_pipeline_2_model_chunks_2.txt"),
+        *("trace", "process", "--run-dir", "trace_pipeline_2_model_chunks_2.txt"),
         *("--output-dir", "drawn", "--json"),
     ],
     "diagnosis": ["trace", "diagnose", "runs/golden", "--json"],
     "diagnosis-of-a-fault": ["trace", "diagnose", "synthetic", "--json"],
-    "top": ["top", "runs/golden", "--once", "--width", "100"],
+    "top": ["job", "top", "runs/golden", "--once", "--width", "100"],
     "plan-yaml": [*PLAN, "--model", "model.yaml", "--cluster", "cluster.yaml"],
     "plan-toml": [*PLAN, "--model", "model.toml", "--cluster", "cluster.toml"],
     "plan-profile": [
@@ -135,14 +135,14 @@ ANSWERS: dict[str, list[str]] = {
         *("simulate", "--stages", "2", "--chunks", "2", "--microbatches", "4", "--draws", "3"),
         *("--profile", "times.json"),
     ],
-    "submit": ["submit", "conf.sh", "--dry-run"],
-    "submit-plan": ["submit", "plan-conf.sh", "--dry-run"],
-    "submit-plan-variables": ["submit", "plan-variables-conf.sh", "--dry-run"],
-    "submit-stages": ["submit", "plan-conf.sh", "--plan", "stages.json", "--dry-run"],
-    "status": ["status", "pods", "--log-dir", "logs", "--json"],
-    "elastic-trainer": ["run", "--status", "elastic-trainer"],
-    "elastic-script": ["run", "--status", "elastic-script"],
-    "elastic-script-json": ["run", "--status", "elastic-script", "--json"],
+    "submit": ["job", "submit", "conf.sh", "--dry-run"],
+    "submit-plan": ["job", "submit", "plan-conf.sh", "--dry-run"],
+    "submit-plan-variables": ["job", "submit", "plan-variables-conf.sh", "--dry-run"],
+    "submit-stages": ["job", "submit", "plan-conf.sh", "--plan", "stages.json", "--dry-run"],
+    "status": ["job", "status", "pods", "--log-dir", "logs", "--json"],
+    "elastic-trainer": ["train", "elastic", "--status", "elastic-trainer"],
+    "elastic-script": ["train", "elastic", "--status", "elastic-script"],
+    "elastic-script-json": ["train", "elastic", "--status", "elastic-script", "--json"],
 }
 
 
@@ -267,7 +267,7 @@ def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
 def elastic_words(checkpoints: str, total: int) -> list[str]:
     """Returns the command of a script's job that continues up to a step."""
     told = json.dumps({**ELASTIC_SCRIPT, "total": total})
-    words = ["run", "--machines", "machines.txt", "--checkpoint", checkpoints]
+    words = ["train", "elastic", "--machines", "machines.txt", "--checkpoint", checkpoints]
     return [*words, str(SCRIPT), told]
 
 
@@ -311,6 +311,9 @@ def answer(name: str) -> Any:
                 told.pop(key, None)
         return told
     lines = [re.sub(r"\b\d+ s ago", "AGO", line.rstrip()) for line in output.splitlines()]
-    if ANSWERS[name][0] == "submit":  # the rest of the script does not depend on what was read
+    if ANSWERS[name][:2] == [
+        "job",
+        "submit",
+    ]:  # the rest of the script does not depend on what was read
         lines = [line for line in lines if line.startswith("#SBATCH")]
     return lines

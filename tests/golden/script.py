@@ -1,4 +1,4 @@
-"""Trains a small Pipeline; a script of ``python -m megatron.adaptive run``, and imported by ranks.
+"""Trains a small Pipeline; a script of ``train elastic``, and imported by ranks.
 
 Its argument is JSON: ``told`` names a folder for what each rank tells, ``total`` counts steps.
 """

@@ -95,7 +95,7 @@ def adaptive(lab: Lab, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def submit(lab: Lab, conf: Path, *words: str) -> int:
-    done = adaptive(lab, "submit", str(conf), *words)
+    done = adaptive(lab, "job", "submit", str(conf), *words)
     assert done.returncode == 0, done.stderr
     match = re.match(r"job (\d+): logs in (.*)\n", done.stdout)
     assert match is not None, done.stdout
@@ -138,7 +138,7 @@ def iterations(text: str) -> list[list[int]]:
 
 def status_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
     logs = str(conf.parent / "logs")
-    done = adaptive(lab, "status", str(job), "--log-dir", logs, "--json")
+    done = adaptive(lab, "job", "status", str(job), "--log-dir", logs, "--json")
     assert done.returncode in (0, 1), done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -167,7 +167,7 @@ def wait_until_no_process(lab: Lab) -> None:
 
 def page_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
     """Returns the text of a job's report page."""
-    done = adaptive(lab, "report", str(job), "--log-dir", str(conf.parent / "logs"))
+    done = adaptive(lab, "job", "report", str(job), "--log-dir", str(conf.parent / "logs"))
     assert done.returncode == 0, done.stderr
     text = Path(done.stdout.strip()).read_text()
     pattern = r'<script type="application/json" id="report-data">(.*?)</script>'
@@ -307,8 +307,8 @@ def test_a_job_that_another_one_displaces_goes_on_after_it_until_it_is_cancelled
     assert text.count("training ends: signal SIGTERM") > stopped
     logs = str(conf.parent / "logs")
     wait_for(
-        lambda: "CANCELLED" in adaptive(lab, "status", str(job), "--log-dir", logs).stdout,
-        lambda: adaptive(lab, "status", str(job), "--log-dir", logs).stdout,
+        lambda: "CANCELLED" in adaptive(lab, "job", "status", str(job), "--log-dir", logs).stdout,
+        lambda: adaptive(lab, "job", "status", str(job), "--log-dir", logs).stdout,
         every_s=2.0,
     )
     wait_until_no_process(lab)
@@ -398,7 +398,7 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
     finally:
         lab.put_back("n3")
     wait_for_nodes(2)
-    status = adaptive(lab, "run", "--status", str(saved), "--json")
+    status = adaptive(lab, "train", "elastic", "--status", str(saved), "--json")
     assert len(json.loads(status.stdout)["epochs"][-1]["nodes"]) == 2
     lab.output("scancel", job)
     wait_for(lambda: not lab.output("squeue", "-h", "-j", job), wrote)
@@ -408,12 +408,12 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
 
 def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
     logs = ["--log-dir", str(conf.parent / "logs")]
-    done = adaptive(lab, "status", "4711", *logs)
+    done = adaptive(lab, "job", "status", "4711", *logs)
     assert done.returncode == 2
     assert done.stderr.startswith("error: job 4711: Slurm does not know it and there is no ")
     words = ["sbatch", "--parsable", "--chdir=/", "--output=/dev/null", "--wrap", "sleep 60"]
     job = lab.output(*NOBODY, *words).partition(";")[0]
-    done = adaptive(lab, "status", job, *logs)
+    done = adaptive(lab, "job", "status", job, *logs)
     assert done.returncode == 2
     assert re.match(rf"error: job {job}: it is nobody's \(\w+\), not \w+'s, and ", done.stderr)
     assert len(done.stderr.splitlines()) == 1
@@ -467,7 +467,7 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
 )
 def test_what_slurm_does_not_have_is_named(words: str, lab: Lab, conf: Path) -> None:
     changes = [word for change in words.split() for word in ("--set", change)]
-    done = adaptive(lab, "submit", str(conf), *changes)
+    done = adaptive(lab, "job", "submit", str(conf), *changes)
     assert done.returncode == 2, done.stdout
     assert done.stderr.startswith("error: Slurm refuses the job (sbatch: "), done.stderr
     assert all(word.partition("=")[0] in done.stderr for word in changes[1::2] if word[0] != "D")

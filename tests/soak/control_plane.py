@@ -5,7 +5,7 @@
     benchmark ─┬─ manager      as a user's, without a node of its own
                ├─ agents       hundreds in one process: sockets and messages as ever, no ranks
                ├─ agents
-               └─ status       python -m megatron.adaptive run --status, every few seconds
+               └─ status       python -m megatron.adaptive train elastic --status, every few seconds
 
 An agent does all that a node's own does, but for the ranks: what it has to start has started at
 once, and what it has to kill has ended at once. Half of those that are lost close their connection,
@@ -163,7 +163,7 @@ def measure(
 
 def _status_s(checkpoints: Path) -> float:
     """Returns the seconds until the state of the job was printed; checks that it is all there."""
-    words = ["run", "--status", checkpoints, "--json"]
+    words = ["train", "elastic", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
     state = run_module("megatron.adaptive", *words, limit_s=LIMIT_S)
     took_s = time.monotonic() - begun_s

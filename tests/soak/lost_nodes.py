@@ -179,7 +179,7 @@ class Soak:
         self._boot(node)
 
     def _boot(self, node: Node) -> None:
-        command = [sys.executable, "-m", "megatron.adaptive", "run"]
+        command = [sys.executable, "-m", "megatron.adaptive", "train", "elastic"]
         command += ["--checkpoint", str(self._checkpoints), "--name", node.name]
         command += ["--slots", str(node.slots), "--nodes", str(len(SLOTS)), "--wait", "300"]
         command += ["--join-within", "60", TRAINER, *self._flags, "--save-interval", "10"]

@@ -205,7 +205,15 @@ def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]
     first_iteration(lab, job, logs / str(job))
     held = lab.output("squeue", "-h", "-j", str(job), "-o", "%N")
     node = lab.output("scontrol", "show", "hostnames", held).split()[-1]
-    words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "megatron.adaptive", "status"]
+    words = [
+        "env",
+        f"PYTHONPATH={ROOT}",
+        sys.executable,
+        "-m",
+        "megatron.adaptive",
+        "job",
+        "status",
+    ]
     words += [str(job), "--json", "--log-dir", str(logs)]
 
     def is_named() -> bool:

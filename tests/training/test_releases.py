@@ -72,7 +72,7 @@ def train(release: str, model: str, folder: Path, flags: str) -> list[tuple[str,
     ranks, settings = MODELS[model]
     log = folder / f"{release}.txt"
     words = f"{COMMON} {settings} {flags}".split()
-    command = ["-m", "megatron.adaptive", "pretrain-gpt", *words]
+    command = ["-m", "megatron.adaptive", "train", "rank", *words]
     path = path_of(release)
     status = run_ranks(command, world_size=ranks, log=log, limit_s=150.0, python_path=path)
     assert status == 0, tail(log)

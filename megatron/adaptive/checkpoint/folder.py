@@ -672,6 +672,10 @@ def is_shard(name: str) -> bool:
     return name.endswith(_SHARD)
 
 
+STEP_PREFIXES = (CheckpointFolder._prefix, PipelineFolder._prefix)
+"""Beginnings of the names of checkpoints: of the trainer's, and of a ``Pipeline``'s."""
+
+
 def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
     """Returns the folder of checkpoints for a path, and the steps to use in ascending order.
 

@@ -669,7 +669,7 @@ def require_same_model(
         different += _differences(saved.lora, config.lora, _OF_ADAPTERS)
     elif saved.lora.is_on:
         different.append(
-            "it has adapters, and the run has none (--lora-rank); export-hf --merge-lora makes one "
+            "it has adapters, and the run has none (--lora-rank); hf export --merge-lora makes one "
             "model of both"
         )
     elif config.lora.is_on and not config.checkpoint.finetune:

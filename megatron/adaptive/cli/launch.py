@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, interrupts_end_at_once
 from megatron.adaptive.cluster.inventory import loopback_variables
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.command_parser import count
+from megatron.adaptive.config.command_parser import PROGRAM, count
 from megatron.adaptive.config.environment import require_files
 from megatron.adaptive.config.input_files import natural, printable
 from megatron.adaptive.errors import ConfigError, SetupError
@@ -105,11 +105,12 @@ def _read_options(argv: Sequence[str]) -> Any:
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     parser: Any = get_args_parser()
+    parser.prog = f"{PROGRAM} job launch"
     help_text = "processes of all nodes, if nodes have different numbers"
     parser.add_argument("--world-size", type=count, help=help_text)
 
     def complain(message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see python -m megatron.adaptive launch --help")
+        raise ConfigError(f"{message}; see {parser.prog} --help")
 
     parser.error = complain
     options = parser.parse_args(list(argv))

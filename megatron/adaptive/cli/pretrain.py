@@ -43,10 +43,13 @@ _ON_CPU = (
 
 def main(argv: Sequence[str]) -> int:
     """Trains GPT with Megatron-LM's flags, as one of the processes that torchrun started."""
-    if importlib.util.find_spec("megatron.training") is None:
-        if {"-h", "--help"} & set(argv):
-            print(f"{_USAGE}\n\n{_lacking()}")
+    is_missing = importlib.util.find_spec("megatron.training") is None
+    if {"-h", "--help"} & set(argv):
+        print(_USAGE, end="\n\n", flush=True)  # Megatron-LM's own help follows if it is installed
+        if is_missing:
+            print(_lacking())
             return 0
+    if is_missing:
         raise SetupError(_lacking())
     if not hasattr(typing, "override"):  # before Python 3.12
         vars(typing)["override"] = importlib.import_module("typing_extensions").override
@@ -60,17 +63,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 _USAGE = """\
-usage: python -m megatron.adaptive pretrain FLAG ...
+usage: python -m megatron.adaptive train megatron-lm FLAG ...
 
 Megatron-LM's own trainer with its own flags and those of the plug-in."""
 
 
 def _lacking() -> str:
-    """Returns the error message that says what must be installed for ``pretrain``."""
+    """Returns the error message that says what must be installed for ``train megatron-lm``."""
     return (
         f"megatron-core {metadata.version('megatron-core')} contains no trainer of Megatron-LM: "
-        "pretrain needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM on "
-        "PYTHONPATH; pretrain-gpt runs with any"
+        "train megatron-lm needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM "
+        "on PYTHONPATH; train rank runs with any version"
     )
 
 
@@ -356,5 +359,5 @@ def _needs_script(name: str, description: str) -> ConfigError:
     flag = "--" + name.replace("_", "-")
     return ConfigError(
         f"{flag} ({description}) needs Megatron-LM's own script: run its pretrain_gpt.py with "
-        "megatron.adaptive.install() instead of pretrain"
+        "megatron.adaptive.install() instead of train megatron-lm"
     )

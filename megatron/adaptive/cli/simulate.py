@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.command_parser import CommandParser, count, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, number
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.catalog import Candidate, is_rule, make_candidate, policy_names
 from megatron.adaptive.schedule.choose_by_simulation import CandidateOutcome, evaluate
@@ -108,7 +108,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="python -m megatron.adaptive simulate",
+        prog=f"{PROGRAM} simulate",
         description="Compare pipeline schedules on simulated work.",
         formatter_class=_Formatter,
     )

@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 
 from megatron.adaptive.errors import ConfigError
 
+PROGRAM = "python -m megatron.adaptive"
+"""Command that runs this package. The name of a subcommand follows it."""
+
 
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises :class:`ConfigError`, and accepts no abbreviated options.
@@ -63,7 +66,13 @@ class CommandParser(argparse.ArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].partition("=")[0].split()
         nearest = difflib.get_close_matches("".join(unknown[:1]), self._option_string_actions, n=1)
         hint = f"the nearest is {nearest[0]}" if nearest else self._otherwise
-        raise ConfigError(f"{self.prog.split()[-1]}: {message}; {hint}")
+        raise ConfigError(f"{_short_name(self.prog)}: {message}; {hint}")
+
+
+def _short_name(prog: str) -> str:
+    """Returns the name of a program for an error message: ``job top``, or the file of a script."""
+    _, _, subcommand = prog.partition(f"{PROGRAM} ")
+    return subcommand or prog.split()[-1]
 
 
 def number(

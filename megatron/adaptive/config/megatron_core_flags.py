@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ from megatron.adaptive.config.run import CheckpointConfig, LoggingConfig, RunCon
 from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.config.unsupported_flags import is_idle, reason_for
 
+# megatron-core's texts say so in words. Without a value the flag is simply not given.
+_IDLE_DEFAULT = re.compile(r" ?(?:Defaults to|The default is) (?:None|False)\.")
 OTHERS = (
     ModelConfig,
     ParallelConfig,
@@ -200,7 +203,7 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
             annotation=ast.unparse(item.annotation),
             default=value,
             names=names,
-            text=" ".join(text.split()),
+            text=_IDLE_DEFAULT.sub("", " ".join(text.split())),
         )
 
 

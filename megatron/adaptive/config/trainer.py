@@ -141,7 +141,7 @@ class TrainerConfig:
         )
 
     def in_elastic_job(self) -> TrainerConfig:
-        """Returns these settings with the defaults for a job that ``run`` starts."""
+        """Returns these settings with the defaults for a job that ``train elastic`` starts."""
         if self.schedule.balance_replicas is not None or self.fixes_replicas:
             return self
         schedule = dataclasses.replace(self.schedule, balance_replicas="both")

@@ -256,7 +256,11 @@ class Lease:
                 f"was taken over by {holder} while this job was stopped, so this job writes nothing"
             )
             text += " there"
-        see = f"see python -m megatron.adaptive run --status {self._folder}, " if is_managed else ""
+        see = (
+            f"see python -m megatron.adaptive train elastic --status {self._folder}, "
+            if is_managed
+            else ""
+        )
         return LeaseTakenError(
             f"{self._folder} {text}; {see}end that job, or name another folder", owner
         )
