@@ -26,9 +26,7 @@ _EXIT_DAMAGED = 1
 _MIB = 1 << 20
 _RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 _GB = 10**9
-_FAMILY_HELP = (
-    "your own family of models, as package.module:Class, see docs/huggingface.md"
-)
+_FAMILY_HELP = "your own family of models, as package.module:Class, see docs/huggingface.md"
 _FOLDER = "checkpoints"
 # Keys of manifests whose values are long.
 _LONG = ("config", "files", "blocks", "options", "states")
