@@ -127,27 +127,25 @@ class Measured:
         return groups
 
     def finding(
-        self, cause: str, columns: Sequence[int], iterations: Ints, **evidence: Any
+        self, columns: Sequence[int], iterations: Ints, *, kind: str | None = None, **evidence: Any
     ) -> Finding:
         """Makes a finding about some ranks, with their stages and machines filled in.
 
         Args:
-            cause: Name of the cause, one of ``finding.CAUSES_FOUND``.
             columns: Columns of the affected ranks.
             iterations: Numbers of the affected iterations, ascending.
+            kind: Kind of the period, see :class:`Period`; ``None`` to infer it from ``iterations``.
             evidence: Further fields of :class:`Finding`. The number of iterations is added to
                 its ``counts``.
         """
         headers = [self.headers[column] for column in columns]
         first, last = iterations[[0, -1]].tolist()
-        kind = "lasting" if first == self.iterations[0] else "begun"
-        if cause == "spikes":
-            kind = cause
-        elif last < self.iterations[-1]:
-            kind = "passed"
-        evidence["counts"] = {"iterations": len(iterations), **evidence["counts"]}
+        if kind is None:
+            kind = "lasting" if first == self.iterations[0] else "begun"
+            kind = "passed" if last < self.iterations[-1] else kind
+        evidence["counts"] = {"iterations": len(iterations), **evidence.get("counts", {})}
         return Finding(
-            cause=cause,
+            cause="",
             ranks=tuple(header.rank for header in headers),
             stages=tuple(sorted({stage for column in columns for stage in self.stages[column]})),
             hosts=tuple(header.host for header in headers),
