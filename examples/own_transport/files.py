@@ -25,6 +25,7 @@ from megatron.adaptive.transport.interface import (
     HeldArrival,
     Label,
     Transport,
+    settled,
 )
 from megatron.adaptive.transport.kind import Opening, TransportKind
 
@@ -62,9 +63,9 @@ class FileTransport:
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         number = self._sent[peer]
-        self._sent[peer] += 1
-        payload = tensor.detach().contiguous().cpu()
+        payload = settled(tensor.detach()).cpu()
         header = Header(label, tuple(payload.shape), payload.dtype, number).words()
+        self._sent[peer] += 1
         path = self._folder / f"{self._rank}-{peer}-{number}"
         torch.save({"header": header, "payload": payload}, f"{path}.part")
         os.replace(f"{path}.part", path)  # the file appears when it is complete
